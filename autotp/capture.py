@@ -1,0 +1,229 @@
+"""Capture: an `nn.Module` becomes a flat torch.fx graph of ATen operators through `torch.export`.
+
+Sizes are symbolic from the start: the first two dimensions of token inputs and the batch of all others are dynamic
+where the model allows it. The model's weights are never touched: a skeleton of fake tensors is exported.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import linecache
+import traceback
+import warnings
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim
+
+from autotp.rules.core import expression
+
+from . import compat
+from .errors import CaptureError
+from .inputs import Inputs
+from .layouts import Size
+
+
+@dataclass
+class Leaf:
+    """A placeholder of the graph: what it holds and under which name of the model."""
+
+    node: fx.Node
+    kind: str  # "parameter" | "buffer" | "constant" | "input"
+    name: str
+
+
+@dataclass
+class Capture:
+    """A captured program: its graph, what its placeholders and outputs mean, and the sizes that it accepts."""
+
+    graph: fx.Graph
+    leaves: list[Leaf]
+    mutations: dict[int, str]  # position of the graph's output -> buffer that takes it
+    in_spec: compat.TreeSpec
+    out_spec: compat.TreeSpec
+    constants: dict[str, Any]
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    hints: dict[sympy.Symbol, int]
+    ranges: dict[sympy.Symbol, tuple[int, int]]
+    guards: list[sympy.Basic]
+    training: bool
+    aliases: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+
+    def accepts(self, values: list[Any]) -> str | None:
+        """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
+        bound: dict[sympy.Symbol, int] = {}
+        for leaf, value in zip(self.inputs, values, strict=True):
+            expected = leaf.node.meta.get("val")
+            reason = _fits(leaf.name, expected, value, bound)
+            if reason:
+                return reason
+        for symbol, size in bound.items():
+            low, high = self.ranges.get(symbol, (0, size))
+            if not low <= size <= high:
+                return f"size {size} is outside the captured range [{low}, {high}]"
+        broken = next((g for g in self.guards if g.subs(bound) == sympy.false), None)
+        return None if broken is None else f"the captured program needs {broken}"
+
+    def digest(self) -> str:
+        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank."""
+        h = hashlib.sha256()
+        for n in self.graph.nodes:
+            val = n.meta.get("val")
+            shape = [tuple(str(s) for s in v.shape) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
+            kinds = [str(v.dtype) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
+            h.update(repr((n.op, str(n.target), str(n.args), str(n.kwargs), shape, kinds)).encode())
+        return h.hexdigest()[:16]
+
+
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+    if not isinstance(expected, Tensor):
+        same = isinstance(value, type(expected)) and value == expected
+        return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
+    if not isinstance(value, Tensor) or value.dtype != expected.dtype or value.ndim != expected.ndim:
+        return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
+    for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
+        size = expression(want)
+        if isinstance(size, sympy.Symbol):
+            size = bound.setdefault(size, int(has))
+        elif not isinstance(size, int):
+            size = int(size.subs(bound)) if not size.subs(bound).free_symbols else int(has)
+        if size != has:
+            return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
+    return None
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name under which the same tensor is held."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(t), name) for name, t in named}
+
+
+def skeleton(model: nn.Module, device: torch.device | str) -> nn.Module:
+    """A copy of the module that holds fake tensors on `device` in place of parameters and buffers."""
+    mode = compat.fake_mode()
+    memo: dict[int, Any] = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        with mode:
+            fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+    return copy.deepcopy(model, memo)
+
+
+def capture(bare: nn.Module, inputs: Inputs, device: torch.device | str = "cpu") -> Capture:
+    """Export a skeleton for these inputs, dynamic where the model allows it.
+
+    Raises:
+        CaptureError: the model cannot be exported; the message shows the user's own line.
+    """
+    args, kwargs = compat.tree_map_only(Tensor, lambda t: t.detach().to(device), (inputs.args, dict(inputs.kwargs)))
+    dynamic = compat.tree_map(_dims, (args, kwargs))
+    failures: list[Exception] = []
+    for shapes in ((dynamic[0], dynamic[1]), None):
+        try:
+            program = _export(bare, args, kwargs, shapes)
+            break
+        except Exception as e:
+            failures.append(e)
+    else:
+        raise _capture_error(bare, failures[-1]) from failures[-1]
+    found = _read(program, bare.training)
+    found.aliases = aliases(bare)
+    if len(failures) == 1:
+        found.notes.append("captured for one batch size and length only: the model does not export with symbolic sizes")
+    return found
+
+
+def _dims(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return None
+    free = 2 if value.ndim <= 3 else 1
+    return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+
+
+def _export(bare: nn.Module, args: Any, kwargs: Any, shapes: Any) -> torch.export.ExportedProgram:
+    if shapes is not None:
+        shapes = {**_named(bare, args, shapes[0]), **shapes[1]}
+    with ExitStack() as stack:
+        stack.enter_context(warnings.catch_warnings())
+        warnings.simplefilter("ignore")
+        stack.enter_context(compat.quiet_export())
+        program = torch.export.export(bare, args, kwargs, dynamic_shapes=shapes, strict=False)
+        if any(_mutates(n) for n in program.graph.nodes):
+            program = program.run_decompositions({})
+    return program
+
+
+def _named(bare: nn.Module, args: tuple, dims: tuple) -> dict[str, Any]:
+    names = list(compat.positional_names(bare.forward, len(args)))
+    return dict(zip(names, dims, strict=True))
+
+
+def _mutates(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
+    signature, leaves = program.graph_signature, []
+    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        kind = kinds.get(spec.kind.name, spec.kind.name)
+        leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
+    mutations = {
+        i: s.target for i, s in enumerate(signature.output_specs) if s.kind.name == "BUFFER_MUTATION" and s.target
+    }
+    environment = compat.shape_env(program.graph)
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    for leaf in leaves:
+        val = leaf.node.meta.get("val")
+        for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
+            if isinstance(expression(size), sympy.Symbol):
+                symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
+    hints, ranges, guards = compat.read_shape_env(environment)
+    return Capture(
+        program.graph, leaves, mutations, program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
+        dict(program.constants), symbols, hints, ranges, guards, training,
+    )  # fmt: skip
+
+
+def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
+    """Name the innermost line that is neither torch's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [
+        f for f in frames if "/torch/" not in f.filename and "/autotp/" not in f.filename and "<eval" not in f.filename
+    ]
+    where = ""
+    if own:
+        f = own[-1]
+        where = (
+            f"\n  at {f.filename}:{f.lineno} in {f.name}\n    {linecache.getline(f.filename, f.lineno or 0).strip()}"
+        )
+    first = str(error).strip().splitlines()[0] if str(error).strip() else ""
+    return CaptureError(
+        f"{type(model).__name__} cannot be captured as one graph: {type(error).__name__}: {first}{where}\n"
+        "torch.export traces the forward once, so it cannot follow Python branches on tensor values (`if x.sum() > 0`, "
+        "`x.item()`, `x.tolist()`). Rewrite that line with tensor operations (torch.where), pass the value as an "
+        "argument, or shard the submodule without it."
+    )
+
+
+def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
+    """The size that the example inputs had; used for costs only, never for legality."""
+    if isinstance(size, int):
+        return size
+    value = size.subs(hints)
+    return int(value) if value.is_number else 1

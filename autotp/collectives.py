@@ -1,0 +1,68 @@
+"""The four communication primitives, between processes and simulated in one process.
+
+Each takes and gives one tensor per rank that is present: one in real execution, all `tp` in simulation. Tensors
+have the same shape on every rank. Where a primitive speaks of all ranks, that is dimension 0 of size `tp`:
+
+| primitive      | in          | out         |
+| -------------- | ----------- | ----------- |
+| all_reduce     | [...]       | [...]       |
+| all_gather     | [...]       | [tp, ...]   |
+| reduce_scatter | [tp, ...]   | [...]       |
+| all_to_all     | [tp, ...]   | [tp, ...]   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from .compat import c10d_ops
+
+Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
+
+
+def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
+    """This rank's result of a functional collective over the process group named `group`."""
+    wire = _encode(x)
+    reduction = "max" if x.dtype == torch.bool else reduction  # a sum of booleans is "any"
+    if primitive == "all_reduce":
+        out = c10d_ops.all_reduce(wire, reduction, group)
+    elif primitive == "all_gather":
+        out = c10d_ops.all_gather_into_tensor(wire.unsqueeze(0), tp, group)
+    elif primitive == "reduce_scatter":
+        out = c10d_ops.reduce_scatter_tensor(wire, reduction, tp, group)
+    else:
+        out = c10d_ops.all_to_all_single(wire, [1] * tp, [1] * tp, group)
+    out = _decode(c10d_ops.wait_tensor(out), x.dtype)
+    return out.squeeze(0) if primitive == "reduce_scatter" else out
+
+
+def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
+    """All ranks' results of the same collective, in one process."""
+    if primitive == "all_gather":
+        return [torch.stack(list(xs)) for _ in xs]
+    if primitive == "all_to_all":
+        return [torch.stack([x[rank] for x in xs]) for rank in range(len(xs))]
+    total = reduce(torch.add if reduction == "sum" else torch.maximum, xs)
+    return [total.clone() if primitive == "all_reduce" else total[rank].clone() for rank in range(len(xs))]
+
+
+def _encode(x: Tensor) -> Tensor:
+    """The same values in a type that gloo and NCCL carry."""
+    x = x.contiguous()
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    if x.dtype == torch.int16:
+        return x.to(torch.int32)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _decode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if dtype == torch.bool:
+        return x.view(torch.bool)
+    return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)

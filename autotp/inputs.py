@@ -1,0 +1,267 @@
+"""What a model is called with: normalising it, making it for a transformers model, fitting it to `forward`."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .errors import InputError
+
+BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000
+CACHES = ("past_key_values", "past_key_value", "cache_params", "past_buckets_states")
+ACCEPTED = "a tensor, a tuple (positional arguments), a mapping (keyword arguments), or autotp.Inputs(*args, **kwargs)"
+
+
+@dataclass(frozen=True, eq=False, init=False)
+class Inputs:
+    """The arguments of one call of a model: `model(*args, **kwargs)`."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        object.__setattr__(self, "args", args)
+        object.__setattr__(self, "kwargs", kwargs)
+
+
+def normalise(example: object) -> Inputs:
+    """`example_inputs`, in any form that is accepted, as `Inputs`.
+
+    Args:
+        example: a tensor (one argument), a tuple or list (positional arguments), a mapping (keyword arguments; a
+            transformers `BatchEncoding` is one), or `Inputs`.
+    Raises:
+        InputError: for anything else, or where a key of the mapping is not a string.
+    """
+    if isinstance(example, Inputs):
+        return example
+    if isinstance(example, Tensor):
+        return Inputs(example)
+    if isinstance(example, (tuple, list)):
+        return Inputs(*example)
+    if not isinstance(example, Mapping):
+        raise InputError(f"example_inputs is {type(example).__name__}, which says no arguments. Give {ACCEPTED}.")
+    odd = [key for key in example if not isinstance(key, str)]
+    if odd:
+        raise InputError(
+            f"example_inputs has the key {odd[0]!r}: the keys of a mapping are names of arguments of forward, "
+            f"so they must be strings. Give {ACCEPTED}."
+        )
+    return Inputs(**dict(example))
+
+
+def bind(forward: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
+    """Check that `forward(*inputs.args, **inputs.kwargs)` is a call that the signature of `forward` allows.
+
+    Returns: the bound arguments.
+    Raises:
+        InputError: names the argument that is missing, unknown, or one too many, and those that are accepted. Where
+            `forward` has `**kwargs`, a name that is nearly that of another argument is refused too: it would
+            be ignored.
+    """
+    signature = inspect.signature(forward)
+    accepts = f"forward accepts {signature_text(signature)}"
+    try:
+        bound = signature.bind(*inputs.args, **inputs.kwargs)
+    except TypeError as error:
+        given = f"{len(inputs.args)} positional, and by name {sorted(inputs.kwargs) or 'none'}"
+        raise InputError(f"The inputs do not fit forward: {error}. Given: {given}; {accepts}.") from None
+    free = [name for name in signature.parameters if name not in bound.arguments]
+    for name in inputs.kwargs.keys() - signature.parameters.keys():
+        near = difflib.get_close_matches(name, free, n=1, cutoff=0.85)
+        if near:
+            raise InputError(f"forward would ignore the input {name!r}: did you mean {near[0]!r}? {accepts}.")
+    return bound
+
+
+def signature_text(signature: inspect.Signature) -> str:
+    """The names in a signature, `=` after those that may be left out: `(input_ids, mask=, **kwargs)`."""
+    stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
+    names = (
+        stars.get(p.kind, "") + name + ("" if p.default is inspect.Parameter.empty else "=")
+        for name, p in signature.parameters.items()
+    )
+    return f"({', '.join(names)})"
+
+
+def without_cache(model: nn.Module, inputs: Inputs) -> tuple[Inputs, str | None]:
+    """The same inputs with the key/value cache switched off, where the inputs or the config would switch it on.
+
+    Returns: the inputs, and a note for the plan where something was switched off.
+    Raises:
+        InputError: a cache is passed in.
+    """
+    signature = inspect.signature(model.forward)
+    given = bind(model.forward, inputs).arguments
+    given = given | inputs.kwargs
+    for name in CACHES:
+        if given.get(name) is not None:
+            raise InputError(
+                f"The input {name!r} is a cache ({type(given[name]).__name__}). A cache passed in is not supported "
+                f"yet: capture a whole sequence, without {name!r}."
+            )
+    parameter = signature.parameters.get("use_cache")
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    if parameter is None and not takes_any:
+        return inputs, None
+    asked, why = given.get("use_cache"), "use_cache=True was given"
+    if asked is None and parameter is not None and parameter.default is True:
+        asked, why = True, "the default of use_cache is True"
+    if asked is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):
+        asked, why = True, "config.use_cache=True"
+    if not asked:
+        return inputs, None
+    return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({why})"
+
+
+def _replace(signature: inspect.Signature, inputs: Inputs, name: str, value: object) -> Inputs:
+    """`inputs` with one argument set; it stays positional where it was given so."""
+    names = list(signature.parameters)
+    at = names.index(name) if name in names else len(inputs.args)
+    if at < len(inputs.args):
+        return Inputs(*inputs.args[:at], value, *inputs.args[at + 1 :], **inputs.kwargs)
+    return Inputs(*inputs.args, **{**inputs.kwargs, name: value})
+
+
+def for_model(model: nn.Module) -> Inputs | None:
+    """Small example inputs for a transformers model, from its `main_input_name`, its config and `forward`'s signature.
+
+    Text is (2, 16) token ids, images (2, channels, height, width), videos (2, frames, channels, height, width), audio
+    (2, samples) or features as the config says. Two towers (text beside images or audio) are both fed, except where
+    the text must hold placeholders for the other: then text alone. Equal on every rank, in the model's dtype, on the
+    model's device (the CPU for a meta model).
+
+    Returns: the inputs as keyword arguments; None for another module, or where the config does not say enough.
+    """
+    if not is_transformers(model):
+        return None
+    parameters = inspect.signature(model.forward).parameters
+    names = _input_names(model, parameters)
+    if any(name not in MAKERS or name not in parameters for name in names):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    example = next(model.parameters(), torch.empty(0))
+    device = torch.device("cpu") if example.is_meta else example.device
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    made = {name: MAKERS[name](getattr(model, "config", None), generator) for name in names}
+    return Inputs(**{k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in made.items()})
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether the model speaks the transformers library's protocol: a config, and a class that names its main input."""
+    return hasattr(type(model), "main_input_name") and getattr(model, "config", None) is not None
+
+
+def _input_names(model: nn.Module, parameters: Mapping[str, inspect.Parameter]) -> list[str]:
+    """The inputs to make: the main one, those that `forward` requires, other towers', the decoder's."""
+    config, main = getattr(model, "config", None), getattr(model, "main_input_name", "input_ids")
+    empty = inspect.Parameter.empty
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    names = [main] if isinstance(main, str) else list(main)
+    names += [name for name, p in parameters.items() if p.default is empty and p.kind not in variadic]
+    towers = [name for field, name in TOWERS.items() if getattr(config, field, None) is not None]
+    if not any(getattr(config, field, None) is not None for field in PLACEHOLDERS):
+        names += [name for name in towers if name in parameters]
+    if getattr(config, "is_encoder_decoder", False) and "decoder_input_ids" in parameters:
+        names.append("decoder_input_ids")
+    return list(dict.fromkeys(names))
+
+
+def _configs(config: object, kinds: tuple[str, ...]) -> list[object]:
+    """Where to look for a field: sub-configs whose name holds one of `kinds`, in that order, the config, the rest."""
+    if config is None:
+        return []
+    subs = {name: sub for name, sub in vars(config).items() if hasattr(sub, "model_type")}
+    fits = [sub for kind in kinds for name, sub in subs.items() if kind in name]
+    return [*fits, config, *subs.values()]
+
+
+def _field(config: object, kinds: tuple[str, ...], *names: str) -> Any:
+    """The first of the fields `names` that a config sets, or None. See `_configs` for the order."""
+    values = (getattr(c, name, None) for c in _configs(config, kinds) for name in names)
+    return next((value for value in values if value is not None), None)
+
+
+TEXT, DECODER = ("text", "encoder"), ("decoder", "text")
+VISION, AUDIO = ("vision", "image", "encoder"), ("audio", "speech", "encoder")
+
+
+def _ids(config: object, generator: torch.Generator, kinds: tuple[str, ...] = TEXT, length: int = LENGTH) -> Tensor:
+    """Token ids over the whole vocabulary, without those that mean something (padding, end, mask...)."""
+    vocabulary = _field(config, kinds, "vocab_size", "src_vocab_size") or 256
+    longest = _field(config, kinds, "max_position_embeddings", "max_target_positions") or length
+    length = min(length, longest) if longest > 0 else length  # XLNet says -1: no limit
+    plain = torch.ones(vocabulary, dtype=torch.bool)
+    for c in _configs(config, kinds):
+        for name, value in vars(c).items():
+            if name.endswith(("_token_id", "_token_ids", "_token_index")):
+                special = value if isinstance(value, (list, tuple)) else [value]
+                plain[[i for i in special if isinstance(i, int) and 0 <= i < vocabulary]] = False
+    choice = plain.nonzero()[:, 0] if plain.any() else torch.arange(vocabulary)
+    return choice[torch.randint(len(choice), (BATCH, length), generator=generator)]
+
+
+def _decoder_ids(config: object, generator: torch.Generator) -> Tensor:
+    return _ids(config, generator, DECODER, DECODER_LENGTH)  # another length, so that the two sizes are two symbols
+
+
+def _pixels(config: object, generator: torch.Generator) -> Tensor:
+    size = _field(config, VISION, "image_size", "crop_size") or 224
+    size = size.values() if isinstance(size, Mapping) else size
+    height, width = (size, size) if isinstance(size, int) else tuple(size)[:2]
+    frames = _field(config, VISION, "num_frames", "frames_per_clip")
+    channels = _field(config, VISION, "num_channels", "in_channels", "in_chans") or 3
+    return torch.randn((BATCH, *([frames] if frames else []), channels, height, width), generator=generator)
+
+
+def _wave(config: object, generator: torch.Generator) -> Tensor:
+    """Sound: samples, as many as the convolutional front end turns into `FRAMES`, or a spectrogram (time, mel bins)."""
+    kernels, strides = _field(config, AUDIO, "conv_kernel"), _field(config, AUDIO, "conv_stride")
+    bins, channels = _field(config, AUDIO, "num_mel_bins"), _field(config, AUDIO, "audio_channels")
+    shape: tuple[int, ...] = (SAMPLES,) if channels is None else (channels, SAMPLES)
+    if kernels and strides:
+        samples = FRAMES
+        for kernel, stride in reversed(list(zip(kernels, strides, strict=True))):
+            samples = (samples - 1) * stride + kernel
+        shape = (samples,)
+    elif bins:
+        shape = (_field(config, AUDIO, "max_length") or FRAMES, bins)
+    return torch.randn((BATCH, *shape), generator=generator)
+
+
+# Features of sound: the first row whose fields the config has gives the shape, without the batch.
+FEATURES: tuple[tuple[tuple[str, ...], Callable[..., tuple[int, ...]]], ...] = (
+    (("spec_size", "num_mel_bins"), lambda size, bins: (1, size * (size // bins), bins)),
+    (("feature_projection_input_dim",), lambda size: (FRAMES, size)),
+    (("input_feat_per_channel", "input_channels"), lambda size, channels: (2 * FRAMES, size * channels)),
+    (("num_mel_bins", "max_source_positions"), lambda bins, positions: (bins, 2 * positions)),
+    (("num_mel_bins",), lambda bins: (2 * FRAMES, bins)),
+)
+
+
+def _features(config: object, generator: torch.Generator) -> Tensor:
+    for fields, shape in FEATURES:
+        values = [_field(config, AUDIO, field) for field in fields]
+        if all(isinstance(value, int) for value in values):
+            return torch.randn((BATCH, *shape(*values)), generator=generator)
+    return torch.randn((BATCH, 2 * FRAMES, 80), generator=generator)
+
+
+MAKERS: dict[str, Callable[[object, torch.Generator], Tensor]] = {
+    "input_ids": _ids,
+    "decoder_input_ids": _decoder_ids,
+    "pixel_values": _pixels,
+    "pixel_values_videos": _pixels,
+    "input_values": _wave,
+    "input_features": _features,
+}
+TOWERS = {"text_config": "input_ids", "vision_config": "pixel_values", "audio_config": "input_features"}
+PLACEHOLDERS = tuple(
+    f"{kind}_token_{suffix}" for kind in ("image", "video", "audio") for suffix in ("id", "index")
+)  # config fields of models whose text holds a token per image patch or audio frame

@@ -1,0 +1,248 @@
+"""A plan: which parameter lies how, how every operator runs, what it costs. Immutable data without tensors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import sympy
+
+from .errors import PlanError
+from .layouts import I, Layout, P, Partial, Partition, R, Segment, Shard, Size
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator runs: a layout per operand slot and per result, and the split factor with its loop."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    factor: int | None = None
+    loop: Partition | None = None
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of the model.
+
+    Attributes:
+        name: its first name in the model; `aliases` are further names of the same tensor.
+        shape: whole shape; `local`: the shape that the fullest rank holds.
+        layout: Invariant (whole) or Shard.
+        reason: for a whole parameter, the operator and the cause that kept it whole.
+        block: number of equal parameters in repeated blocks that share this decision; `first` is the first one's name.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    local: tuple[int, ...]
+    dtype: str
+    layout: Layout
+    reason: str | None = None
+    aliases: tuple[str, ...] = ()
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One inserted conversion that communicates, forward or backward.
+
+    Attributes:
+        name: f, f_star, g, g_star, ... (`autotp.conversions.KINDS`).
+        module: path of the module in which it runs.
+        value: name of the graph's value that is converted, and `op`, the operator that made it.
+        forward, backward: the primitive of each direction (`all_reduce`, ...), None where there is none.
+        bytes: whole size of the value in bytes; `forward_bytes`, `backward_bytes`: what one rank sends.
+        first: path of the same place in the first of the repeated blocks.
+    """
+
+    name: str
+    module: str
+    value: str
+    op: str
+    forward: str | None
+    backward: str | None
+    bytes: float
+    forward_bytes: float
+    backward_bytes: float
+    first: str = ""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A named part of the model, as the patterns found it.
+
+    Attributes:
+        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
+        module: module path; `first`: that of the same block in the first repeated layer; `count` equal ones.
+        detail: what the printed plan says of it, such as "8 heads, 4 kv heads, 64 each".
+        parameters: names of its parameters.
+    """
+
+    kind: str
+    module: str
+    detail: str
+    parameters: tuple[str, ...]
+    first: str = ""
+    count: int = 1
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Per rank: parameters held (of `parameters` in all), floating-point operations of a forward (of `flops`), bytes sent
+    in a step, predicted seconds of a step with the lower bound that the solver proved, and the least parameter bytes that any legal plan
+    reaches."""
+
+    parameters: int = 0
+    local_parameters: int = 0
+    flops: float = 0.0
+    local_flops: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    seconds: float = 0.0
+    bound: float = 0.0
+    stored: float = 0.0
+    least_stored: float = 0.0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where every parameter lies and how every operator runs over `tp` ranks. Print it to read it.
+
+    Attributes:
+        model: class name of the model; `digest`: of the captured graph that it was made for.
+        tp: number of ranks.
+        cluster: name of the cluster that it was priced on; `objective`: "training" and so on.
+        parameters, collectives, blocks: what is split, what is sent, what the parts are.
+        decisions: node name of the captured graph -> how it runs.
+        notes: what the user should know of the capture.
+    """
+
+    model: str
+    tp: int
+    digest: str
+    cluster: str
+    objective: str
+    parameters: tuple[Parameter, ...]
+    collectives: tuple[Collective, ...]
+    blocks: tuple[Block, ...]
+    totals: Totals
+    decisions: Mapping[str, Decision] = field(repr=False, default_factory=dict)
+    inputs: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+    @property
+    def placements(self) -> dict[str, Layout]:
+        """Parameter name -> layout."""
+        return {p.name: p.layout for p in self.parameters}
+
+    def to_json(self) -> str:
+        """The plan as JSON text, with a schema version."""
+        return json.dumps({"schema": SCHEMA, **_plain(asdict_shallow(self))}, indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read what `to_json` wrote.
+
+        Raises:
+            PlanError: the text is not a plan, or of another schema version.
+        """
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as e:
+            raise PlanError(f"this is not a saved plan: {e}. Give the file that `Plan.save` wrote.") from e
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            found = data.get("schema") if isinstance(data, dict) else None
+            raise PlanError(
+                f"the plan has schema version {found!r}; this version of autotp reads {SCHEMA}. Plan again."
+            )
+        try:
+            return _read_plan(data)
+        except (KeyError, TypeError, ValueError) as e:
+            raise PlanError(f"the saved plan is damaged: {type(e).__name__}: {e}. Plan again.") from e
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan as a JSON file."""
+        Path(path).write_text(self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read a plan that `save` wrote."""
+        return cls.from_json(Path(path).read_text())
+
+
+def asdict_shallow(plan: Plan) -> dict[str, Any]:
+    """The plan's fields with its records as dicts and its layouts as they are."""
+    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__}
+    out["totals"] = asdict(plan.totals)
+    for key in ("parameters", "collectives", "blocks"):
+        out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
+    out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
+    return out
+
+
+def _plain(x: Any) -> Any:
+    if isinstance(x, Shard):
+        return {"dim": x.dim, "partition": _plain(x.partition)}
+    if isinstance(x, Layout):
+        return str(x)
+    if isinstance(x, Partition):
+        return {"repeat": _size(x.repeat), "segments": [[_size(s.count), _size(s.unit)] for s in x.segments]}
+    if isinstance(x, Mapping):
+        return {k: _plain(v) for k, v in x.items()}
+    return [_plain(v) for v in x] if isinstance(x, list | tuple) else x
+
+
+def _size(size: Size) -> int | str:
+    return size if isinstance(size, int) else str(size)
+
+
+def _read_size(x: int | str) -> Size:
+    if isinstance(x, int):
+        return x
+    names = {str(s): sympy.Symbol(str(s), positive=True, integer=True) for s in sympy.sympify(x).free_symbols}
+    return sympy.sympify(x, locals=names)
+
+
+def _read_partition(x: Any) -> Partition:
+    return Partition(tuple(Segment(_read_size(c), _read_size(u)) for c, u in x["segments"]), _read_size(x["repeat"]))
+
+
+def _read_layout(x: Any) -> Layout:
+    if isinstance(x, dict):
+        return Shard(x["dim"], _read_partition(x["partition"]))
+    return {"I": I, "R": R, "P": P, "P(max)": Partial("max")}[x]
+
+
+def _read_plan(data: dict[str, Any]) -> Plan:
+    decisions = {
+        name: Decision(
+            tuple(map(_read_layout, ins)),
+            tuple(map(_read_layout, outs)),
+            factor,
+            _read_partition(loop) if loop else None,
+        )
+        for name, (ins, outs, factor, loop) in data["decisions"].items()
+    }
+    parameters = [Parameter(**_tuples(p) | {"layout": _read_layout(p["layout"])}) for p in data["parameters"]]
+    records = {"collectives": Collective, "blocks": Block}
+    read = {k: tuple(make(**_tuples(r)) for r in data[k]) for k, make in records.items()}
+    rest = {k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")}
+    return Plan(
+        **rest, parameters=tuple(parameters), **read, totals=Totals(**data["totals"]), decisions=decisions,
+        inputs=tuple(data["inputs"]), notes=tuple(data["notes"]),
+    )  # fmt: skip
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+
+
+def without_decisions(plan: Plan) -> Plan:
+    """The plan's placements only: for another capture of the same model."""
+    return replace(plan, decisions={})

@@ -1,0 +1,190 @@
+"""Rewrite: the captured graph becomes the program of one rank, with the conversions inserted.
+
+The result is one template for all ranks: calls that depend on the rank are marked, and `specialise` fills it in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autotp.rules.core import Op
+
+from . import compat
+from . import conversions as convert
+from .graph import module_path
+from .layouts import I, Layout, R
+from .localise import Local, Sizes
+from .plan import Decision
+from .planner import Planned, Value, resolve, tensors
+from .problem import conversions
+from .slices import to_runtime
+
+
+@dataclass
+class Sharded:
+    """A per-rank program before the rank is known: `layouts` says how each node's results lie, `origin` what they are of."""
+
+    graph: fx.Graph
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+
+class Rewriter:
+    """Copies the captured graph node by node, converting operands to the decided layouts."""
+
+    def __init__(self, planned: Planned, price: Any) -> None:
+        self.planned, self.price = planned, price
+        self.old = planned.program.graph
+        self.new = fx.Graph()
+        self.out = Sharded(self.new)
+        self.env: dict[fx.Node, Any] = {}
+        self.held: dict[tuple[Value, Layout], fx.Node] = {}
+        self.routes = self._routes()
+        self.sizes = Sizes(self.new, {})
+
+    def run(self) -> Sharded:
+        for node in self.old.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                self.new.output(self._outputs(node))
+            elif node in self.planned.decisions:
+                self._call(node)
+            elif node.target is operator.getitem and resolve(node)[0] in self.planned.decisions:
+                continue
+            else:
+                self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
+                self.sizes.note(self.env[node])
+        self.new.eliminate_dead_code()
+        return self.out
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.new.node_copy(node)
+        self.env[node] = new
+        if node in self.planned.decisions:
+            self._hold(node, 0, new, self.planned.decisions[node].outs[0])
+        for symbol, (owner, dim) in self.planned.program.symbols.items():
+            if owner is node:
+                self.sizes.symbols[symbol] = (new, dim)
+
+    def _call(self, node: fx.Node) -> None:
+        op, decision = self.planned.ops[node], self.planned.decisions[node]
+        operands = [self.value(x, layout, node) for x, layout in zip(op.slots, decision.ins, strict=True)]
+        target, args, kwargs = self._local(op, decision, operands)
+        new = target if isinstance(target, fx.Node) else self.new.call_function(target, args, kwargs)
+        new.meta = {**node.meta, **{k: v for k, v in new.meta.items() if k == "ranked"}}
+        self.env[node] = new
+        self.sizes.note(new)
+        if isinstance(node.meta.get("val"), list | tuple):
+            for i, layout in enumerate(decision.outs):
+                item = self.new.call_function(operator.getitem, (new, i))
+                item.meta = {**node.meta, "val": node.meta["val"][i]}
+                self._hold(node, i, item, layout)
+        elif tensors(node):
+            self._hold(node, 0, new, decision.outs[0])
+
+    def _local(self, op: Op, decision: Decision, operands: list[fx.Node]) -> Any:
+        rule = self.planned.rules[op.node]
+        factor = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+        local = Local(
+            self.new,
+            self.sizes,
+            self.env,
+            operands,
+            decision.ins,
+            decision.outs,
+            factor,
+            decision.loop,
+            rule,
+            self.planned.tp,
+        )
+        got = rule.localise(op, local) if rule is not None and rule.localise is not None else local.unchanged(op)
+        return (got, (), {}) if isinstance(got, fx.Node) else got
+
+    def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
+        self.held[(node, index), layout] = new
+        self.out.layouts[new] = layout
+        self.out.origin[new] = node
+
+    def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
+        """The value in this layout, converted before its first consumer and shared by all."""
+        value = resolve(operand)
+        if (value, layout) not in self.held:
+            source = next(a for a, b in self.routes[value] if b == layout)
+            before = self.value(operand, source, consumer)
+            self._convert(value, source, layout, before, consumer)
+        return self.held[value, layout]
+
+    def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
+        src, dst = to_runtime(source, self.sizes.of), to_runtime(layout, self.sizes.of)
+        node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
+        users = self._users(value, layout)
+        common = _common([module_path(u) for u in users]) if users else ()
+        node.meta = {**before.meta, "conversion": (source, layout), "path": common, "ranked": True}
+        self._hold(value[0], value[1], node, layout)
+
+    def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
+        return [n for n, slot in self.consumers[value] if slot == layout]
+
+    def _outputs(self, node: fx.Node) -> Any:
+        def new(x: Any) -> Any:
+            if not isinstance(x, fx.Node):
+                return x
+            if not tensors(x):
+                return self.env[x]
+            return self.value(x, I if resolve(x)[0] in self.planned.grads else R, node)
+
+        return compat.tree_map(new, node.args[0])
+
+    def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
+        """For every value the conversions that serve all its consumers at least cost."""
+        self.consumers: dict[Value, list[tuple[fx.Node, Layout]]] = defaultdict(list)
+        for node, decision in self.planned.decisions.items():
+            if node in self.planned.ops:
+                for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
+                    self.consumers[resolve(operand)].append((node, layout))
+        output = next(n for n in self.old.nodes if n.op == "output")
+        for x in compat.tree_leaves(output.args):
+            if isinstance(x, fx.Node) and tensors(x):
+                self.consumers[resolve(x)].append((output, I if resolve(x)[0] in self.planned.grads else R))
+        routes = {}
+        for (node, index), users in self.consumers.items():
+            produced = self.planned.decisions[node].outs[index]
+            key = (self.planned.same.get(node, node), index)
+            routes[node, index] = (
+                conversions(produced, {x for _, x in users}, lambda a, b, k=key: self.price(k, a, b)) or []
+            )
+        return routes
+
+
+def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
+    """The innermost module that all these module paths share."""
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+def rewrite(planned: Planned, price: Any) -> Sharded:
+    """The per-rank program of a planned graph; `price(value, a, b)` gives a conversion's seconds."""
+    return Rewriter(planned, price).run()
+
+
+def specialise(sharded: Sharded, rank: int, tp: int, group: str) -> fx.Graph:
+    """The program of one rank of one process group."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in sharded.graph.nodes:
+        new = graph.node_copy(node, lambda n: copied[n])
+        copied[node] = new
+        if node.meta.get("ranked"):
+            extra = {"group": group} if "conversion" in node.meta else {}
+            new.kwargs = {**new.kwargs, "rank": rank, "tp": tp, **extra}
+    return graph

@@ -1,0 +1,220 @@
+"""What an operator rule is: the operator's factors (independent loops), said per operand slot and per result.
+
+Splitting a factor over the ranks means: operands that carry it are sharded there, operands that lack it are replicated,
+results that carry it are sharded, results that lack it (the factor is contracted) are partial. Rules never mention ranks
+or layouts; strategies are made from them in `autotp.strategies`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from autotp.errors import RuleError
+from autotp.layouts import Size, simplify
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
+
+Shape = tuple[Size, ...]
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Carry:
+    """Where a slot carries a factor: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
+
+    With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`).
+    """
+
+    dim: int
+    repeat: Size = 1
+    unit: Size = 1
+    piece: int | None = None
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
+
+    `contracted` says what results that lack the factor become when it is split: partial sums, or None where the loop
+    must not be split then.
+    """
+
+    size: Size
+    ins: tuple[Carry | None, ...]
+    outs: tuple[Carry | None, ...]
+    pieces: tuple[Size, ...] = ()
+    contracted: bool = True
+
+
+Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The factors of one call of an operator.
+
+    `linear`: sets of operand slots; with those partial (sums) and the others replicated, all results are partial.
+    `addends`: slots added to the result after the contraction (a bias): partial where the result is.
+    `localise`: rewrites target and arguments for a rank's shards, where the literals must change.
+    """
+
+    factors: tuple[Factor, ...] = ()
+    linear: tuple[frozenset[int], ...] = ()
+    addends: frozenset[int] = frozenset()
+    localise: Localise | None = None
+
+
+def sizes(value: Any) -> Shape:
+    """The shape of a tensor (fake or real) as ints and sympy expressions."""
+    return tuple(expression(s) for s in value.shape)
+
+
+def expression(size: Any) -> Size:
+    """An int or SymInt as an int or sympy expression."""
+    return simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
+
+
+@dataclass
+class Op:
+    """One call in the captured graph, as rules see it: named arguments, tensor slots, and shapes."""
+
+    node: fx.Node
+    args: dict[str, Any] = field(default_factory=dict)
+    slots: list[fx.Node] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    ins: list[Shape] = field(default_factory=list)
+    outs: list[Shape] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, node: fx.Node) -> Op:
+        """Read a `call_function` node; every operator of torch has a schema, Python functions have none."""
+        op = cls(node)
+        schema = getattr(node.target, "_schema", None)
+        given = dict(enumerate(node.args))
+        if schema is None:
+            op.args = {f"arg{i}": a for i, a in given.items()} | dict(node.kwargs)
+        else:
+            for i, a in enumerate(schema.arguments):
+                op.args[a.name] = given.get(i, node.kwargs.get(a.name, a.default_value))
+        for name, value in op.args.items():
+            for item in value if isinstance(value, list | tuple) else (value,):
+                if is_tensor(item):
+                    op.slots.append(item)
+                    op.names.append(name)
+                    op.ins.append(sizes(item.meta["val"]))
+        result = node.meta.get("val")
+        results = result if isinstance(result, list | tuple) else (result,)
+        op.outs = [sizes(v) if isinstance(v, torch.Tensor) else () for v in results]
+        return op
+
+    @property
+    def target(self) -> Any:
+        return self.node.target
+
+    def slot(self, name: str) -> int | None:
+        """Slot of the (first) tensor given for the schema argument `name`."""
+        return self.names.index(name) if name in self.names else None
+
+    def dim(self, name: str = "dim", slot: int = 0) -> int:
+        """The dimension argument `name`, counted from the front."""
+        return self.args[name] % max(len(self.ins[slot]), 1)
+
+
+def is_tensor(item: Any) -> bool:
+    """Whether an argument of a node is a node with a tensor value."""
+    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
+
+
+RuleFunction = Callable[[Op], Rule]
+RULES: dict[Any, RuleFunction] = {}
+
+
+def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
+    """Enter a rule function in the table for these operators (overloads, or packets for all their overloads)."""
+
+    def enter(function: RuleFunction) -> RuleFunction:
+        for target in targets:
+            packet = isinstance(target, torch._ops.OpOverloadPacket)
+            for overload in [getattr(target, o) for o in target.overloads()] if packet else [target]:
+                RULES[overload] = function
+        return function
+
+    return enter
+
+
+def rule_of(op: Op) -> Rule | None:
+    """The rule of this call, or None where the operator has none (it then runs whole)."""
+    function = RULES.get(op.target)
+    if function is None and _pointwise(op.target):
+        function = RULES["pointwise"]
+    if function is None:
+        return None
+    found = function(op)
+    for f in found.factors:
+        if len(f.ins) != len(op.ins) or len(f.outs) != len(op.outs):
+            raise RuleError(
+                f"the rule of {op.target} gives {len(f.ins)} operands and {len(f.outs)} results for a call with "
+                f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
+            )
+    return found
+
+
+def _pointwise(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
+    return tagged and schema is not None and not schema.is_mutable and "generator" not in str(schema)
+
+
+Label = Any
+
+
+def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]], **rule_fields: Any) -> Rule:
+    """The rule of an operator whose slots' dimensions are labelled: equal labels are one loop, None is no loop.
+
+    A label that no result carries is contracted; `frozenset` in `whole` names labels that must not be split.
+    """
+    whole = rule_fields.pop("whole", frozenset())
+    labels = dict.fromkeys(x for labelled in (*ins, *outs) for x in labelled if x is not None and x not in whole)
+    factors = []
+    for label in labels:
+        places = [[Carry(s.index(label)) if label in s else None for s in side] for side in (ins, outs)]
+        size = next(
+            shape[c.dim]
+            for side, shapes in zip(places, (op.ins, op.outs), strict=True)
+            for c, shape in zip(side, shapes, strict=True)
+            if c is not None
+        )
+        factors.append(Factor(size, tuple(places[0]), tuple(places[1])))
+    return Rule(tuple(factors), **rule_fields)
+
+
+def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:
+    """The rule of an operator written as an einsum string with one term a slot; `...` stands for broadcast dims."""
+    left, right = equation.replace(" ", "").split("->")
+    ins = [_term(t, s) for t, s in zip(left.split(","), op.ins, strict=True)]
+    outs = [_term(t, s) for t, s in zip(right.split(","), op.outs, strict=True)]
+    shapes = {x: n for t, s in zip(outs, op.outs, strict=True) for x, n in zip(t, s, strict=True)}
+    for term, shape in zip(ins, op.ins, strict=True):
+        for i, (label, n) in enumerate(zip(term, shape, strict=True)):
+            if n == 1 and shapes.get(label, n) != 1:
+                term[i] = None
+    return loops(op, ins, outs, **rule_fields)
+
+
+def _term(term: str, shape: Shape) -> list[Label]:
+    head, dots, tail = term.partition("...")
+    between = len(shape) - len(head) - len(tail)
+    if between < 0 or (between and not dots):
+        raise RuleError(f"einsum term {term!r} does not fit a tensor of {len(shape)} dimensions")
+    return [*head, *(-i for i in range(between, 0, -1)), *tail]
+
+
+def with_factors(base: Rule, extra: Iterable[Factor]) -> Rule:
+    """The rule with more factors."""
+    return replace(base, factors=(*base.factors, *extra))

@@ -1,0 +1,92 @@
+"""Looking up along a dimension; along a split one: the local index, a mask, and a partial result."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autotp.layouts import spans
+
+from .core import Carry, Factor, Op, Rule, aten, loops, rule, with_factors
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
+
+
+@rule(aten.embedding.default)
+def embedding(op: Op) -> Rule:
+    """Split ids, columns, or the vocabulary (Shoeybi et al. 2019, section 3: mask, look up, sum)."""
+    ids = [f"i{d}" for d in range(len(op.ins[1]))]
+    base = loops(op, [[None, "h"], ids], [[*ids, "h"]])
+    vocabulary = Factor(op.ins[0][0], (Carry(0), None), (None,))
+    return with_factors(Rule(base.factors, localise=_local_embedding), [vocabulary])
+
+
+def _local_embedding(op: Op, local: Local):
+    if not local.contracted:
+        return local.unchanged(op)
+    args = local.named(op)
+    partition = local.in_partition(0, 0)
+    return local.ranked(
+        vocabulary_embedding, args["weight"], args["indices"], local.segments(partition), args["padding_idx"]
+    )
+
+
+def local_index(ids: Tensor, segments: tuple, rank: int, tp: int) -> tuple[Tensor, Tensor]:
+    """Global indices of a split dimension as indices into this rank's shard, and which of them it holds."""
+    repeat, runs = segments
+    index, mine, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), 0
+    for start, length in spans(repeat, runs, rank, tp):
+        here = (ids >= start) & (ids < start + length)
+        index, mine, held = torch.where(here, ids - start + held, index), mine | here, held + length
+    return index, mine
+
+
+def vocabulary_embedding(weight: Tensor, ids: Tensor, segments: tuple, padding: int, *, rank: int, tp: int) -> Tensor:
+    """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others."""
+    index, mine = local_index(ids, segments, rank, tp)
+    if weight.shape[0] == 0:  # no rows here: zeros that still reach the weight in the backward
+        return weight.sum(0) + weight.new_zeros(*ids.shape, weight.shape[1])
+    keep = mine & (ids != padding) if padding >= 0 else mine
+    rows = aten.embedding.default(weight, index)
+    masked = torch.where(keep.unsqueeze(-1), rows, 0)
+    return masked if padding < 0 else masked + torch.where((mine & ~keep).unsqueeze(-1), rows.detach(), 0)
+
+
+@rule(aten.index_select.default)
+def index_select(op: Op) -> Rule:
+    d = op.dim()
+    labels = [i if i != d else None for i in range(len(op.ins[0]))]
+    return loops(op, [labels, ["i"]], [[x if x is not None else "i" for x in labels]], linear=(frozenset({0}),))
+
+
+@rule(aten.gather.default)
+def gather(op: Op) -> Rule:
+    """Dimensions other than the looked-up one split where operand and index have the same length."""
+    d = op.dim() if op.ins[0] else 0
+    index = list(range(len(op.ins[1])))
+    table = [i if i != d and op.ins[0][i] == op.ins[1][i] else None for i in range(len(op.ins[0]))]
+    shared = frozenset(i for i in index if i != d and table[i] is None)
+    return loops(op, [table, index], [index], whole=shared, linear=(frozenset({0}),))
+
+
+@rule(aten.index.Tensor)
+def index(op: Op) -> Rule:
+    """Advanced indexing: indexed dimensions stay whole, the others and the index's own dimensions split."""
+    indices = op.args["indices"]
+    at = [d for d, i in enumerate(indices) if i is not None]
+    if op.slots[1:] and any(s.meta["val"].dtype in (torch.bool, torch.uint8) for s in op.slots[1:]):
+        return Rule()
+    width = max(len(s) for s in op.ins[1:])
+    free = [d for d in range(len(op.ins[0])) if d not in at]
+    together = at == list(range(at[0], at[-1] + 1))
+    before = [d for d in free if together and d < at[0]]
+    result = [*before, *(f"i{k}" for k in range(width)), *(d for d in free if d not in before)]
+    wide = op.outs[0][len(before) : len(before) + width]
+    ins: list[list] = [[d if d in free else None for d in range(len(op.ins[0]))]]
+    for shape in op.ins[1:]:
+        off = width - len(shape)
+        ins.append([f"i{k + off}" if n != 1 or wide[k + off] == 1 else None for k, n in enumerate(shape)])
+    return loops(op, ins, [result], linear=(frozenset({0}),))

@@ -1,0 +1,144 @@
+"""Reductions and normalisations: what is reduced by a sum is contracted, everything else must stay whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autotp.layouts import Size, divide, simplify
+
+from .core import Carry, Factor, Op, Rule, aten, loops, rule
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
+
+
+def _reduced(op: Op) -> list[int]:
+    n = len(op.ins[0])
+    dims = op.args.get("dim")
+    named = range(n) if dims is None or dims == [] else (dims if isinstance(dims, list | tuple) else [dims])
+    return [d % n for d in named] if n else []
+
+
+def _labels(op: Op) -> tuple[list, list]:
+    n, reduced = len(op.ins[0]), _reduced(op)
+    kept = [i if i not in reduced else None for i in range(n)]
+    return list(range(n)), kept if op.args.get("keepdim") else [i for i in kept if i is not None]
+
+
+@rule(aten.sum.default, aten.sum.dim_IntList)
+def total(op: Op) -> Rule:
+    labels, out = _labels(op)
+    return loops(op, [labels], [out], linear=(frozenset({0}),))
+
+
+@rule(aten.mean.default, aten.mean.dim)
+def mean(op: Op) -> Rule:
+    labels, out = _labels(op)
+    return loops(op, [labels], [out], linear=(frozenset({0}),), localise=_local_mean)
+
+
+def _local_mean(op: Op, local: Local):
+    """Over a split dimension: the local sum over the whole count."""
+    if not local.contracted:
+        return local.unchanged(op)
+    count: Size = 1
+    for d in _reduced(op):
+        count = simplify(count * op.ins[0][d])
+    summed = local.emit(
+        aten.sum.dim_IntList,
+        (local.operand(0), _reduced(op), bool(op.args.get("keepdim"))),
+        {"dtype": op.args["dtype"]},
+    )
+    return aten.div.Tensor, (summed, local.size(count)), {}
+
+
+@rule(
+    aten.amax, aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim
+)
+@rule(aten.argmax, aten.argmin, aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.var_mean, aten.median.dim)
+@rule(aten.any.dims, aten.all.dims)
+def whole_reduction(op: Op) -> Rule:
+    labels, out = _labels(op)
+    return loops(op, [labels], [out] * len(op.outs), whole=frozenset(_reduced(op)))
+
+
+@rule(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod, aten.sort, aten.topk)
+@rule(aten.argsort, aten.logcumsumexp, aten._safe_softmax, aten.cummax, aten.cummin, aten.glu)
+def along(op: Op) -> Rule:
+    """Works along one dimension, which stays whole."""
+    n = len(op.ins[0])
+    if not n:
+        return Rule()
+    labels = list(range(n))
+    return loops(op, [labels], [labels] * len(op.outs), whole=frozenset({op.args["dim"] % n}))
+
+
+@rule(aten.layer_norm.default, aten.rms_norm.default)
+def layer_norm(op: Op) -> Rule:
+    n, normed = len(op.ins[0]), len(op.args["normalized_shape"])
+    labels = [i if i < n - normed else None for i in range(n)]
+    return loops(op, [labels, *[[None] * len(s) for s in op.ins[1:]]], [labels])
+
+
+@rule(aten.native_layer_norm.default)
+def native_layer_norm(op: Op) -> Rule:
+    n, normed = len(op.ins[0]), len(op.args["normalized_shape"])
+    labels = [i if i < n - normed else None for i in range(n)]
+    return loops(op, [labels, *[[None] * len(s) for s in op.ins[1:]]], [labels] * 3)
+
+
+@rule(aten.group_norm.default)
+def group_norm(op: Op) -> Rule:
+    """Whole groups split with their channels; the batch too."""
+    groups = op.args["num_groups"]
+    per = divide(op.ins[0][1], groups)
+    ins = [Carry(1, unit=per or 1), *[Carry(0, unit=per or 1)] * (len(op.ins) - 1)]
+    space = [None] * (len(op.ins[0]) - 1)
+    batch = loops(op, [["b", *space], *[[None]] * (len(op.ins) - 1)], [["b", *space]])
+    return Rule((*batch.factors, Factor(groups, tuple(ins), (Carry(1, unit=per or 1),))), localise=_local_groups)
+
+
+def _local_groups(op: Op, local: Local):
+    args = local.named(op)
+    if local.loop is not None and local.out_partition(0, 1) is not None:
+        args["num_groups"] = local.length(local.loop)
+    return local.call(op, args)
+
+
+@rule(aten.batch_norm.default)
+def batch_norm(op: Op) -> Rule:
+    """With running statistics every channel is on its own; in training they are shared state, so it runs whole."""
+    if op.args["training"]:
+        return Rule()
+    space = [f"s{i}" for i in range(len(op.ins[0]) - 2)]
+    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]])
+
+
+@rule(aten.diff.default)
+def diff(op: Op) -> Rule:
+    n = len(op.ins[0])
+    labels = list(range(n))
+    return loops(op, [labels] * len(op.ins), [labels], whole=frozenset({op.args["dim"] % n}))
+
+
+@rule(
+    aten.max_pool2d,
+    aten.avg_pool2d,
+    aten.max_pool1d,
+    aten.avg_pool1d,
+    aten.adaptive_avg_pool2d,
+    aten.adaptive_avg_pool1d,
+)
+@rule(
+    aten.upsample_bilinear2d,
+    aten.upsample_nearest2d,
+    aten.upsample_bicubic2d,
+    aten.upsample_linear1d,
+    aten.upsample_nearest1d,
+)
+def positions(op: Op) -> Rule:
+    """Works over positions, which stay whole; batch and channels are free."""
+    if len(op.outs) != 1 or len(op.ins) != 1:
+        return Rule()
+    space = [None] * (len(op.ins[0]) - 2)
+    return loops(op, [["b", "c", *space]], [["b", "c", *space]])

@@ -1,0 +1,248 @@
+"""Views and data movement: loops are regrouped, permuted, cut, joined or repeated; all are linear."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autotp.layouts import Size, divide, simplify
+
+from .core import Carry, Factor, Op, Rule, Shape, aten, loops, rule
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
+
+THROUGH = (frozenset({0}),)
+
+
+def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
+    """(size, dimension of `a`, dimension of `b`) of the loops that both shapes of one row-major array share."""
+    out: list[tuple[Size, int, int]] = []
+    i = j = -1
+    left: Size = 1
+    right: Size = 1
+    while True:
+        while left == 1 and i + 1 < len(a):
+            i, left = i + 1, a[i + 1]
+        while right == 1 and j + 1 < len(b):
+            j, right = j + 1, b[j + 1]
+        if left == 1 or right == 1:
+            return out
+        inner, outer = divide(left, right), divide(right, left)
+        if inner is not None:
+            out.append((right, i, j))
+            left, right = inner, 1
+        elif outer is not None:
+            out.append((left, i, j))
+            left, right = 1, outer
+        elif i + 1 < len(a) and (j + 1 >= len(b) or _less(left, right)):
+            i, left = i + 1, simplify(left * a[i + 1])  # no common loop here: merge until one appears
+        elif j + 1 < len(b):
+            j, right = j + 1, simplify(right * b[j + 1])
+        else:
+            return out
+
+
+def _less(left: Size, right: Size) -> bool:
+    return isinstance(left, int) and isinstance(right, int) and left < right
+
+
+def _carries(found: list[tuple[Size, int, int]], side: int, shape: Shape) -> list[Carry]:
+    out = []
+    for k, atom in enumerate(found):
+        dim, repeat, unit = atom[side], 1, 1
+        for other in found[:k]:
+            repeat = repeat * other[0] if other[side] == dim else repeat
+        for other in found[k + 1 :]:
+            unit = unit * other[0] if other[side] == dim else unit
+        whole = simplify(repeat * atom[0] * unit) == shape[dim]
+        out.append(Carry(dim if whole else -1, simplify(repeat), simplify(unit)))
+    return out
+
+
+@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as)
+@rule(aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
+def reshape(op: Op) -> Rule:
+    found = atoms(op.ins[0], op.outs[0])
+    pairs = zip(found, _carries(found, 1, op.ins[0]), _carries(found, 2, op.outs[0]), strict=True)
+    factors = tuple(
+        Factor(n, (x, *[None] * (len(op.ins) - 1)), (y,)) for (n, _, _), x, y in pairs if x.dim >= 0 and y.dim >= 0
+    )
+    return Rule(factors, THROUGH if len(op.ins) == 1 else (), localise=local_shape)
+
+
+def local_shape(op: Op, local: Local):
+    """The same view of a shard: literal sizes of split dimensions become local ones."""
+    if not local.split:
+        return local.unchanged(op)
+    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+    return aten.reshape.default, (local.operand(0), shape), {}
+
+
+@rule(aten.expand.default, aten.expand_as, aten.broadcast_to)
+def expand(op: Op) -> Rule:
+    new = len(op.outs[0]) - len(op.ins[0])
+    out = list(range(len(op.outs[0])))
+    ins = [d + new if n == op.outs[0][d + new] else None for d, n in enumerate(op.ins[0])]
+    others = [[None] * len(s) for s in op.ins[1:]]
+    return loops(op, [ins, *others], [out], linear=THROUGH if len(op.ins) == 1 else (), localise=_local_expand)
+
+
+def _local_expand(op: Op, local: Local):
+    if not local.split:
+        return local.unchanged(op)
+    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+    return aten.expand.default, (local.operand(0), shape), {}
+
+
+@rule(
+    aten.permute,
+    aten.transpose.int,
+    aten.t,
+    aten.movedim,
+    aten.swapaxes,
+    aten.numpy_T,
+    aten.swapdims,
+    aten.adjoint,
+    aten.mT,
+)
+def permute(op: Op) -> Rule:
+    n = len(op.ins[0])
+    order = list(range(n))
+    if "dims" in op.args:
+        order = [d % n for d in op.args["dims"]]
+    elif "source" in op.args:
+        source, target = ([x % n for x in _many(op.args[k])] for k in ("source", "destination"))
+        rest = iter(d for d in range(n) if d not in source)
+        order = [source[target.index(d)] if d in target else next(rest) for d in range(n)]
+    elif n >= 2:
+        i, j = op.args.get("dim0", op.args.get("axis0", -2)) % n, op.args.get("dim1", op.args.get("axis1", -1)) % n
+        order[i], order[j] = order[j], order[i]
+    return loops(op, [list(range(n))], [order], linear=THROUGH)
+
+
+def _many(x):
+    return x if isinstance(x, list | tuple) else [x]
+
+
+@rule(aten.select.int, aten.unbind.int)
+def select(op: Op) -> Rule:
+    d = op.dim()
+    kept = [i for i in range(len(op.ins[0])) if i != d]
+    return loops(op, [[i if i != d else None for i in range(len(op.ins[0]))]], [kept] * len(op.outs), linear=THROUGH)
+
+
+@rule(aten.flip, aten.roll)
+def whole_dims(op: Op) -> Rule:
+    n = len(op.ins[0])
+    named = op.args["dims"] or range(n)
+    labels = list(range(n))
+    return loops(op, [labels], [labels], whole=frozenset(d % n for d in named), linear=THROUGH)
+
+
+@rule(aten.slice.Tensor)
+def slice_(op: Op) -> Rule:
+    """Cut along one dimension: split only where the boundaries fall between segments."""
+    d, length = op.dim(), op.outs[0][op.dim()]
+    n = op.ins[0][d]
+    labels = [i if i != d or length == n else None for i in range(len(op.ins[0]))]
+    rule_ = loops(op, [labels], [labels], linear=THROUGH, localise=_local_slice)
+    start = op.args["start"] or 0
+    if length == n or op.args["step"] != 1 or not all(isinstance(x, int) for x in (n, length, start)):
+        return rule_
+    start = max(start + n, 0) if start < 0 else start
+    factor = Factor(n, (Carry(d),), (Carry(d, piece=1),), pieces=(start, length, n - start - length))
+    return Rule((*rule_.factors, factor), rule_.linear, localise=_local_slice)
+
+
+def _local_slice(op: Op, local: Local):
+    pieces = local.pieces
+    if pieces is None:
+        return local.unchanged(op)
+    start, length = local.length(pieces[0]), local.length(pieces[1])
+    return aten.narrow.default, (local.operand(0), op.dim(), start, length), {}
+
+
+@rule(aten.split.Tensor, aten.split_with_sizes, aten.chunk, aten.tensor_split.sections, aten.split.sizes)
+def split(op: Op) -> Rule:
+    d = op.dim()
+    labels = [i if i != d else None for i in range(len(op.ins[0]))]
+    base = loops(op, [labels], [labels] * len(op.outs), linear=THROUGH)
+    pieces = tuple(s[d] for s in op.outs)
+    if len(op.outs) > 64 or not all(isinstance(p, int) for p in pieces):
+        return base
+    cut = Factor(op.ins[0][d], (Carry(d),), tuple(Carry(d, piece=i) for i in range(len(pieces))), pieces)
+    return Rule((*base.factors, cut), THROUGH, localise=_local_split)
+
+
+def _local_split(op: Op, local: Local):
+    if local.pieces is None:
+        return local.unchanged(op)
+    return aten.split_with_sizes.default, (local.operand(0), [local.length(p) for p in local.pieces], op.dim()), {}
+
+
+@rule(aten.cat, aten.concat, aten.concatenate)
+def cat(op: Op) -> Rule:
+    d = op.args.get("dim", op.args.get("axis", 0)) % len(op.outs[0])
+    if any(len(s) != len(op.outs[0]) for s in op.ins):
+        return Rule()
+    labels = [i if i != d else None for i in range(len(op.outs[0]))]
+    together = (frozenset(range(len(op.ins))),)
+    base = loops(op, [labels] * len(op.ins), [labels], linear=together)
+    pieces = tuple(s[d] for s in op.ins)
+    if not all(isinstance(p, int) for p in pieces):
+        return base
+    join = Factor(op.outs[0][d], tuple(Carry(d, piece=i) for i in range(len(pieces))), (Carry(d),), pieces)
+    return Rule((*base.factors, join), together)
+
+
+@rule(aten.stack)
+def stack(op: Op) -> Rule:
+    d = op.args["dim"] % len(op.outs[0])
+    labels = list(range(len(op.ins[0])))
+    return loops(
+        op, [labels] * len(op.ins), [[*labels[:d], None, *labels[d:]]], linear=(frozenset(range(len(op.ins))),)
+    )
+
+
+@rule(aten.repeat.default)
+def repeat(op: Op) -> Rule:
+    """Each dimension holds the operand's loop `repeats` times over."""
+    new = len(op.outs[0]) - len(op.ins[0])
+    factors = [
+        Factor(n, (Carry(d),), (Carry(d + new, repeat=times),))
+        for d, n in enumerate(op.ins[0])
+        if (times := divide(op.outs[0][d + new], n)) is not None
+    ]
+    return Rule(tuple(factors), THROUGH)
+
+
+@rule(aten.repeat_interleave.self_int)
+def repeat_interleave(op: Op) -> Rule:
+    if op.args["dim"] is None:
+        return Rule()
+    d = op.dim()
+    times = divide(op.outs[0][d], op.ins[0][d])
+    units = [1 if i != d else times for i in range(len(op.ins[0]))]
+    return Rule(
+        tuple(
+            Factor(n, (Carry(i),), (Carry(i, unit=u),))
+            for i, (n, u) in enumerate(zip(op.ins[0], units, strict=True))
+            if u
+        ),
+        THROUGH,
+    )
+
+
+@rule(aten.constant_pad_nd, aten.pad)
+def pad(op: Op) -> Rule:
+    """Padded dimensions stay whole; zero padding is linear."""
+    n = len(op.ins[0])
+    padded = frozenset(n - 1 - i // 2 for i, p in enumerate(op.args["pad"]) if p != 0)
+    zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
+    return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=THROUGH if zero else ())
+
+
+@rule(aten.tril, aten.triu)
+def triangle(op: Op) -> Rule:
+    n = len(op.ins[0])
+    return loops(op, [list(range(n))], [list(range(n))], whole=frozenset({n - 1, n - 2}), linear=THROUGH)

@@ -1,0 +1,164 @@
+"""The machines a plan is made for: devices, nodes and links, as plain validated data."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from autotp.errors import InputError
+
+from .presets import PRESETS
+
+DEFAULT_PRESET = "h100"
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal devices in equal nodes. Every number must be finite and positive.
+
+    Arguments:
+        name: what plans call this cluster.
+        device: the device's full name.
+        peak_flops: dense peak rate by dtype name ("float32", "bfloat16", ...), FLOP/s; "float32" must be there and
+            stands for dtypes that are not.
+        memory_bandwidth: of one device's memory, B/s.
+        memory_size: of one device, B.
+        devices_per_node: a contiguous group of at most so many ranks uses intra-node links only.
+        intra_latency, inter_latency: of one step between two devices in a node, or in two nodes, s.
+        intra_bandwidth, inter_bandwidth: what one device sends in one direction, B/s.
+        switch: whether every device of a node reaches every other at full bandwidth; otherwise they form a ring.
+        launch_overhead: of one kernel, s.
+        source: where the numbers come from.
+
+    Raises:
+        InputError: a field is not what it must be; the message says which, and its value.
+    """
+
+    name: str
+    device: str
+    peak_flops: Mapping[str, float] = field(hash=False)
+    memory_bandwidth: float
+    memory_size: float
+    devices_per_node: int
+    intra_latency: float
+    intra_bandwidth: float
+    inter_latency: float
+    inter_bandwidth: float
+    switch: bool
+    launch_overhead: float
+    source: str
+
+    def __post_init__(self) -> None:
+        for f in fields(self):
+            _CHECKS[str(f.type)](f"Cluster.{f.name}", getattr(self, f.name))
+        object.__setattr__(self, "peak_flops", dict(self.peak_flops))  # the caller's mapping may change later
+
+    @classmethod
+    def preset(cls, name: str) -> Cluster:
+        """The cluster of that name: h100, h200, a100 (SXM), a100-pcie, l40s, or local (CPU processes with gloo).
+
+        Raises:
+            InputError: there is no such preset.
+        """
+        if name not in PRESETS:
+            raise InputError(
+                f"cluster {name!r} is not a preset. Presets: {', '.join(PRESETS)}. "
+                "Name one of them, or describe your machines with autotp.Cluster(...)."
+            )
+        return cls(name=name, **PRESETS[name])
+
+    @classmethod
+    def resolve(cls, cluster: Cluster | str | None) -> Cluster:
+        """The cluster itself, the preset of that name, or for None the default preset, h100.
+
+        Raises:
+            InputError: it is none of these.
+        """
+        if cluster is None:
+            return cls.preset(DEFAULT_PRESET)
+        if isinstance(cluster, str):
+            return cls.preset(cluster)
+        if isinstance(cluster, Cluster):
+            return cluster
+        raise InputError(
+            f"cluster must be an autotp.Cluster, a preset's name or None, not {type(cluster).__name__}: {cluster!r}"
+        )
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
+        """The inverse of `to_dict`.
+
+        Raises:
+            InputError: a field is missing, unknown or not what it must be.
+        """
+        known = {f.name for f in fields(cls)}
+        missing, unknown = sorted(known - set(data)), sorted(set(data) - known)
+        if missing or unknown:
+            raise InputError(
+                f"a cluster description must have exactly the fields of autotp.Cluster: missing {missing}, "
+                f"unknown {unknown}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
+            )
+        return cls(**data)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain data that JSON can hold."""
+        return asdict(self)
+
+    def peak(self, dtype_name: str) -> float:
+        """Peak rate in FLOP/s for a dtype named as torch does ("bfloat16" or "torch.bfloat16")."""
+        return self.peak_flops.get(dtype_name.removeprefix("torch."), self.peak_flops["float32"])
+
+    def spans_nodes(self, n: int) -> bool:
+        """Whether a contiguous group of `n` ranks leaves the node."""
+        return n > self.devices_per_node
+
+    def link(self, n: int) -> tuple[float, float]:
+        """Latency (s) and bandwidth (B/s per device) of the slowest link in a contiguous group of `n` ranks."""
+        if not self.spans_nodes(n):
+            return self.intra_latency, self.intra_bandwidth
+        return max(self.intra_latency, self.inter_latency), min(self.intra_bandwidth, self.inter_bandwidth)
+
+
+def _refuse(what: str, value: Any, must: str) -> InputError:
+    return InputError(f"{what} is {value!r}: it must be {must}. Correct the cluster's description.")
+
+
+def _check_number(what: str, value: Any) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+    if not good:
+        raise _refuse(what, value, "a finite number greater than 0")
+
+
+def _check_rates(what: str, value: Any) -> None:
+    if not isinstance(value, Mapping) or "float32" not in value:
+        raise _refuse(what, value, "a mapping from dtype names to FLOP/s that has at least 'float32'")
+    for dtype, rate in value.items():
+        if not isinstance(dtype, str):
+            raise _refuse(f"a key of {what}", dtype, "a dtype's name, such as 'bfloat16'")
+        _check_number(f"{what}[{dtype!r}]", rate)
+
+
+def _check_count(what: str, value: Any) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _refuse(what, value, "an int of at least 1")
+
+
+def _check_flag(what: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise _refuse(what, value, "True or False")
+
+
+def _check_text(what: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise _refuse(what, value, "a string")
+
+
+_CHECKS = {
+    "str": _check_text,
+    "float": _check_number,
+    "int": _check_count,
+    "bool": _check_flag,
+    "Mapping[str, float]": _check_rates,
+}

@@ -1,0 +1,142 @@
+"""What an operator computes and how long it takes: counted flops and bytes, and the roofline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry
+
+from autotp.errors import InputError
+
+from .cluster import Cluster
+
+
+def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> float:
+    """Seconds of one kernel: the longer of arithmetic and memory traffic, and its launch; 0 for a view.
+
+    The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
+
+    Arguments:
+        flops: floating-point operations, a multiply-add counting as two.
+        nbytes: bytes read and written. An operator with neither flops nor bytes starts no kernel.
+        dtype_name: of the arithmetic, as torch names it.
+        cluster: gives peak rate, memory bandwidth and launch overhead.
+    """
+    if not flops and not nbytes:
+        return 0.0
+    return max(flops / cluster.peak(dtype_name), nbytes / cluster.memory_bandwidth) + cluster.launch_overhead
+
+
+def size_hint(size: int | torch.SymInt) -> int:
+    """The size, or what a symbolic one was in the example inputs; 1 where only the data can tell (nonzero)."""
+    if isinstance(size, torch.SymInt):
+        return int(size.node.hint) if size.node.has_hint() else 1
+    return size
+
+
+def tensor_bytes(val: Any) -> int:
+    """Bytes of a node's value: a tensor's, the sum of a sequence's, 0 of anything else; symbolic sizes by hint."""
+    if isinstance(val, torch.Tensor):
+        return math.prod(map(size_hint, val.shape)) * val.dtype.itemsize
+    return sum(map(tensor_bytes, val)) if isinstance(val, list | tuple) else 0
+
+
+def node_flops(node: fx.Node) -> int:
+    """Floating-point operations of an ATen node, a multiply-add counting as two; symbolic sizes by hint.
+
+    Counts what `torch.utils.flop_counter.FlopCounterMode` counts: matrix products, convolutions and attention
+    (a causal one in full). Everything else is bound by memory and counts 0.
+
+    Arguments:
+        node: whose `meta["val"]`, and its inputs', are tensors (fake or meta ones do).
+
+    Raises:
+        InputError: an input of a counted operator has no `meta["val"]`.
+    """
+    packet = getattr(node.target, "overloadpacket", None)
+    own, registered = _FORMULAS.get(str(packet)), flop_registry.get(packet) if packet else None
+    if own is None and registered is None:
+        return 0
+    args, kwargs = fx.map_arg((node.args, node.kwargs), _example)  # type: ignore[arg-type]
+    if own is not None:
+        return int(own(_example(node), *args, **kwargs))
+    return int(registered(*args, **kwargs, out_val=_example(node))) if registered else 0
+
+
+def _example(node: fx.Node) -> Any:
+    """The node's value with hints for symbolic sizes, on the meta device."""
+    if "val" not in node.meta:
+        raise InputError(f"node {node.name} has no meta['val']: flops are counted on a captured graph, with shapes.")
+    return _hinted(node.meta["val"])
+
+
+def _hinted(val: Any) -> Any:
+    if isinstance(val, torch.Tensor):
+        return torch.empty([size_hint(s) for s in val.shape], dtype=val.dtype, device="meta")
+    if isinstance(val, torch.SymInt):
+        return size_hint(val)
+    return [_hinted(v) for v in val] if isinstance(val, list | tuple) else val
+
+
+def _matmul(out: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every element of the result is a product of rows as long as `a`'s last dimension."""
+    return 2 * out.numel() * a.shape[-1]
+
+
+def _convolution(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every element of the result is a product of one filter, [out, in / groups, *kernel]."""
+    return 2 * out.numel() * math.prod(weight.shape[1:])
+
+
+def _transposed(out: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every element of the input is multiplied by one filter, [in, out / groups, *kernel]."""
+    return 2 * x.numel() * math.prod(weight.shape[1:])
+
+
+def _attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Scores from q [..., heads, s, d] and k [..., t, d], and their product with v [..., t, e]."""
+    return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
+
+
+def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
+    """Products of pairs from left to right; a pair that shares no summed index is an elementwise product, 0."""
+    inputs, arrow, result = equation.replace(" ", "").partition("->")
+    terms = [_indices(t, x.dim()) for t, x in zip(inputs.split(","), operands, strict=True)]
+    sizes: dict[str, int] = {}
+    for term, x in zip(terms, operands, strict=True):
+        sizes |= {i: max(n, sizes.get(i, 1)) for i, n in zip(term, x.shape, strict=True)}
+    every = [i for term in terms for i in term]
+    kept = set(_indices(result, out.dim())) if arrow else {i for i in every if every.count(i) == 1 or "." in i}
+    flops, left = 0, set(terms[0])
+    for at, term in enumerate(terms[1:], start=2):
+        needed, right = kept.union(*terms[at:]), set(term)
+        if (left & right) - needed:  # an index of one side alone that nothing needs is summed before the product
+            flops += 2 * math.prod(sizes[i] for i in (left & right) | ((left | right) & needed))
+        left = (left | right) & needed
+    return flops
+
+
+def _indices(term: str, dims: int) -> list[str]:
+    """The index of each dimension; an ellipsis stands for ".1", ".2", ... counted from its right end."""
+    head, _, tail = term.partition("...")
+    return [*head, *(f".{i}" for i in range(dims - len(head) - len(tail), 0, -1)), *tail]
+
+
+# Composite operators that torch.export keeps whole, and others that torch's registry lacks.
+_FORMULAS: dict[str, Callable[..., int]] = {
+    "aten.linear": _matmul,
+    "aten.matmul": _matmul,
+    "aten.einsum": _einsum,
+    "aten.scaled_dot_product_attention": _attention,
+    "aten.conv1d": _convolution,
+    "aten.conv2d": _convolution,
+    "aten.conv3d": _convolution,
+    "aten.conv_transpose1d": _transposed,
+    "aten.conv_transpose2d": _transposed,
+    "aten.conv_transpose3d": _transposed,
+    "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert
+}

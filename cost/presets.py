@@ -1,0 +1,133 @@
+"""The clusters known by name, as plain data, each number with its source.
+
+Peak rates are the dense ones (datasheets print tensor-core rates with sparsity, twice as high); float32 is the IEEE
+rate that torch uses by default, not TF32. Link bandwidths are for one direction: half of what datasheets print.
+Servers differ in their network adapters and PCIe trees: `dataclasses.replace` a preset to describe yours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+# Seconds per step of a ring with the "Simple" protocol, which large messages use: NCCL, src/graph/tuning.cc, hwLat.
+NVLINK_LATENCY, PCIE_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
+
+# A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100:
+# NVIDIA, "Getting Started with CUDA Graphs". Small operators of a model are of that kind, eager dispatch is slower.
+CUDA_KERNEL = 4e-6
+
+H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM5
+    "float64": 67e12,  # FP64 tensor core
+    "float32": 67e12,
+    "bfloat16": 989.4e12,
+    "float16": 989.4e12,
+    "float8_e4m3fn": 1978.9e12,
+    "float8_e5m2": 1978.9e12,
+    "int8": 1978.9e12,
+}
+
+A100_PEAK = {  # NVIDIA A100 datasheet, the same for SXM and PCIe
+    "float64": 19.5e12,  # FP64 tensor core
+    "float32": 19.5e12,
+    "bfloat16": 312e12,
+    "float16": 312e12,
+    "int8": 624e12,
+}
+
+PRESETS: Mapping[str, Mapping[str, Any]] = {
+    "h100": {
+        "device": "NVIDIA H100 SXM5 80GB",
+        "peak_flops": H100_SXM_PEAK,
+        "memory_bandwidth": 3.35e12,  # datasheet
+        "memory_size": 80e9,  # datasheet
+        "devices_per_node": 8,  # DGX H100
+        "intra_latency": NVLINK_LATENCY,
+        "intra_bandwidth": 450e9,  # datasheet: NVLink 4, 900 GB/s both ways
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 50e9,  # DGX H100 datasheet: one 400 Gb/s ConnectX-7 per device
+        "switch": True,  # NVSwitch
+        "launch_overhead": CUDA_KERNEL,
+        "source": "NVIDIA H100 and DGX H100 datasheets; NCCL tuning.cc (latency)",
+    },
+    "h200": {
+        "device": "NVIDIA H200 SXM 141GB",
+        "peak_flops": H100_SXM_PEAK,  # H200 datasheet: the rates of the H100 SXM
+        "memory_bandwidth": 4.8e12,  # datasheet
+        "memory_size": 141e9,  # datasheet
+        "devices_per_node": 8,  # DGX H200
+        "intra_latency": NVLINK_LATENCY,
+        "intra_bandwidth": 450e9,  # datasheet: NVLink 4, 900 GB/s both ways
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 50e9,  # DGX H200 datasheet: one 400 Gb/s ConnectX-7 per device
+        "switch": True,  # NVSwitch
+        "launch_overhead": CUDA_KERNEL,
+        "source": "NVIDIA H200 and DGX H200 datasheets; NCCL tuning.cc (latency)",
+    },
+    "a100": {
+        "device": "NVIDIA A100 SXM4 80GB",
+        "peak_flops": A100_PEAK,
+        "memory_bandwidth": 2.039e12,  # datasheet
+        "memory_size": 80e9,  # datasheet
+        "devices_per_node": 8,  # DGX A100
+        "intra_latency": NVLINK_LATENCY,
+        "intra_bandwidth": 300e9,  # datasheet: NVLink 3, 600 GB/s both ways
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 25e9,  # DGX A100 datasheet: one 200 Gb/s HDR adapter per device
+        "switch": True,  # NVSwitch
+        "launch_overhead": CUDA_KERNEL,
+        "source": "NVIDIA A100 and DGX A100 datasheets; NCCL tuning.cc (latency)",
+    },
+    "a100-pcie": {
+        "device": "NVIDIA A100 PCIe 80GB",
+        "peak_flops": A100_PEAK,
+        "memory_bandwidth": 1.935e12,  # datasheet
+        "memory_size": 80e9,  # datasheet
+        "devices_per_node": 8,  # datasheet: certified systems of 1 to 8 devices
+        "intra_latency": PCIE_LATENCY,
+        "intra_bandwidth": 32e9,  # datasheet: PCIe 4 x16, 64 GB/s both ways; no NVLink bridge assumed
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 25e9,  # assumed as in DGX A100: one 200 Gb/s adapter per device
+        "switch": False,
+        "launch_overhead": CUDA_KERNEL,
+        "source": "NVIDIA A100 datasheet; NCCL tuning.cc (latency); one 200 Gb/s adapter per device assumed",
+    },
+    "l40s": {
+        "device": "NVIDIA L40S 48GB",
+        "peak_flops": {  # L40S datasheet
+            "float64": 91.6e12 / 64,  # Ada architecture whitepaper: 1/64 of the float32 rate
+            "float32": 91.6e12,
+            "bfloat16": 362.05e12,
+            "float16": 362.05e12,
+            "float8_e4m3fn": 733e12,
+            "float8_e5m2": 733e12,
+            "int8": 733e12,
+        },
+        "memory_bandwidth": 864e9,  # datasheet
+        "memory_size": 48e9,  # datasheet
+        "devices_per_node": 8,  # NVIDIA reference configuration 2-8-5-200
+        "intra_latency": PCIE_LATENCY,
+        "intra_bandwidth": 32e9,  # datasheet: PCIe 4 x16, 64 GB/s both ways; the card has no NVLink
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 25e9,  # NVIDIA reference configuration 2-8-5-200: 200 Gb/s per device
+        "switch": False,
+        "launch_overhead": CUDA_KERNEL,
+        "source": "NVIDIA L40S datasheet, Ada whitepaper, configuration 2-8-5-200; NCCL tuning.cc (latency)",
+    },
+    # Processes on one machine with gloo over loopback, one thread each. Orders of magnitude, measured with torch 2.13
+    # on a two-core AVX-512/AMX server: 1024^3 matmuls, a 128 MiB copy, all-reduce of 4 B and 64 MiB over two ranks.
+    "local": {
+        "device": "one CPU core",
+        "peak_flops": {"float64": 74e9, "float32": 148e9, "bfloat16": 1.1e12},
+        "memory_bandwidth": 14e9,
+        "memory_size": 16e9,  # nominal
+        "devices_per_node": 64,  # every rank is on the one machine
+        "intra_latency": 130e-6,
+        "intra_bandwidth": 1.1e9,
+        "inter_latency": 130e-6,
+        "inter_bandwidth": 1.1e9,
+        "switch": True,  # any process reaches any other through the kernel
+        "launch_overhead": 1e-6,  # dispatch of an operator on 8 elements
+        "source": "measured on a two-core server with torch 2.13 and gloo",
+    },
+}

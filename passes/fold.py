@@ -1,0 +1,75 @@
+"""Find repeated blocks: equal nodes of equal blocks share one decision, so that solving does not grow with depth."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.capture import Capture
+from autotp.graph import module_path
+
+INDEXED = re.compile(r"\.\d+(@\d+)?$")
+
+
+def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block."""
+    names = {leaf.node: leaf.name for leaf in program.leaves}
+    found: dict[fx.Node, fx.Node] = {}
+    for level in range(4):
+        for blocks in _instances(program, level, found).values():
+            first: dict[Any, list[fx.Node]] = {}
+            for path, nodes in blocks.items():
+                signature, members = _signature(path, nodes, names, grads)
+                twins = first.setdefault(signature, members)
+                found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
+    return {n: found.get(n, n) for n in program.graph.nodes}
+
+
+def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
+    """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
+    out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    for n in program.graph.nodes:
+        if n.op != "call_function" or n in done or n in done.values():
+            continue
+        indexed = [p for p in module_path(n) if INDEXED.search(p)]
+        if len(indexed) > level:
+            out[INDEXED.sub("", indexed[level])][indexed[level]].append(n)
+    return out
+
+
+def _signature(
+    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], grads: set[fx.Node]
+) -> tuple[Any, list[fx.Node]]:
+    """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
+    place = {n: i for i, n in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+    leaves: list[fx.Node] = []
+
+    def encode(x: Any) -> Any:
+        if not isinstance(x, fx.Node):
+            return repr(x)
+        if x in place:
+            return ("node", place[x])
+        name = names.get(x, "")
+        if name.startswith(path.split("@")[0] + "."):
+            if x not in leaves:
+                leaves.append(x)
+            return ("leaf", name[len(path.split("@")[0]) :], shape(x))
+        return ("outside", outside.setdefault(x, len(outside)), shape(x))
+
+    def shape(n: fx.Node) -> Any:
+        return [
+            (n in grads, str(tuple(v.shape)), str(v.dtype))
+            for v in compat.tree_leaves(n.meta.get("val"))
+            if isinstance(v, Tensor)
+        ]
+
+    rows = [
+        (str(n.target), [encode(a) for a in compat.tree_leaves((n.args, n.kwargs))], shape(n), n.meta.get("no_grad"))
+        for n in nodes
+    ]
+    return repr(rows), nodes + leaves

@@ -1,0 +1,134 @@
+"""One pool of gloo worker processes, kept for a whole test session: starting processes costs more than most tests."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIZE = 4
+GRACE = 3.0  # seconds that the other ranks get once one rank has failed
+
+
+class WorkerError(RuntimeError):
+    """A function failed, crashed or hung on some rank; the message holds the remote tracebacks."""
+
+
+class Pool:
+    """`SIZE` workers and, within them, one group of the first n workers for every n.
+
+    Starts at the first `run`. Workers that crash, hang, or fail on only some ranks (their groups are then out of
+    step) are killed, and the next `run` starts new ones.
+    """
+
+    def __init__(self) -> None:
+        self._workers: list[Any] = []
+        self._pipes: list[Connection] = []
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60) -> list[Any]:
+        """`fn(rank, world, group, *args)` on the ranks of a world, at the same time.
+
+        Args:
+            fn: a function that a worker can import (top level of a module).
+            args: picklable arguments, the same for every rank.
+            world: number of ranks, 1 to `SIZE`.
+            timeout: seconds until the workers count as hung.
+
+        Returns:
+            The picklable results, by rank.
+
+        Raises:
+            WorkerError: `fn` failed, crashed or hung somewhere.
+        """
+        if not self._workers or not all(worker.is_alive() for worker in self._workers):
+            self.close()
+            self._start()
+        message = pickle.dumps((fn, world, args))
+        for pipe in self._pipes[:world]:
+            pipe.send_bytes(message)
+        answers = self._answers(world, timeout)
+        failures = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
+        failures += [f"rank {rank}: crashed or hung" for rank in range(world) if rank not in answers]
+        if failures:
+            if len(failures) < world or len(answers) < world:
+                self.close()
+            raise WorkerError(f"{fn.__name__} failed in a world of {world}:\n" + "\n".join(failures))
+        return [answers[rank][1] for rank in range(world)]
+
+    def close(self) -> None:
+        """End the workers, those that do not end by themselves by force; the next `run` starts new ones."""
+        for pipe in self._pipes:
+            pipe.close()
+        deadline = time.monotonic() + 1
+        for worker in self._workers:
+            worker.join(max(0.0, deadline - time.monotonic()))
+            worker.kill()
+            worker.join()
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._workers, self._pipes, self._folder = [], [], None
+
+    def _start(self) -> None:
+        context = get_context("spawn")
+        self._folder = tempfile.TemporaryDirectory()
+        for rank in range(SIZE):
+            ours, theirs = context.Pipe()
+            worker = context.Process(target=_work, args=(rank, self._folder.name, theirs), daemon=True)
+            worker.start()
+            theirs.close()
+            self._workers.append(worker)
+            self._pipes.append(ours)
+
+    def _answers(self, world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+        answers: dict[int, tuple[bool, Any]] = {}
+        deadline = time.monotonic() + timeout
+        waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world])}
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for pipe in wait(list(waiting), left):
+                assert isinstance(pipe, Connection)
+                rank = waiting.pop(pipe)
+                with contextlib.suppress(EOFError, ConnectionError):  # it crashed
+                    answers[rank] = pickle.loads(pipe.recv_bytes())
+                if not answers.get(rank, (False,))[0]:
+                    deadline = min(deadline, time.monotonic() + GRACE)
+        return answers
+
+
+def _work(rank: int, folder: str, pipe: Connection) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder) / "store"), SIZE)  # pyright: ignore[reportPrivateImportUsage]
+    # A dead rank must never keep the others longer than any test waits.
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=300))
+    groups = {world: dist.new_group(list(range(world))) for world in range(1, SIZE + 1)}
+    with contextlib.suppress(EOFError, ConnectionError):  # the session is over
+        while True:
+            message = pipe.recv_bytes()
+            pipe.send_bytes(_answer(rank, message, groups))
+    dist.destroy_process_group()
+
+
+def _answer(rank: int, message: bytes, groups: dict[int, Any]) -> bytes:
+    try:
+        fn, world, args = pickle.loads(message)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Dynamo itself instantiates the autograd.Functions that it traces (torch 2.13).
+            warnings.filterwarnings("ignore", ".*Function.* should not be instantiated", DeprecationWarning)
+            return pickle.dumps((True, fn(rank, world, groups[world], *args)))
+    except Exception:
+        return pickle.dumps((False, traceback.format_exc()))
