@@ -54,6 +54,7 @@ class Capture:
     guards: list[sympy.Basic]
     training: bool
     aliases: dict[str, str] = field(default_factory=dict)
+    state: tuple[Any, ...] = ()  # (training, parameter dtype, autocast) that it was captured in
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -110,13 +111,19 @@ def aliases(model: nn.Module) -> dict[str, str]:
     return {name: first.setdefault(id(t), name) for name, t in named}
 
 
-def skeleton(model: nn.Module, device: torch.device | str) -> nn.Module:
-    """A copy of the module that holds fake tensors on `device` in place of parameters and buffers."""
+def skeleton(
+    model: nn.Module, device: torch.device | str, dtypes: Mapping[str, torch.dtype] | None = None
+) -> nn.Module:
+    """A copy of the module that holds fake tensors on `device` in place of parameters and buffers.
+
+    `dtypes` names tensors that are of another type by now.
+    """
     mode = compat.fake_mode()
     memo: dict[int, Any] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kind = (dtypes or {}).get(name, tensor.dtype)
         with mode:
-            fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+            fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
         memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
     return copy.deepcopy(model, memo)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import fnmatch
 import operator
 from collections import Counter, defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +17,7 @@ from autotp.rules.core import Op, Rule, rule_of, sizes
 
 from . import compat, conversions
 from .capture import Capture, size_hint
+from .errors import PlanError
 from .graph import differentiable, short_name
 from .layouts import I, Layout, R, Shard
 from .plan import Decision
@@ -55,7 +58,8 @@ class Builder:
     program: Capture
     tp: int
     cluster: Cluster
-    pinned: dict[str, Layout] = field(default_factory=dict)
+    pinned: Mapping[str, Layout] = field(default_factory=dict)
+    pins: Mapping[str, int | None] = field(default_factory=dict)
     sequence: bool | None = None
 
     def __post_init__(self) -> None:
@@ -132,10 +136,25 @@ class Builder:
         layouts: list[Layout] = [whole]
         if leaf.kind == "parameter":
             layouts += [Shard(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            layouts = [self.pinned[leaf.name]] if leaf.name in self.pinned else layouts
+            layouts = self._pinned(leaf.name, layouts)
         stored = self._bytes(val) if leaf.kind == "parameter" else 0.0
         choices = [Choice((), (x,), stored=stored * self._share(x), penalty=penalty([x], self.tp)) for x in layouts]
         return Item(leaf.name, choices, [], [(node, 0)], count)
+
+    def _pinned(self, name: str, layouts: list[Layout]) -> list[Layout]:
+        """What pins leave of a parameter's layouts: exact ones of an earlier plan, or the user's dimension by pattern."""
+        if name in self.pinned:
+            return [self.pinned[name]]
+        for pattern, dim in self.pins.items():
+            if fnmatch.fnmatchcase(name, pattern):
+                kept = [x for x in layouts if (x.dim if isinstance(x, Shard) else None) == dim]
+                if not kept:
+                    raise PlanError(
+                        f"the pin {pattern!r} asks for Shard({dim}) of {name}, but no operator that uses it can be split "
+                        f"there; it can be {', '.join(sorted({str(x) for x in layouts}))}. Change or drop the pin."
+                    )
+                return kept
+        return layouts
 
     def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
         op, results = self.ops[node], self._results(node)
@@ -200,12 +219,26 @@ class Builder:
         leaf = self.leaves.get(node)
         if leaf is not None and leaf.kind == "parameter" and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if self._forbidden(node, a, b):
+            return None
         size = self._bytes(tensors(node)[i])
         forward = self._one_way(a, b, size)
         if forward is None or node not in self.grads:
             return forward
         backward = self._one_way(b.dual, a.dual, size)
         return None if backward is None else forward + backward
+
+    def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
+        """What `sequence_parallel=False` (or True) rules out for activations: being dealt out (or summed whole)."""
+        if self.sequence is None or node in self.leaves or node not in self.grads:
+            return False
+        if self.sequence:
+            return isinstance(a, Partial) and b in (I, R) and self._sequential(node)
+        return isinstance(b, Shard) and not isinstance(a, Shard)
+
+    def _sequential(self, node: fx.Node) -> bool:
+        lengths = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        return any(s in lengths for s in shape_of(node))
 
     def _one_way(self, a: Layout, b: Layout, size: float) -> float | None:
         if a == b:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import os
 import platform
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +24,7 @@ from .errors import InputError, RankError
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 WIDEST = 200  # characters of one rank's value in a message
+SETTLE = 0.1  # seconds at exit for gloo's threads
 
 
 def check_degree(tp: object, world: int | None = None) -> int:
@@ -208,6 +212,7 @@ def _of_mesh(mesh: DeviceMesh, tp: int | None) -> Ranks:
         raise RankError(f"Rank {dist.get_rank()} is not in {mesh}: call this on the mesh's own ranks only.")
     if tp is not None and tp != mesh.size():
         raise InputError(f"tp={tp}, but the mesh has {mesh.size()} tp ranks: pass the one or the other.")
+    _settle_at_exit()
     group = mesh.get_group()
     device = _own_device(dist.get_rank()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
     return Ranks(mesh, mesh.get_local_rank(), mesh.size(), group, group.group_name, device)
@@ -225,6 +230,17 @@ def _start() -> None:
     if cuda:
         _own_device(int(os.environ["RANK"]))
     dist.init_process_group("nccl" if cuda else "gloo")
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Once per process: let go of the GIL for a moment before the interpreter ends.
+
+    A gloo thread that still has to free the last collective's tensors needs the GIL. If it asks while the interpreter
+    ends, the process aborts ("terminate called without an active exception"), after all the work went well: up to one
+    run in five of a short script, with `destroy_process_group` or without.
+    """
+    atexit.register(time.sleep, SETTLE)
 
 
 def _own_device(rank: int) -> torch.device:

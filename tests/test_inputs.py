@@ -128,8 +128,8 @@ def test_made_inputs_run(name, config, fields, shapes):
 
 def test_made_ids_are_plain_words():
     # The whole vocabulary but 5 and 7 is special, in a list, a number and a sub-config.
-    config = Config(vocab_size=8, pad_token_id=0, eos_token_id=[1, 2, 3], model_type="t", bos_token_id=None)
-    config.text_config = Config(mask_token_index=4, sep_token_id=6, model_type="s")
+    text = Config(mask_token_index=4, sep_token_id=6, model_type="s")
+    config = Config(vocab_size=8, pad_token_id=0, eos_token_id=[1, 2, 3], bos_token_id=None, text_config=text)
     ids = I.MAKERS["input_ids"](config, torch.Generator().manual_seed(0))
     assert set(ids.flatten().tolist()) == {5, 7}
 

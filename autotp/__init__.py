@@ -1,0 +1,12 @@
+"""autotp: tensor parallelism for an ordinary PyTorch model, by itself."""
+
+from autotp.cost import Cluster
+
+from ._version import __version__
+from .api import compile, parallelize, plan
+from .errors import AutoTPError
+from .inputs import Inputs
+from .module import ShardedModule
+from .plan import Plan
+
+__all__ = ["AutoTPError", "Cluster", "Inputs", "Plan", "ShardedModule", "__version__", "compile", "parallelize", "plan"]

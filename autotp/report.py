@@ -1,0 +1,1 @@
+def render_graph(g): return str(g)

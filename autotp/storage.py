@@ -1,0 +1,145 @@
+"""How a rank holds a parameter: DTensors that torch's own tools understand, and back to the original's shape.
+
+A plain split is one DTensor `Shard(dim)`. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one
+piece for each segment, viewed so that every piece is a plain `Shard`; every state dict speaks the original name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+
+from .layouts import Layout, Segment, Shard, chunk
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One DTensor of a parameter: `offset` and `segment` along the run, the piece's shape, and its sharded dimension."""
+
+    offset: int
+    segment: Segment
+    shape: tuple[int, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The pieces of one parameter of this shape under this layout on `tp` ranks."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    tp: int
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Empty for a whole parameter."""
+        if not isinstance(self.layout, Shard):
+            return ()
+        d, p = self.layout.dim, self.layout.partition
+        out, at = [], 0
+        for s in p.segments:
+            assert isinstance(s.count, int) and isinstance(s.unit, int) and isinstance(p.repeat, int)
+            units = (s.count * s.unit,) if s.count % self.tp == 0 or s.unit == 1 else (s.count, s.unit)
+            repeat = (p.repeat,) if p.repeat > 1 else ()
+            shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
+            out.append(Piece(at, s, shape, d + len(repeat)))
+            at += s.count * s.unit
+        return tuple(out)
+
+    def names(self, name: str) -> list[str]:
+        """Attribute names of the pieces of the parameter `name`."""
+        return [name] if len(self.pieces) <= 1 else [f"{name}_part{i}" for i in range(len(self.pieces))]
+
+    def cut(self, full: Tensor) -> list[Tensor]:
+        """The whole pieces of a whole parameter, as views."""
+        if not isinstance(self.layout, Shard):
+            return [full]
+        d, p = self.layout.dim, self.layout.partition
+        run = full.unflatten(d, (p.repeat, -1))
+        return [run.narrow(d + 1, x.offset, x.segment.length).reshape(x.shape) for x in self.pieces]
+
+    def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The inverse of `cut`."""
+        if not isinstance(self.layout, Shard):
+            return pieces[0]
+        d, repeat = self.layout.dim, self.layout.partition.repeat
+        runs = [t.reshape(*self.shape[:d], repeat, -1, *self.shape[d + 1 :]) for t in pieces]
+        return torch.cat(runs, d + 1).reshape(self.shape) if len(runs) > 1 else runs[0].reshape(self.shape)
+
+    def local(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The rank's slice of the parameter, in the parameter's own dimensions, from its slices of the pieces."""
+        if not isinstance(self.layout, Shard) or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
+            return pieces[0]
+        d, repeat = self.layout.dim, self.layout.partition.repeat
+        runs = []
+        for t, x in zip(pieces, self.pieces, strict=True):
+            length = t.numel() // max(self._around() * int(repeat), 1)  # type: ignore[arg-type]
+            runs.append(t.reshape(*self.shape[:d], repeat, length, *self.shape[d + 1 :]))
+            del x
+        fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
+        return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
+
+    def _around(self) -> int:
+        assert isinstance(self.layout, Shard)
+        n = 1
+        for i, s in enumerate(self.shape):
+            n *= s if i != self.layout.dim else 1
+        return n
+
+    def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
+        """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`."""
+        if not self.pieces:
+            local = full.detach().to(device, copy=True)
+            return [DTensor.from_local(local, mesh, [Whole()], run_check=False)]
+        out = []
+        for whole, x in zip(self.cut(full.detach()), self.pieces, strict=True):
+            start, length = chunk(x.shape[x.dim], rank, self.tp)
+            local = whole.narrow(x.dim, start, length).to(device, copy=True).contiguous()
+            size = torch.Size(x.shape)
+            out.append(DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=_strides(size)))
+        return out
+
+    def full(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole parameter on every rank (collective), from its DTensors."""
+        return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    strides, n = [], 1
+    for s in reversed(shape):
+        strides.append(n)
+        n *= max(s, 1)
+    return tuple(reversed(strides))
+
+
+class Unwrap(torch.autograd.Function):
+    """All of a block's parameters to local tensors in one node; the gradients become DTensors again."""
+
+    @staticmethod
+    def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]  # type: ignore[attr-defined]
+        ctx.set_materialize_grads(False)
+        return tuple(p.to_local().detach() for p in parameters)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return tuple(
+            None if g is None else DTensor.from_local(g, mesh, placements, run_check=False, shape=shape, stride=stride)
+            for g, (mesh, placements, shape, stride) in zip(grads, ctx.specs, strict=True)
+        )
+
+
+def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Local tensors of a block's parameters; plain tensors pass."""
+    if not parameters or not isinstance(parameters[0], DTensor):
+        return tuple(parameters)
+    if torch.is_grad_enabled():
+        return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
+    return tuple(p.to_local() for p in parameters)  # type: ignore[attr-defined]

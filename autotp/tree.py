@@ -1,0 +1,193 @@
+"""The module tree: one rank's flat program cut up along the original's modules, so that code that wraps modules works."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from . import compat
+from .graph import module_path
+from .storage import Storage, unwrap
+
+BLOCK = re.compile(r"\.\d+(\.|$)")
+CALL = re.compile(r"@\d+$")
+
+
+class Part(nn.Module):
+    """Stands for one module of the original: holds its parameters and runs its part of the program."""
+
+    def __init__(self, original: str) -> None:
+        super().__init__()
+        self._original = original
+        self._programs: dict[Any, Callable[..., Any]] = {}
+
+    def forward(self, *args: Any, program: Any = None) -> Any:
+        """Run this part of `program`; called by the parent part with the values that flow in."""
+        if program not in self._programs:
+            raise RuntimeError(f"{self._original} is a part of a sharded module: call the whole module, not this part.")
+        return self._programs[program](*args)
+
+    def _get_name(self) -> str:
+        return self._original
+
+    def __getitem__(self, index: Any) -> nn.Module:
+        return list(self._modules.values())[index]  # type: ignore[return-value]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+
+@dataclass
+class Scope:
+    """One call of one module: its nodes and the calls inside it, in order."""
+
+    path: str
+    items: list[fx.Node | Scope] = field(default_factory=list)
+
+    def nodes(self) -> list[fx.Node]:
+        out: list[fx.Node] = []
+        for item in self.items:
+            out += item.nodes() if isinstance(item, Scope) else [item]
+        return out
+
+
+def scopes(graph: fx.Graph) -> Scope:
+    """The calls of modules, nested, in the order of the program."""
+    root = Scope("")
+    stack = [root]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        path = node.meta["path"] if "path" in node.meta else module_path(node)
+        depth = 0
+        while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
+            depth += 1
+        del stack[depth + 1 :]
+        for p in path[depth:]:
+            stack[-1].items.append(Scope(p))
+            stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
+        stack[-1].items.append(node)
+    return root
+
+
+@dataclass
+class Read:
+    """A parameter or buffer that a unit reads at the start of its forward."""
+
+    node: fx.Node
+    name: str
+    storage: Storage | None  # None for a buffer or constant
+
+
+class Assembler:
+    """Builds the callables of one program onto a tree of `Part`s."""
+
+    def __init__(self, root: Part, graph: fx.Graph, reads: Sequence[Read], key: Any, constants: dict[str, Tensor]) -> None:
+        self.root, self.graph, self.key, self.constants = root, graph, key, constants
+        self.whole = scopes(graph)
+        self.calls = 0
+        self.units = self._units(reads)
+
+    def _units(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
+        """Module path -> what it reads: the repeated block that alone uses a parameter, otherwise the root."""
+        units: dict[str, list[Read]] = {}
+        for read in reads:
+            found = BLOCK.search(read.name)
+            block = read.name[: found.end() - (found.group(1) == ".")] if found else ""
+            inside = block and all(
+                any(CALL.sub("", p) == block for p in (u.meta["path"] if "path" in u.meta else module_path(u))) for u in read.node.users
+            )
+            units.setdefault(block if inside and read.node.users else "", []).append(read)
+        return units
+
+    def build(self, inputs: Sequence[fx.Node]) -> None:
+        """Give every part its function; the root's takes the flat inputs and returns the flat outputs."""
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
+        self.root._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
+
+    def _function(self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None) -> Callable[..., Any]:
+        graph, env = fx.Graph(), {}
+        for node in takes:
+            env[node] = graph.placeholder(node.name)
+        for read_nodes, fetch in self._fetches(scope):
+            fetched = graph.call_function(fetch, ())
+            for i, node in enumerate(read_nodes):
+                env[node] = graph.call_function(_item, (fetched, i))
+        for k, item in enumerate(scope.items):
+            if isinstance(item, fx.Node):
+                env[item] = graph.node_copy(item, lambda n: env[n])
+                continue
+            used, made = self._flows(scope, k, item, gives)
+            child = self._child(item, used, made)
+            value = graph.call_function(child, tuple(env[n] for n in used))
+            for i, node in enumerate(made):
+                env[node] = value if len(made) == 1 else graph.call_function(_item, (value, i))
+        out = [env[n] for n in gives]
+        final = compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
+        graph.output(final if result is not None else out[0] if len(out) == 1 else tuple(out))
+        return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
+
+    def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
+        reads = self.units.get(CALL.sub("", scope.path))
+        return [([r.node for r in reads], self._fetch(reads))] if reads else []
+
+    def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
+        """A function that reads these parameters off the tree, unwrapped in one step, each as its local tensor."""
+        held: list[tuple[nn.Module, str]] = []
+        plans: list[tuple[Read, slice]] = []
+        for read in reads:
+            if read.storage is not None:
+                owner, _, leaf = read.name.rpartition(".")
+                names = read.storage.names(leaf)
+                plans.append((read, slice(len(held), len(held) + len(names))))
+                held += [(self.root.get_submodule(owner), n) for n in names]
+        others = {r.name: self._buffer(r.name) for r in reads if r.storage is None}
+
+        def fetch() -> list[Tensor]:
+            local = unwrap([getattr(module, name) for module, name in held])
+            values = {read.name: read.storage.local(local[at]) for read, at in plans if read.storage is not None}
+            return [values[r.name] if r.storage is not None else others[r.name]() for r in reads]
+
+        fetch.__name__ = "parameters"
+        return fetch
+
+    def _buffer(self, name: str) -> Callable[[], Tensor]:
+        if name in self.constants:
+            constant = self.constants[name]
+            return lambda: constant
+        owner, _, leaf = name.rpartition(".")
+        module = self.root.get_submodule(owner)
+        return lambda: getattr(module, leaf)
+
+    def _flows(self, scope: Scope, k: int, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What a call takes from outside, and what of its values is used after it."""
+        inside = dict.fromkeys(child.nodes())
+        own = {r.node for path in self._within(child) for r in self.units.get(path, ())}
+        used = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
+        made = [n for n in inside if n in gives or any(u not in inside for u in n.users)]
+        return list(used), made
+
+    def _within(self, scope: Scope) -> set[str]:
+        inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
+        return {CALL.sub("", scope.path), *inner} - {""}
+
+    def _child(self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+        part = self.root.get_submodule(CALL.sub("", scope.path))
+        self.calls += 1
+        program = (self.key, self.calls)
+        part._programs[program] = self._function(scope, takes, gives)  # type: ignore[union-attr,index]
+
+        def call(*args: Any) -> Any:
+            return part(*args, program=program)
+
+        call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
+        return call
+
+
+def _item(values: Sequence[Any], index: int) -> Any:
+    return values[index]
