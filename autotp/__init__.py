@@ -8,5 +8,17 @@ from .errors import AutoTPError
 from .inputs import Inputs
 from .module import ShardedModule
 from .plan import Plan
+from .verify import verify
 
-__all__ = ["AutoTPError", "Cluster", "Inputs", "Plan", "ShardedModule", "__version__", "compile", "parallelize", "plan"]
+__all__ = [
+    "AutoTPError",
+    "Cluster",
+    "Inputs",
+    "Plan",
+    "ShardedModule",
+    "__version__",
+    "compile",
+    "parallelize",
+    "plan",
+    "verify",
+]

@@ -16,9 +16,10 @@ from torch.distributed.tensor.placement_types import Placement
 
 from autotp.cost import Cluster
 
-from .capture import Capture, aliases, skeleton
+from .capture import aliases, skeleton
 from .describe import describe
 from .errors import InputError, PlanError
+from .graph import Capture
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .module import LazyModule, Maker, ShardedModule, Source, prepare
@@ -72,14 +73,14 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    options = _options(tp, pins, cluster, objective, sequence_parallel)
-    inputs = _example(model, example_inputs)
+    options = read_options(tp, pins, cluster, objective, sequence_parallel)
+    inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
             f"autotp.plan needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
             "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
-    return _solve(*_capture(model, inputs, torch.device("cpu")), options, type(model).__name__)[0]
+    return solve_plan(*capture_model(model, inputs, torch.device("cpu")), options, type(model).__name__)
 
 
 def parallelize(
@@ -105,9 +106,15 @@ def parallelize(
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     ranks = Ranks.find(plan.tp, mesh)
-    inputs = None if example_inputs is None else _example(model, example_inputs)
-    captured = None if inputs is None else together(ranks, "capturing the model", lambda: _capture(model, inputs, _device(ranks))[0])
-    return _shard(model, plan, ranks, _options(plan.tp, None, plan.cluster, plan.objective, None), captured, outputs, check)
+    inputs = None if example_inputs is None else example(model, example_inputs)
+    captured = (
+        None
+        if inputs is None
+        else together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks))[0])
+    )
+    return _shard(
+        model, plan, ranks, read_options(plan.tp, None, plan.cluster, plan.objective, None), captured, outputs, check
+    )
 
 
 def compile(
@@ -157,16 +164,18 @@ def compile(
         check_degree(tp, None)
     ranks = Ranks.find(tp if tp is not None else (plan.tp if plan is not None else None), mesh)
     degree = ranks.tp if ranks is not None else tp or (plan.tp if plan is not None else 1)
-    chosen = _options(degree, pins, cluster, objective, sequence_parallel)
-    inputs = together(ranks, "reading the example inputs", lambda: _example(model, example_inputs))
+    chosen = read_options(degree, pins, cluster, objective, sequence_parallel)
+    inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
 
     def build(inputs: Inputs) -> ShardedModule:
-        captured, notes = together(ranks, "capturing the model", lambda: _capture(model, inputs, _device(ranks)))
+        captured, notes = together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks)))
         agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_shapes(model)})
         found = plan
         if found is None:
             first = ranks is None or ranks.rank == 0
-            found = together(ranks, "planning", lambda: _solve(captured, notes, chosen, type(model).__name__)[0] if first else None)
+            found = together(
+                ranks, "planning", lambda: solve_plan(captured, notes, chosen, type(model).__name__) if first else None
+            )
             found = broadcast(ranks, found)
         assert found is not None
         return _shard(model, found, ranks, chosen, captured, outputs, check)
@@ -174,7 +183,16 @@ def compile(
     return build(inputs) if inputs is not None else LazyModule(build)  # type: ignore[return-value]
 
 
-def _options(tp: int, pins: Pins | None, cluster: Any, objective: str, sequence: bool | None) -> Options:
+def make_options(tp: int, given: Mapping[str, Any]) -> Options:
+    """Options from the keyword arguments of a public function."""
+    names = ("pins", "cluster", "objective", "sequence_parallel")
+    unknown = set(given) - set(names)
+    if unknown:
+        raise InputError(f"unknown argument {sorted(unknown)[0]!r}; known are {', '.join(names)}.")
+    return read_options(tp, *(given.get(n, "training" if n == "objective" else None) for n in names))
+
+
+def read_options(tp: int, pins: Pins | None, cluster: Any, objective: str, sequence: bool | None) -> Options:
     if objective != "training":
         raise InputError(f"objective={objective!r} is not known; this version plans for objective='training'.")
     dims: dict[str, int | None] = {}
@@ -187,12 +205,14 @@ def _options(tp: int, pins: Pins | None, cluster: Any, objective: str, sequence:
 
 def _refuse_backend(backend: str, options: Any, outputs: str) -> None:
     if backend != "eager" or options:
-        raise InputError(f"backend={backend!r} with options={options!r} is not known; this version runs backend='eager'.")
+        raise InputError(
+            f"backend={backend!r} with options={options!r} is not known; this version runs backend='eager'."
+        )
     if outputs not in ("full", "sharded"):
         raise InputError(f"outputs={outputs!r} is not known; choose 'full' or 'sharded'.")
 
 
-def _example(model: nn.Module, example: Any) -> Inputs | None:
+def example(model: nn.Module, example: Any) -> Inputs | None:
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
     inputs = for_model(model) if example is None else normalise(example)
@@ -205,7 +225,7 @@ def _device(ranks: Ranks | None) -> torch.device:
     return ranks.device if ranks is not None else torch.device("cpu")
 
 
-def _capture(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Capture, list[str]]:
+def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Capture, list[str]]:
     inputs, note = without_cache(model, inputs)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     dtype = next((p.dtype for p in model.parameters()), None)
@@ -217,20 +237,25 @@ def _builder(captured: Capture, options: Options, placements: Mapping[str, Layou
     return Builder(captured, options.tp, options.cluster, placements or {}, options.pins, options.sequence)
 
 
-def _solve(captured: Capture, notes: list[str], options: Options, name: str) -> tuple[Plan, Sharded]:
+def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
+    """The plan of a captured model."""
     builder = _builder(captured, options)
     planned = decide(builder)
     sharded = rewrite(planned, builder.convert_seconds)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    return describe(planned, sharded, builder, name, options.objective, shapes, notes), sharded
+    return describe(planned, sharded, builder, name, options.objective, shapes, notes)
 
 
 def _shape(node: Any) -> str:
     val = node.meta.get("val")
-    return f"{tuple(str(s) for s in val.shape)} {val.dtype}".replace("'", "") if isinstance(val, torch.Tensor) else repr(val)
+    return (
+        f"{tuple(str(s) for s in val.shape)} {val.dtype}".replace("'", "")
+        if isinstance(val, torch.Tensor)
+        else repr(val)
+    )
 
 
-def _apply(captured: Capture, plan: Plan, options: Options) -> Sharded:
+def apply_plan(captured: Capture, plan: Plan, options: Options) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
     again with every parameter where the plan has it."""
     builder = _builder(captured, options, plan.placements)
@@ -240,7 +265,7 @@ def _apply(captured: Capture, plan: Plan, options: Options) -> Sharded:
         planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
     else:
         planned = decide(builder)
-    return rewrite(planned, builder.convert_seconds)
+    return planned, rewrite(planned, builder.convert_seconds)
 
 
 def _shard(
@@ -249,7 +274,7 @@ def _shard(
 ) -> ShardedModule:  # fmt: skip
     _fits(model, plan)
     agree(ranks, "the plan", {"plan": _digest(plan), **versions(), **_shapes(model)})
-    make: Maker = lambda c: _apply(c, plan, options)  # noqa: E731
+    make: Maker = lambda c: apply_plan(c, plan, options)[1]  # noqa: E731
     bare = skeleton(model, _device(ranks))
     ready = [] if captured is None else [(captured, together(ranks, "rewriting the graph", lambda: make(captured)))]
     source = Source(bare, make, ranks, plan.tp, aliases(model), outputs, check, type(model).__name__, ready)
@@ -273,4 +298,3 @@ def _shapes(model: nn.Module) -> dict[str, str]:
 
 def _digest(plan: Plan) -> str:
     return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-

@@ -78,3 +78,5 @@ def _bound(x: Any, otherwise: int) -> int:
 
 
 sym_size: Any = torch.ops.aten.sym_size.int
+
+OpOverloadPacket = torch._ops.OpOverloadPacket

@@ -1,18 +1,97 @@
-"""Questions about a captured graph that several stages ask."""
+"""A captured program as data, and questions about its graph that several stages ask."""
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
 from torch import Tensor, fx
 
-from autotp.rules.core import aten
+from autotp.rules.core import aten, expression
 
 from . import compat
-from .capture import Capture
+from .layouts import Size
 
 CUTS = (aten.detach.default, aten.detach_.default)
+
+
+@dataclass
+class Leaf:
+    """A placeholder of the graph: what it holds and under which name of the model."""
+
+    node: fx.Node
+    kind: str  # "parameter" | "buffer" | "constant" | "input"
+    name: str
+
+
+@dataclass
+class Capture:
+    """A captured program: its graph, what its placeholders and outputs mean, and the sizes that it accepts."""
+
+    graph: fx.Graph
+    leaves: list[Leaf]
+    mutations: dict[int, str]  # position of the graph's output -> buffer that takes it
+    in_spec: compat.TreeSpec
+    out_spec: compat.TreeSpec
+    constants: dict[str, Any]
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    hints: dict[sympy.Symbol, int]
+    ranges: dict[sympy.Symbol, tuple[int, int]]
+    guards: list[sympy.Basic]
+    training: bool
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: tuple[Any, ...] = ()  # (training, parameter dtype, autocast) that it was captured in
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+
+    def accepts(self, values: list[Any]) -> str | None:
+        """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
+        bound: dict[sympy.Symbol, int] = {}
+        for leaf, value in zip(self.inputs, values, strict=True):
+            expected = leaf.node.meta.get("val")
+            reason = _fits(leaf.name, expected, value, bound)
+            if reason:
+                return reason
+        for symbol, size in bound.items():
+            low, high = self.ranges.get(symbol, (0, size))
+            if not low <= size <= high:
+                return f"size {size} is outside the captured range [{low}, {high}]"
+        broken = next((g for g in self.guards if g.subs(bound) == sympy.false), None)
+        return None if broken is None else f"the captured program needs {broken}"
+
+    def digest(self) -> str:
+        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank."""
+        h = hashlib.sha256()
+        for n in self.graph.nodes:
+            val = n.meta.get("val")
+            shape = [tuple(str(s) for s in v.shape) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
+            kinds = [str(v.dtype) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
+            h.update(repr((n.op, str(n.target), str(n.args), str(n.kwargs), shape, kinds)).encode())
+        return h.hexdigest()[:16]
+
+
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+    if not isinstance(expected, Tensor):
+        same = isinstance(value, type(expected)) and value == expected
+        return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
+    if not isinstance(value, Tensor) or value.dtype != expected.dtype or value.ndim != expected.ndim:
+        return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
+    for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
+        size = expression(want)
+        if isinstance(size, sympy.Symbol):
+            size = bound.setdefault(size, int(has))
+        elif not isinstance(size, int):
+            size = int(size.subs(bound)) if not size.subs(bound).free_symbols else int(has)
+        if size != has:
+            return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
+    return None
 
 
 def differentiable(program: Capture) -> set[fx.Node]:
@@ -51,3 +130,11 @@ def short_name(target: Any) -> str:
     """`aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
     text = str(target)
     return text.removesuffix(".default") if text.startswith("aten") else getattr(target, "__name__", text)
+
+
+def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
+    """The size that the example inputs had; used for costs only, never for legality."""
+    if isinstance(size, int):
+        return size
+    value = size.subs(hints)
+    return int(value) if value.is_number else 1

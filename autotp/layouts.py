@@ -6,6 +6,7 @@ Sizes are ints or sympy expressions over the graph's input sizes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -63,12 +64,14 @@ class Partition:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
-        """The canonical form for `tp` ranks: even segments have `tp` units, repeated runs are folded."""
-        even = [_even(s, tp) for s in segments if s.length != 0]
-        for period in range(1, len(even)):
-            if len(even) % period == 0 and even == even[:period] * (len(even) // period):
-                return cls(tuple(even[:period]), simplify(repeat * (len(even) // period)))
-        return cls(tuple(even), simplify(repeat))
+        """The canonical form for `tp` ranks: units as large as can be (even segments have `tp`), repeated runs folded."""
+        run = [_coarsest(s, tp) for s in segments if s.length != 0]
+        if not run or repeat == 0:
+            return cls((Segment(tp, 0),))
+        for period in range(1, len(run)):
+            if len(run) % period == 0 and run == run[:period] * (len(run) // period):
+                return cls(tuple(run[:period]), simplify(repeat * (len(run) // period)))
+        return cls(tuple(run), simplify(repeat))
 
     @classmethod
     def plain(cls, length: Size, tp: int) -> Partition:
@@ -88,6 +91,10 @@ class Partition:
     def even(self, tp: int) -> bool:
         """Whether every rank certainly owns the same number of elements."""
         return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
+
+    def full(self, tp: int) -> bool:
+        """Whether every rank certainly owns something: the last one owns least."""
+        return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
@@ -148,9 +155,12 @@ def spans(repeat: int, segments: Sequence[tuple[int, int]], rank: int, tp: int) 
     return out
 
 
-def _even(segment: Segment, tp: int) -> Segment:
-    each = divide(segment.count, tp) if isinstance(segment.count, int) else None
-    return segment if each is None else Segment(tp, simplify(each * segment.unit))
+def _coarsest(segment: Segment, tp: int) -> Segment:
+    """The same shares in the largest units: as many as divide rank 0's share and the whole."""
+    if not isinstance(segment.count, int):
+        return segment
+    units = math.gcd(segment.count, -(-segment.count // tp))
+    return Segment(segment.count // units, simplify(units * segment.unit))
 
 
 @dataclass(frozen=True)

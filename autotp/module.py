@@ -14,8 +14,9 @@ from autotp.passes.base import run_passes
 from autotp.passes.canonicalise import CANONICAL
 
 from . import compat, state
-from .capture import Capture, capture, skeleton
+from .capture import capture, skeleton
 from .errors import StateError
+from .graph import Capture
 from .inputs import Inputs, bind, without_cache
 from .plan import Plan
 from .ranks import Ranks, agree, no_ranks_error, together
@@ -205,7 +206,9 @@ class ShardedModule(Part):
                 memo[id(part._programs)] = {}
         shared = ("plan", "_source", "_ranks", "_storages", "config")
         for k, v in self.__dict__.items():
-            new.__dict__[k] = v if k in shared else copy.deepcopy(v, memo) if k not in ("_all", "_runnable") else type(v)()
+            new.__dict__[k] = (
+                v if k in shared else copy.deepcopy(v, memo) if k not in ("_all", "_runnable") else type(v)()
+            )
         for program in self._all:
             new._install(program.capture, program.sharded)
         return new
@@ -255,5 +258,3 @@ def _describe(value: Any) -> Any:
 
 def _text(value: Any) -> str:
     return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)[:80]
-
-

@@ -16,9 +16,8 @@ from autotp.passes.fold import fold
 from autotp.rules.core import Op, Rule, rule_of, sizes
 
 from . import compat, conversions
-from .capture import Capture, size_hint
 from .errors import PlanError
-from .graph import differentiable, short_name
+from .graph import Capture, differentiable, short_name, size_hint
 from .layouts import I, Layout, R, Shard
 from .plan import Decision
 from .problem import Choice, Item, Problem, Solution, Use

@@ -1,1 +1,2 @@
-def render_graph(g): return str(g)
+def render_graph(g):
+    return str(g)

@@ -31,7 +31,7 @@ class Sharded:
 
     graph: fx.Graph
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
-    origin: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    origin: dict[fx.Node, Value] = field(default_factory=dict)
 
 
 class Rewriter:
@@ -109,7 +109,7 @@ class Rewriter:
     def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
         self.held[(node, index), layout] = new
         self.out.layouts[new] = layout
-        self.out.origin[new] = node
+        self.out.origin[new] = (node, index)
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
         """The value in this layout, converted before its first consumer and shared by all."""

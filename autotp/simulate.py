@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from . import compat, conversions
+from . import conversions
 from .rewrite import Sharded
 
 Ranks = list[Any]  # one value per rank
@@ -76,20 +76,15 @@ def _at(args: Any, env: dict[fx.Node, Ranks], rank: int) -> Any:
 
 
 def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
-    """Run the captured graph itself, showing every value as it is made."""
+    """Run the captured graph itself, showing every value as it is made; returns its outputs."""
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: env[n])
         if node.op == "placeholder":
             env[node] = inputs[node]
-        elif node.op == "output":
-            return fx.map_arg(node.args[0], lambda n: env[n])
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
             env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
         observe(node, env[node])
     return None
-
-
-def leaves(value: Any) -> Sequence[Tensor]:
-    """The tensors in a value."""
-    return [v for v in compat.tree_leaves(value) if isinstance(v, Tensor)]

@@ -32,9 +32,7 @@ def populate(root: ShardedModule, model: nn.Module, placements: Mapping[str, Lay
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         first = source.aliases[name]
-        storage = root._storages.setdefault(
-            first, Storage(tuple(parameter.shape), placements.get(first, I), source.tp)
-        )
+        storage = root._storages.setdefault(first, Storage(tuple(parameter.shape), placements.get(first, I), source.tp))
         if id(parameter) not in made:
             made[id(parameter)] = _held(parameter, storage, source.ranks)
         for n, p in zip(storage.names(leaf), made[id(parameter)], strict=True):

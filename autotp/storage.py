@@ -103,7 +103,9 @@ class Storage:
             start, length = chunk(x.shape[x.dim], rank, self.tp)
             local = whole.narrow(x.dim, start, length).to(device, copy=True).contiguous()
             size = torch.Size(x.shape)
-            out.append(DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=_strides(size)))
+            out.append(
+                DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=_strides(size))
+            )
         return out
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:

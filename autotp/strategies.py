@@ -131,6 +131,8 @@ def signatures(
         if _contracts(factor) and not factor.contracted:
             continue
         for loop in candidates.loops(factor, slots, results):
+            if not (rule.empty or loop.full(candidates.tp)):
+                continue
             got = _split(rule, factor, loop, slots, results, candidates)
             if got is not None:
                 yield (*got, index, loop)

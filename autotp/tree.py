@@ -86,7 +86,9 @@ class Read:
 class Assembler:
     """Builds the callables of one program onto a tree of `Part`s."""
 
-    def __init__(self, root: Part, graph: fx.Graph, reads: Sequence[Read], key: Any, constants: dict[str, Tensor]) -> None:
+    def __init__(
+        self, root: Part, graph: fx.Graph, reads: Sequence[Read], key: Any, constants: dict[str, Tensor]
+    ) -> None:
         self.root, self.graph, self.key, self.constants = root, graph, key, constants
         self.whole = scopes(graph)
         self.calls = 0
@@ -99,7 +101,8 @@ class Assembler:
             found = BLOCK.search(read.name)
             block = read.name[: found.end() - (found.group(1) == ".")] if found else ""
             inside = block and all(
-                any(CALL.sub("", p) == block for p in (u.meta["path"] if "path" in u.meta else module_path(u))) for u in read.node.users
+                any(CALL.sub("", p) == block for p in (u.meta["path"] if "path" in u.meta else module_path(u)))
+                for u in read.node.users
             )
             units.setdefault(block if inside and read.node.users else "", []).append(read)
         return units
@@ -110,7 +113,9 @@ class Assembler:
         wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
         self.root._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
 
-    def _function(self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None) -> Callable[..., Any]:
+    def _function(
+        self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None
+    ) -> Callable[..., Any]:
         graph, env = fx.Graph(), {}
         for node in takes:
             env[node] = graph.placeholder(node.name)
@@ -128,7 +133,9 @@ class Assembler:
             for i, node in enumerate(made):
                 env[node] = value if len(made) == 1 else graph.call_function(_item, (value, i))
         out = [env[n] for n in gives]
-        final = compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
+        final = (
+            compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
+        )
         graph.output(final if result is not None else out[0] if len(out) == 1 else tuple(out))
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 

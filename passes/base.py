@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from autotp.capture import Capture
+from autotp.graph import Capture
 
 log = logging.getLogger("autotp.passes")
 

@@ -9,8 +9,7 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.capture import Capture
-from autotp.graph import differentiable
+from autotp.graph import Capture, differentiable
 from autotp.rules.core import Op, aten, expression, is_tensor, sizes
 
 from .base import Pass

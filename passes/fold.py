@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.capture import Capture
-from autotp.graph import module_path
+from autotp.graph import Capture, module_path
 
 INDEXED = re.compile(r"\.\d+(@\d+)?$")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,18 +41,124 @@ def case(target: Any, *args: Any, **kwargs: Any) -> Case:
     return Case(target if hasattr(target, "_schema") else target.default, args, kwargs)
 
 
-UNARY = """abs acosh asinh atan ceil cos cosh deg2rad digamma elu celu erf erfc exp exp2 expm1 floor frac gelu
-    hardshrink.default hardsigmoid hardtanh leaky_relu lgamma logical_not nan_to_num neg positive rad2deg reciprocal
-    relu round sgn sigmoid sign signbit silu sin sinc sinh softshrink tan tanh trunc isnan isinf isfinite
-    relu6 selu softplus hardswish log_sigmoid mish square alias detach clone contiguous lift_fresh_copy lift_fresh
-    detach_ zeros_like ones_like real""".split()
-POSITIVE = "acos asin atanh erfinv log log10 log1p log2 logit rsqrt sqrt".split()
-BINARY = """add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor atan2 copysign.Tensor eq.Tensor ne.Tensor
-    ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot logaddexp logaddexp2 maximum minimum
-    remainder.Tensor logical_and logical_or logical_xor rsub.Tensor xlogy.Tensor max.other min.other type_as
-    clamp_min.Tensor clamp_max.Tensor nextafter heaviside""".split()
-BITWISE = """bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor gcd lcm
-    __and__.Tensor __or__.Tensor __xor__.Tensor ldexp.Tensor""".split()
+def frozen(target: Any, *args: Any, **kwargs: Any) -> Case:
+    """A case whose last two tensors are statistics, which have no gradient."""
+    return replace(case(target, *args, **kwargs), frozen=2)
+
+
+UNARY = [
+    "abs",
+    "acosh",
+    "asinh",
+    "atan",
+    "ceil",
+    "cos",
+    "cosh",
+    "deg2rad",
+    "digamma",
+    "elu",
+    "celu",
+    "erf",
+    "erfc",
+    "exp",
+    "exp2",
+    "expm1",
+    "floor",
+    "frac",
+    "gelu",
+    "hardshrink.default",
+    "hardsigmoid",
+    "hardtanh",
+    "leaky_relu",
+    "lgamma",
+    "logical_not",
+    "nan_to_num",
+    "neg",
+    "positive",
+    "rad2deg",
+    "reciprocal",
+    "relu",
+    "round",
+    "sgn",
+    "sigmoid",
+    "sign",
+    "signbit",
+    "silu",
+    "sin",
+    "sinc",
+    "sinh",
+    "softshrink",
+    "tan",
+    "tanh",
+    "trunc",
+    "isnan",
+    "isinf",
+    "isfinite",
+    "relu6",
+    "selu",
+    "softplus",
+    "hardswish",
+    "log_sigmoid",
+    "mish",
+    "square",
+    "alias",
+    "detach",
+    "clone",
+    "contiguous",
+    "lift_fresh_copy",
+    "lift_fresh",
+    "detach_",
+    "zeros_like",
+    "ones_like",
+    "real",
+]
+POSITIVE = ["acos", "asin", "atanh", "erfinv", "log", "log10", "log1p", "log2", "logit", "rsqrt", "sqrt"]
+BINARY = [
+    "add.Tensor",
+    "sub.Tensor",
+    "mul.Tensor",
+    "div.Tensor",
+    "true_divide.Tensor",
+    "atan2",
+    "copysign.Tensor",
+    "eq.Tensor",
+    "ne.Tensor",
+    "ge.Tensor",
+    "gt.Tensor",
+    "le.Tensor",
+    "lt.Tensor",
+    "fmax",
+    "fmin",
+    "fmod.Tensor",
+    "hypot",
+    "logaddexp",
+    "logaddexp2",
+    "maximum",
+    "minimum",
+    "remainder.Tensor",
+    "logical_and",
+    "logical_or",
+    "logical_xor",
+    "rsub.Tensor",
+    "xlogy.Tensor",
+    "max.other",
+    "min.other",
+    "clamp_min.Tensor",
+    "clamp_max.Tensor",
+    "nextafter",
+]
+BITWISE = [
+    "bitwise_and.Tensor",
+    "bitwise_or.Tensor",
+    "bitwise_xor.Tensor",
+    "bitwise_left_shift.Tensor",
+    "gcd",
+    "lcm",
+    "__and__.Tensor",
+    "__or__.Tensor",
+    "__xor__.Tensor",
+    "ldexp.Tensor",
+]
 
 
 def _op(name: str) -> Any:
@@ -102,6 +209,13 @@ POINTWISE = [
     case(aten.addcdiv, f(4, 3), f(3), pos(4, 1), value=2),
     case(aten.eq.Scalar, ints(3, 4, 3), 1),
     case(aten.bitwise_not, flags(4, 3)),
+    case(aten.frexp.Tensor, f(4, 3)),
+    case(aten.complex, f(4, 3), f(3)),
+    case(aten.polar, pos(4, 3), f(3)),
+    *(case(op, cplx(4, 3)) for op in (aten.conj, aten._conj, aten.conj_physical, aten.resolve_conj, aten.resolve_neg)),
+    replace(case(aten.copy, f(4, 3), f(3)), reference=lambda x, src: src.expand_as(x).clone()),
+    case(aten.copy, ints(5, 4, 3), f(3)),
+    case(aten.bucketize.Tensor, f(4, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)),
     case(aten.masked_fill.Scalar, f(4, 3), flags(3), 0),
     case(aten.masked_fill.Scalar, f(4, 3), flags(4, 1), -1e9),
     case(aten.masked_fill.Tensor, f(4, 3), flags(4, 3), f()),
@@ -112,13 +226,15 @@ POINTWISE = [
     case(aten.where.Scalar, flags(4, 3), 1.0, 0.0),
     case(aten.prelu, f(2, 4, 3), f(4)),
     case(aten.prelu, f(2, 4), f(1)),
-    case(aten.to.dtype, f(4, 3).float(), torch.float64),
+    case(aten.to.other, f(4, 3), f(3, 2).to(torch.complex128)),
+    case(aten.to.other, f(4, 3), ints(3, 3, 2)),
+    case(aten.type_as, f(4, 3), cplx(3, 2)),
     case(aten.to.dtype, f(4, 3), torch.int64),
     case(aten.to.dtype, ints(3, 4, 3), torch.bool),
     case(aten.to.dtype, ints(3, 4, 3), torch.float64),
     case(aten.to.dtype, flags(4, 3), torch.float64),
     case(aten.to.dtype, f(4, 3), torch.complex128),
-    case(aten._to_copy, f(4, 3).float(), dtype=torch.float64),
+    case(aten._to_copy, f(4, 3), dtype=torch.complex128),
     case(aten._to_copy, f(4, 3), dtype=torch.int64),
     case(aten.real, cplx(4, 3)),
     case(aten.imag, cplx(4, 3)),
@@ -136,8 +252,6 @@ MATMUL = [
     case(aten.linear, f(2, 3, 6), f(4, 6), f(4)),
     case(aten.linear, f(2, 3, 6), f(4, 6)),
     case(aten.linear, f(6), f(4, 6), f(4)),
-    case(aten.linear, f(3, 6), f(6), f()),
-    case(aten.linear, f(3, 6), f(6)),
     case(aten.mm, f(4, 6), f(6, 5)),
     case(aten.bmm, f(2, 4, 6), f(2, 6, 5)),
     *(case(aten.addmm, f(*s), f(4, 6), f(6, 5), beta=2, alpha=3) for s in [(5,), (1,), (4, 5), (1, 5), (4, 1), ()]),
@@ -152,6 +266,7 @@ MATMUL = [
     case(aten.matmul, f(3, 4, 6), f(6)),
     case(aten.matmul, f(6), f(3, 6, 4)),
     case(aten.matmul, f(3, 4, 6), f(6, 5)),
+    case(aten.outer, f(4), f(6)),
     case(aten.mv, f(4, 6), f(6)),
     case(aten.dot, f(6), f(6)),
     case(aten.einsum, "bqhd, bkhd -> bhqk", [f(2, 3, 4, 5), f(2, 6, 4, 5)]),
@@ -161,6 +276,10 @@ MATMUL = [
     case(aten.einsum, "ij->j", [f(3, 4)]),
     case(aten.einsum, "ii->i", [f(4, 4)]),
     case(aten.einsum, "ij,jk,kl->il", [f(3, 4), f(4, 5), f(5, 2)]),
+]
+
+
+IMAGES = [
     case(aten.conv1d, f(2, 4, 8), f(6, 4, 3), f(6), [2], [1]),
     case(aten.conv1d, f(4, 8), f(6, 4, 3)),
     case(aten.conv1d.padding, f(2, 4, 8), f(6, 4, 3), f(6), [1], "same"),
@@ -168,7 +287,42 @@ MATMUL = [
     case(aten.conv1d, f(2, 6, 8), f(9, 2, 3), None, [1], [0], [1], 3),
     case(aten.conv2d, f(2, 4, 5, 5), f(3, 4, 2, 2), f(3)),
     case(aten.conv2d, f(2, 4, 5, 5), f(8, 2, 2, 2), f(8), [1, 1], [0, 0], [1, 1], 2),
-    case(aten.conv3d, f(1, 2, 3, 3, 3), f(4, 2, 2, 2, 2), f(4)),
+    case(aten.conv3d, f(1, 4, 3, 3, 3), f(4, 4, 2, 2, 2), f(4)),
+    case(aten.conv_transpose1d, f(2, 4, 5), f(4, 6, 3), f(6), [2], [1]),
+    case(aten.conv_transpose1d, f(2, 8, 5), f(8, 3, 3), f(12), [2], [1], [0], 4),
+    case(aten.conv_transpose2d.input, f(2, 4, 3, 3), f(4, 3, 2, 2)),
+    case(aten.conv_transpose3d.input, f(2, 4, 2, 2, 2), f(4, 3, 2, 2, 2), f(3)),
+    case(aten.convolution, f(2, 4, 8), f(6, 4, 3), f(6), [1], [0], [1], False, [0], 1),
+    case(aten.convolution, f(2, 8, 5), f(8, 3, 3), None, [1], [0], [1], True, [0], 4),
+    case(aten.max_pool1d, f(2, 4, 6), [2]),
+    case(aten.max_pool1d, f(4, 6), [2]),
+    case(aten.max_pool2d, f(2, 4, 6, 6), [2, 2]),
+    case(aten.max_pool2d, f(4, 6, 6), [2, 2]),
+    case(aten.max_pool3d, f(2, 3, 4, 4, 4), [2, 2, 2]),
+    case(aten.avg_pool1d, f(2, 4, 6), [2]),
+    case(aten.avg_pool2d, f(2, 4, 6, 6), [2, 2]),
+    case(aten.avg_pool2d, f(4, 6, 6), [2, 2]),
+    case(aten.avg_pool3d, f(2, 3, 4, 4, 4), [2, 2, 2]),
+    case(aten.max_pool1d_with_indices, f(2, 4, 6), [2]),
+    case(aten.max_pool2d_with_indices, f(2, 4, 6, 6), [2, 2]),
+    case(aten.max_pool3d_with_indices, f(2, 3, 4, 4, 4), [2, 2, 2]),
+    case(aten.adaptive_avg_pool1d, f(2, 4, 6), [2]),
+    case(aten.adaptive_avg_pool2d, f(2, 4, 6, 6), [2, 3]),
+    case(aten.adaptive_avg_pool3d, f(2, 4, 4, 4, 4), [2, 2, 1]),
+    case(aten.adaptive_max_pool1d, f(2, 4, 6), [2]),
+    case(aten.adaptive_max_pool2d, f(2, 4, 6, 6), [2, 3]),
+    case(aten.adaptive_max_pool3d, f(2, 4, 4, 4, 4), [2, 2, 1]),
+    case(aten.upsample_bilinear2d.vec, f(2, 4, 3, 3), [5, 5], False, None),
+    case(aten.upsample_bilinear2d, f(2, 4, 3, 3), [5, 5], False),
+    case(aten.upsample_nearest2d.vec, f(2, 4, 3, 3), [5, 5], None),
+    case(aten.upsample_bicubic2d.vec, f(2, 4, 3, 3), None, True, [2.0, 2.0]),
+    case(aten.upsample_linear1d.vec, f(2, 4, 3), [5], False, None),
+    case(aten.upsample_nearest1d.vec, f(2, 4, 3), [5], None),
+    case(aten.upsample_nearest3d.vec, f(2, 4, 2, 2, 2), [3, 3, 3], None),
+    case(aten.upsample_trilinear3d.vec, f(2, 4, 2, 2, 2), [3, 3, 3], False, None),
+    case(aten.pixel_shuffle, f(2, 12, 3, 4), 2),
+    case(aten.pixel_shuffle, f(8, 3, 4), 2),
+    case(aten.pixel_unshuffle, f(2, 3, 6, 8), 2),
 ]
 
 MASKS = [(4, 5), (1, 5), (4, 1), (2, 6, 4, 5), (1, 1, 4, 5), (2, 1, 1, 5), (6, 4, 5), (1, 6, 1, 5)]
@@ -200,7 +354,9 @@ REDUCTIONS = [
     case(aten.sum.dim_IntList, f(4, 3, 5), None),
     case(aten.sum.dim_IntList, ints(5, 4, 3), [0]),
     case(aten.mean, f(4, 3)),
-    case(aten.mean, f(4, 3).float(), dtype=torch.float64),
+    case(aten.mean, ints(5, 4, 3), dtype=torch.float64),
+    case(aten.mean.dim, ints(5, 4, 3), [0], dtype=torch.float64),
+    case(aten.sum.dim_IntList, ints(5, 4, 3), [0], dtype=torch.float64),
     case(aten.mean.dim, f(4, 3, 5), [1]),
     case(aten.mean.dim, f(4, 3, 5), [0, -1], True),
     *(case(op, f(4, 3, 5), [1]) for op in (aten.amax, aten.amin, aten.logsumexp)),
@@ -234,26 +390,15 @@ REDUCTIONS = [
     case(aten.native_layer_norm, f(2, 3, 4), [4], f(4), f(4), 1e-5),
     case(aten.group_norm, f(2, 6, 5), 3, f(6), f(6)),
     case(aten.group_norm, f(2, 8, 3, 3), 4),
-    case(aten.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), **NORM),
-    case(aten.batch_norm, f(4, 6), None, None, f(6), pos(6), **NORM),
+    frozen(aten.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), **NORM),
+    frozen(aten.batch_norm, f(4, 6), None, None, f(6), pos(6), **NORM),
+    case(aten.instance_norm, f(2, 6, 5), f(6), f(6), None, None, True, 0.1, 1e-5, False),
+    case(aten.instance_norm, f(2, 6, 3, 3), None, None, None, None, True, 0.1, 1e-5, False),
+    case(aten.kthvalue, f(4, 3, 5), 2, 1),
     case(aten.diff, f(4, 6)),
     case(aten.diff, f(4, 6), 1, 0, f(1, 6)),
-    case(aten.max_pool1d, f(2, 4, 6), [2]),
-    case(aten.max_pool1d, f(4, 6), [2]),
-    case(aten.avg_pool1d, f(2, 4, 6), [2]),
-    case(aten.max_pool2d, f(2, 4, 6, 6), [2, 2]),
-    case(aten.max_pool2d, f(4, 6, 6), [2, 2]),
-    case(aten.avg_pool2d, f(2, 4, 6, 6), [2, 2]),
-    case(aten.avg_pool2d, f(4, 6, 6), [2, 2]),
-    case(aten.adaptive_avg_pool2d, f(2, 4, 6, 6), [2, 3]),
-    case(aten.adaptive_avg_pool1d, f(2, 4, 6), [2]),
-    case(aten.upsample_bilinear2d.vec, f(2, 4, 3, 3), [5, 5], False, None),
-    case(aten.upsample_bilinear2d, f(2, 4, 3, 3), [5, 5], False),
-    case(aten.upsample_nearest2d.vec, f(2, 4, 3, 3), [5, 5], None),
-    case(aten.upsample_bicubic2d.vec, f(2, 4, 3, 3), None, True, [2.0, 2.0]),
-    case(aten.upsample_linear1d.vec, f(2, 4, 3), [5], False, None),
-    case(aten.upsample_nearest1d.vec, f(2, 4, 3), [5], None),
 ]
+
 
 VIEWS = [
     *(
@@ -300,6 +445,13 @@ VIEWS = [
     case(aten.numpy_T, f(4, 6, 5)),
     case(aten.adjoint, f(4, 6, 5)),
     case(aten.mT, f(4, 6, 5)),
+    case(aten.view_as_real, cplx(4, 6)),
+    case(aten.view_as_complex, f(4, 6, 2)),
+    case(aten.one_hot, ints(5, 4, 3), 5),
+    case(aten.diagonal, f(4, 6, 6), 1, -2, -1),
+    case(aten.diagonal, f(4, 6, 4), 0, 2, 0),
+    case(aten.unfold, f(4, 6, 5), 1, 2, 2),
+    case(aten.ravel, f(4, 6)),
     case(aten.select.int, f(4, 6, 5), 1, -2),
     case(aten.unbind.int, f(4, 3, 5), 1),
     case(aten.flip, f(4, 6, 5), [1]),
@@ -353,4 +505,29 @@ LOOKUP = [
     case(aten.index.Tensor, f(2, 5), [None, flags(5)]),
 ]
 
-CASES: list[Case] = [*POINTWISE, *MATMUL, *ATTENTION, *REDUCTIONS, *VIEWS, *LOOKUP]
+UPDATES = [
+    case(aten.scatter.src, f(4, 6, 5), 1, ints(6, 4, 3, 5).sort(1).indices, f(4, 3, 5)),
+    case(aten.scatter.src, ints(9, 4, 6, 5), 1, ints(6, 3, 3, 5).sort(1).indices, ints(9, 4, 3, 5)),
+    case(aten.scatter.value, f(4, 6, 5), 1, ints(6, 4, 3, 5), 2.0),
+    case(aten.scatter_add, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5)),
+    case(aten.scatter_add, ints(9, 4, 6, 5), 0, ints(4, 3, 6, 4), ints(9, 5, 6, 5)),
+    case(aten.index_add, f(4, 6, 5), 1, ints(6, 8), f(4, 8, 5), alpha=2),
+    case(aten.index_copy, f(4, 6, 5), 1, torch.tensor([3, 1]), f(4, 2, 5)),
+    case(aten.index_fill.int_Scalar, f(4, 6, 5), 1, torch.tensor([3, 1]), 2.0),
+    case(aten.index_fill.int_Tensor, f(4, 6, 5), 1, torch.tensor([3, 1]), f()),
+    case(aten.index_put, f(6, 5, 4), [torch.tensor([3, 1, 0])], f(3, 5, 4)),
+    case(aten.index_put, f(6, 5, 4), [None, torch.tensor([3, 1, 0])], f(6, 1, 4)),
+    case(aten.index_put, f(6, 5, 4), [None, torch.tensor([3, 1, 0])], f()),
+    case(aten.index_put, f(6, 5, 4), [ints(6, 4, 3)], f(4, 3, 5, 4), True),
+    case(aten.index_put, f(6, 5, 4), [ints(6, 4), ints(5, 4)], f(4, 4), True),
+    case(aten.index_put, f(6, 5, 4), [ints(6, 4), None, ints(4, 4)], f(4, 5), True),
+    case(aten.index_put, f(6, 5, 4), [ints(6, 4)], f(5, 4), True),
+    case(aten.index_put, f(6, 5, 4), [flags(6, 5)], f()),
+    case(aten.index_put, f(6, 5), [None, flags(5)], f()),
+    case(aten.index_put, f(6, 5), [torch.tensor([True, False] * 3)], f(3, 5)),
+    case(aten.slice_scatter, f(4, 6, 5), f(4, 2, 5), 1, 1, 3),
+    case(aten.select_scatter, f(4, 6, 5), f(4, 5), 1, 2),
+    case(aten.diagonal_scatter, f(4, 6, 6), f(4, 5), 1, 1, 2),
+]
+
+CASES: list[Case] = [*POINTWISE, *MATMUL, *ATTENTION, *IMAGES, *REDUCTIONS, *VIEWS, *LOOKUP, *UPDATES]

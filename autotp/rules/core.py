@@ -1,8 +1,8 @@
 """What an operator rule is: the operator's factors (independent loops), said per operand slot and per result.
 
-Splitting a factor over the ranks means: operands that carry it are sharded there, operands that lack it are replicated,
-results that carry it are sharded, results that lack it (the factor is contracted) are partial. Rules never mention ranks
-or layouts; strategies are made from them in `autotp.strategies`.
+Splitting a factor over the ranks means: operands that carry it are sharded there, operands that lack it are
+replicated, results that carry it are sharded, results that lack it (the factor is contracted) are partial. Rules never
+mention ranks or layouts; strategies are made from them in `autotp.strategies`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
 from autotp.layouts import Size, simplify
 
@@ -52,7 +53,7 @@ class Factor:
     contracted: bool = True
 
 
-Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]]]
+Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class Rule:
     `linear`: sets of operand slots; with those partial (sums) and the others replicated, all results are partial.
     `addends`: slots added to the result after the contraction (a bias): partial where the result is.
     `localise`: rewrites target and arguments for a rank's shards, where the literals must change.
+    `empty`: whether the operator, and its backward, run on shards without elements; many of torch's kernels refuse.
     """
 
     factors: tuple[Factor, ...] = ()
     linear: tuple[frozenset[int], ...] = ()
     addends: frozenset[int] = frozenset()
     localise: Localise | None = None
+    empty: bool = True
 
 
 def sizes(value: Any) -> Shape:
@@ -140,12 +143,17 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     def enter(function: RuleFunction) -> RuleFunction:
         for target in targets:
-            packet = isinstance(target, torch._ops.OpOverloadPacket)
-            for overload in [getattr(target, o) for o in target.overloads()] if packet else [target]:
-                RULES[overload] = function
+            RULES.update(dict.fromkeys(_overloads(target), function))
         return function
 
     return enter
+
+
+def _overloads(target: Any) -> list[Any]:
+    if not isinstance(target, OpOverloadPacket):
+        return [target]
+    found = [getattr(target, name) for name in target.overloads()]
+    return [overload for overload in found if not overload._schema.is_mutable]
 
 
 def rule_of(op: Op) -> Rule | None:
@@ -162,7 +170,17 @@ def rule_of(op: Op) -> Rule | None:
                 f"the rule of {op.target} gives {len(f.ins)} operands and {len(f.outs)} results for a call with "
                 f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
             )
-    return found
+    return replace(found, linear=tuple(s for s in found.linear if _summable(op, s)))
+
+
+def _summable(op: Op, slots: Iterable[int]) -> bool:
+    """Whether these operands can be sums over the ranks, and the results with them: truth values cannot."""
+    results = op.node.meta.get("val")
+    values = [
+        *(op.slots[s].meta["val"] for s in slots),
+        *(results if isinstance(results, list | tuple) else (results,)),
+    ]
+    return not any(isinstance(v, torch.Tensor) and v.dtype == torch.bool for v in values)
 
 
 def _pointwise(target: Any) -> bool:
@@ -213,6 +231,18 @@ def _term(term: str, shape: Shape) -> list[Label]:
     if between < 0 or (between and not dots):
         raise RuleError(f"einsum term {term!r} does not fit a tensor of {len(shape)} dimensions")
     return [*head, *(-i for i in range(between, 0, -1)), *tail]
+
+
+def local_count(name: str, slot: int, dim: int) -> Localise:
+    """The `localise` of an operator whose argument `name` counts the loop that this dimension carries."""
+
+    def localise(op: Op, local: Local) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+        args = local.named(op)
+        if local.loop is not None and local.in_partition(slot, dim) is not None:
+            args[name] = local.length(local.loop)
+        return local.call(op, args)
+
+    return localise
 
 
 def with_factors(base: Rule, extra: Iterable[Factor]) -> Rule:

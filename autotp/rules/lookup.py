@@ -9,7 +9,7 @@ from torch import Tensor
 
 from autotp.layouts import spans
 
-from .core import Carry, Factor, Op, Rule, aten, loops, rule, with_factors
+from .core import Carry, Factor, Op, Rule, Shape, aten, loops, rule, with_factors
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 def embedding(op: Op) -> Rule:
     """Split ids, columns, or the vocabulary (Shoeybi et al. 2019, section 3: mask, look up, sum)."""
     ids = [f"i{d}" for d in range(len(op.ins[1]))]
+    if op.args["scale_grad_by_freq"]:
+        return Rule()  # the backward counts how often each id occurs among all
     base = loops(op, [[None, "h"], ids], [[*ids, "h"]])
     vocabulary = Factor(op.ins[0][0], (Carry(0), None), (None,))
     return with_factors(Rule(base.factors, localise=_local_embedding), [vocabulary])
 
 
 def _local_embedding(op: Op, local: Local):
-    if not local.contracted:
+    vocabulary = local.in_partition(0, 0)
+    if vocabulary is None:
         return local.unchanged(op)
-    args = local.named(op)
-    partition = local.in_partition(0, 0)
-    return local.ranked(
-        vocabulary_embedding, args["weight"], args["indices"], local.segments(partition), args["padding_idx"]
-    )
+    weight, ids = local.operands
+    return local.ranked(vocabulary_embedding, weight, ids, local.segments(vocabulary), op.args["padding_idx"])
 
 
 def local_index(ids: Tensor, segments: tuple, rank: int, tp: int) -> tuple[Tensor, Tensor]:
@@ -75,18 +75,29 @@ def gather(op: Op) -> Rule:
 @rule(aten.index.Tensor)
 def index(op: Op) -> Rule:
     """Advanced indexing: indexed dimensions stay whole, the others and the index's own dimensions split."""
-    indices = op.args["indices"]
-    at = [d for d, i in enumerate(indices) if i is not None]
-    if op.slots[1:] and any(s.meta["val"].dtype in (torch.bool, torch.uint8) for s in op.slots[1:]):
+    found = advanced(op, op.ins[1:])
+    if found is None:
         return Rule()
-    width = max(len(s) for s in op.ins[1:])
+    table, indices, result = found
+    return loops(op, [table, *indices], [result], linear=(frozenset({0}),))
+
+
+def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | None:
+    """Labels of the indexed tensor, of its indices (of these shapes), and of what is looked up; None for masks."""
+    if any(s.meta["val"].dtype in (torch.bool, torch.uint8) for s in op.slots[1 : 1 + len(shapes)]):
+        return None
+    at = [d for d, i in enumerate(op.args["indices"]) if i is not None]
     free = [d for d in range(len(op.ins[0])) if d not in at]
     together = at == list(range(at[0], at[-1] + 1))
     before = [d for d in free if together and d < at[0]]
-    result = [*before, *(f"i{k}" for k in range(width)), *(d for d in free if d not in before)]
-    wide = op.outs[0][len(before) : len(before) + width]
-    ins: list[list] = [[d if d in free else None for d in range(len(op.ins[0]))]]
-    for shape in op.ins[1:]:
-        off = width - len(shape)
-        ins.append([f"i{k + off}" if n != 1 or wide[k + off] == 1 else None for k, n in enumerate(shape)])
-    return loops(op, ins, [result], linear=(frozenset({0}),))
+    width = max(len(s) for s in shapes)
+    wide = [f"i{k}" for k in range(width)]
+    broad = [all(len(s) < width - k or s[k - width] == 1 for s in shapes) for k in range(width)]
+    labelled = [
+        [x if n != 1 or one else None for x, one, n in zip(wide[-len(s) :], broad[-len(s) :], s, strict=True)]
+        if s
+        else []
+        for s in shapes
+    ]
+    table = [d if d in free else None for d in range(len(op.ins[0]))]
+    return table, labelled, [*before, *wide, *(d for d in free if d not in before)]

@@ -1,4 +1,4 @@
-"""Contractions: linear, matrix products, einsum, attention, convolution."""
+"""Contractions: linear, matrix products, einsum, attention."""
 
 from __future__ import annotations
 
@@ -9,16 +9,14 @@ from autotp.layouts import divide
 from .core import Carry, Factor, Op, Rule, aten, einsum, loops, rule, with_factors
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    pass
 
 
 @rule(aten.linear)
 def linear(op: Op) -> Rule:
-    bias = ",n" if op.slot("bias") is not None else ""
-    equation = f"...k,nk{bias}->...n" if len(op.ins[1]) == 2 else f"...k,k{bias.replace('n', '')}->..."
-    return einsum(
-        op, equation, linear=(frozenset({0, *range(2, len(op.ins))}),), addends=frozenset({2} if bias else ())
-    )
+    bias = op.slot("bias") is not None
+    equation = "...k,nk,n->...n" if bias else "...k,nk->...n"
+    return einsum(op, equation, linear=(frozenset({0, 2} if bias else {0}),), addends=frozenset({2} if bias else ()))
 
 
 @rule(aten.mm)
@@ -34,9 +32,7 @@ def bmm(op: Op) -> Rule:
 @rule(aten.addmm)
 def addmm(op: Op) -> Rule:
     """`beta` and `alpha` scale the addend and the product; both stay linear."""
-    return einsum(
-        op, "...,mk,kn->...".replace("...", "mn"[2 - len(op.ins[0]) :], 1).replace("...", "mn"), addends=frozenset({0})
-    )
+    return einsum(op, "mn"[2 - len(op.ins[0]) :] + ",mk,kn->mn", addends=frozenset({0}))
 
 
 @rule(aten.baddbmm)
@@ -75,69 +71,37 @@ def torch_einsum(op: Op) -> Rule:
     return einsum(op, equation, linear=tuple(frozenset({i}) for i in range(len(op.ins))))
 
 
+@rule(aten.outer)
+def outer(op: Op) -> Rule:
+    return einsum(op, "m,n->mn", linear=(frozenset({0}), frozenset({1})))
+
+
 @rule(aten.scaled_dot_product_attention.default)
 def attention(op: Op) -> Rule:
-    """softmax(q kᵀ) v: heads, batch, query positions (unless causal by index) and value width split; keys stay whole."""
+    """softmax(q kᵀ) v: batch, heads, query positions (unless causal by index) and value width split; keys stay whole."""
     if op.args["dropout_p"] > 0:
         return Rule()
-    shapes = op.ins
-    heads, rank = [s[-3] if len(s) > 3 else 1 for s in shapes[:3]], len(shapes[0])
-    if rank < 4:
-        ins, out = (
-            [[*range(rank - 2), "q", None], [*range(rank - 2), None, None], [*range(rank - 2), None, "v"]],
-            [*range(rank - 2), "q", "v"],
-        )
-        groups: list[Factor] = []
-    else:
-        batch = list(range(rank - 3))
-        ins = [[*batch, None, "q", None], [*batch, None, None, None], [*batch, None, None, "v"]]
-        out = [*batch, None, "q", "v"]
-        groups = _head_factor(op, heads)
-    if len(shapes) == 4:
-        mask, full = shapes[3], op.outs[0]
-        labels = out[: len(full) - 1] + [None]
-        ins.append([x if mask[i] != 1 else None for i, x in enumerate(labels[len(labels) - len(mask) :])])
-    whole = frozenset({"q"} if op.args["is_causal"] else ())
-    ins = [
-        [None if x is not None and n == 1 and x != "v" else x for x, n in zip(t, s, strict=True)]
-        for t, s in zip(ins, shapes, strict=True)
-    ]
-    return with_factors(loops(op, ins, [out], whole=whole), groups)
+    heads = ["h"] if len(op.ins[0]) > 3 else []
+    batch = [f"b{i}" for i in range(len(op.ins[0]) - len(heads) - 2)]
+    outer = [*batch, *heads]
+    ins = [[*outer, "q", None], [*outer, None, None], [*outer, None, "v"]]
+    mask = op.ins[3] if len(op.ins) > 3 else ()
+    ins += [([*outer, "q", None])[len(outer) + 2 - len(mask) :]] * (len(op.ins) - 3)
+    ins = [[x if n != 1 else None for x, n in zip(t, s, strict=True)] for t, s in zip(ins, op.ins, strict=True)]
+    whole = frozenset({"h", "q"} if op.args["is_causal"] else "h")
+    # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
+    base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3)
+    return with_factors(base, _head_factor(op) if heads else ())
 
 
-def _head_factor(op: Op, heads: list) -> list[Factor]:
-    q, k, _ = heads
-    group = divide(q, k)
+def _head_factor(op: Op) -> list[Factor]:
+    """Key heads, each with its group of query heads (Ainslie et al. 2023)."""
+    group = divide(op.ins[0][-3], op.ins[1][-3])
     if group is None:
         return []
-    dims = [len(s) - 3 for s in op.ins]
-    ins = [Carry(dims[0], unit=group), Carry(dims[1]), Carry(dims[2])]
-    if len(op.ins) == 4:
-        mask = op.ins[3]
-        ins.append(Carry(dims[3], unit=group) if len(mask) > 2 and mask[-3] != 1 else None)
-    return [Factor(k, tuple(ins), (Carry(dims[0], unit=group),))]
-
-
-@rule(aten.conv1d, aten.conv2d, aten.conv3d)
-def convolution(op: Op) -> Rule:
-    """Channels are contracted where there are no groups; with groups, whole groups split. Positions stay whole."""
-    if len(op.ins[0]) != len(op.ins[1]) or not isinstance(op.args.get("padding", 0), list | tuple | int):
-        return Rule()
-    space = [None] * (len(op.ins[0]) - 2)
-    bias = [["o"]] if len(op.ins) == 3 else []
-    addends = frozenset({2} if bias else ())
-    if op.args["groups"] == 1:
-        return loops(op, [["b", "i", *space], ["o", "i", *space], *bias], [["b", "o", *space]], addends=addends)
-    g = op.args["groups"]
-    wide, per = divide(op.ins[0][1], g), divide(op.ins[1][0], g)
-    assert wide is not None and per is not None
-    ins = [Carry(1, unit=wide), Carry(0, unit=per), *([Carry(0, unit=per)] if bias else [])]
-    batch = loops(op, [["b", None, *space], [None] * len(op.ins[1]), *[[None] for _ in bias]], [["b", None, *space]])
-    return Rule((*batch.factors, Factor(g, tuple(ins), (Carry(1, unit=per),))), addends=addends, localise=_local_groups)
-
-
-def _local_groups(op: Op, local: Local):
-    args = local.named(op)
-    if local.loop is not None and local.in_partition(1, 0) is not None:
-        args["groups"] = local.length(local.loop)
-    return local.call(op, args)
+    units = [group, 1, 1, group][: len(op.ins)]
+    ins = [
+        Carry(len(s) - 3, unit=u) if len(s) > 2 and (s[-3] != 1 or i < 3) else None
+        for i, (s, u) in enumerate(zip(op.ins, units, strict=True))
+    ]
+    return [Factor(op.ins[1][-3], tuple(ins), (Carry(len(op.outs[0]) - 3, unit=group),))]

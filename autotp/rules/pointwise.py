@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from .core import Op, Rule, aten, einsum, rule
+from typing import TYPE_CHECKING
+
+from .core import Op, Rule, aten, einsum, loops, rule
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
 
 LINEAR_IN_FIRST = {
-    aten.neg, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.real, aten.detach, aten.lift_fresh_copy,
+    aten.neg, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy,
+    aten.real, aten.imag, aten.conj, aten._conj, aten.conj_physical, aten.resolve_conj, aten.resolve_neg,
 }  # fmt: skip
-TOGETHER = {aten.add, aten.sub}  # linear in both operands at once
+TOGETHER = {aten.add, aten.sub, aten.rsub, aten.complex}  # linear in both operands at once
 PRODUCT = {aten.mul}  # linear in either operand
 QUOTIENT = {aten.div}  # linear in the numerator
 
@@ -15,7 +21,7 @@ QUOTIENT = {aten.div}  # linear in the numerator
 def _linear(op: Op) -> tuple[frozenset[int], ...]:
     packet = op.target.overloadpacket
     if packet in LINEAR_IN_FIRST or (packet in QUOTIENT and op.args.get("rounding_mode") is None):
-        return (frozenset({0}),) if op.slot("self") == 0 else ()
+        return (frozenset({0}),) if op.slot("self") == 0 and not _rounds(op) else ()
     if packet in TOGETHER and len(op.slots) == 2:
         return (frozenset({0, 1}),)
     if packet in PRODUCT:
@@ -27,32 +33,63 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
     return ()
 
 
-@rule("pointwise", aten.to, aten.contiguous, aten.clone, aten.alias, aten.detach, aten.detach_, aten._to_copy)
+def _rounds(op: Op, slot: int = 0) -> bool:
+    """Whether a cast goes from real numbers to whole ones: a sum of rounded summands is another number."""
+    given, made = op.slots[slot].meta["val"].dtype, op.node.meta["val"].dtype
+    return not (made.is_floating_point or made.is_complex) and (given.is_floating_point or given.is_complex)
+
+
+@rule("pointwise", aten.contiguous, aten.clone, aten.alias, aten.detach, aten.detach_.default, aten._to_copy)
+@rule(aten.to.dtype, aten.to.dtype_layout, aten.to.device)
 def pointwise(op: Op) -> Rule:
-    terms = ",".join("..." for _ in op.ins)
-    return einsum(op, f"{terms}->...", linear=_linear(op))
+    terms, results = (",".join("..." for _ in side) for side in (op.ins, op.outs))
+    return einsum(op, f"{terms}->{results}", linear=_linear(op))
 
 
-@rule(
-    aten.lift_fresh_copy,
-    aten.lift_fresh,
-    aten.type_as,
-    aten.where.ScalarOther,
-    aten.where.ScalarSelf,
-    aten.where.Scalar,
-)
-@rule(aten.feature_dropout, aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.real, aten.imag)
-@rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.prelu.default, aten.square, aten.float_power)
-@rule(aten.softplus, aten.hardswish, aten.log_sigmoid, aten.mish, aten.clip, aten.ldexp, aten.true_divide)
+@rule(aten.lift_fresh_copy, aten.lift_fresh, aten.masked_fill, aten.hardswish)
+@rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
+@rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.log_sigmoid, aten.rsub)
+@rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten.resolve_conj, aten.resolve_neg)
+@rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.square, aten.float_power, aten.true_divide)
+@rule(aten.softplus, aten.mish, aten.clip, aten.ldexp)
 def untagged(op: Op) -> Rule:
-    """Pointwise too, though torch does not tag them."""
-    if op.target is aten.prelu.default and op.ins[1] != (1,):
-        return einsum(op, "bc...,c->bc...")
+    """Pointwise too, though torch does not tag them all."""
     return pointwise(op)
+
+
+@rule(aten.to.other, aten.type_as)
+def like(op: Op) -> Rule:
+    """A cast to the type of an example, whose shape does not matter."""
+    labels = list(range(len(op.ins[0])))
+    return loops(op, [labels, [None] * len(op.ins[1])], [labels], linear=() if _rounds(op) else (frozenset({0}),))
+
+
+@rule(aten.copy.default)
+def copy(op: Op) -> Rule:
+    """The second operand, broadcast and cast like the first; torch's own operator has no derivative."""
+    linear = () if _rounds(op, 1) else (frozenset({1}),)
+    return einsum(op, "...,...->...", linear=linear, localise=_local_copy)
+
+
+def _local_copy(op: Op, local: Local):
+    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+    cast = local.emit(aten.to.dtype, (local.operand(1), op.node.meta["val"].dtype))
+    return aten.expand.default, (cast, shape), {}
+
+
+@rule(aten.prelu)
+def prelu(op: Op) -> Rule:
+    return einsum(op, "...,...->..." if op.ins[1] in ((), (1,)) else "bc...,c->bc...")
+
+
+@rule(aten.bucketize.Tensor)
+def bucketize(op: Op) -> Rule:
+    return einsum(op, "...,k->...", whole=("k",))
 
 
 @rule(aten.dropout, aten.native_dropout, aten.alpha_dropout, aten.feature_dropout)
 def dropout(op: Op) -> Rule:
     """The identity outside training; in training it must draw the same mask on every rank, so it runs whole."""
     live = op.args.get("train", True) and op.args.get("p", 0.0) > 0
-    return Rule() if live else einsum(op, "...->...", linear=(frozenset({0}),))
+    results = ",".join("..." for _ in op.outs)
+    return Rule() if live else einsum(op, f"...->{results}", linear=(frozenset({0}),), empty=len(op.outs) == 1)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, divide, simplify
 
-from .core import Carry, Factor, Op, Rule, aten, loops, rule
+from .core import Carry, Factor, Op, Rule, aten, local_count, loops, rule
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -56,14 +56,14 @@ def _local_mean(op: Op, local: Local):
     aten.amax, aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim
 )
 @rule(aten.argmax, aten.argmin, aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.var_mean, aten.median.dim)
-@rule(aten.any.dims, aten.all.dims)
+@rule(aten.any.dims, aten.all.dims, aten.kthvalue)
 def whole_reduction(op: Op) -> Rule:
     labels, out = _labels(op)
     return loops(op, [labels], [out] * len(op.outs), whole=frozenset(_reduced(op)))
 
 
 @rule(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod, aten.sort, aten.topk)
-@rule(aten.argsort, aten.logcumsumexp, aten._safe_softmax, aten.cummax, aten.cummin, aten.glu)
+@rule(aten.argsort, aten.logcumsumexp, aten._safe_softmax, aten.cummax, aten.cummin)
 def along(op: Op) -> Rule:
     """Works along one dimension, which stays whole."""
     n = len(op.ins[0])
@@ -95,14 +95,17 @@ def group_norm(op: Op) -> Rule:
     ins = [Carry(1, unit=per or 1), *[Carry(0, unit=per or 1)] * (len(op.ins) - 1)]
     space = [None] * (len(op.ins[0]) - 1)
     batch = loops(op, [["b", *space], *[[None]] * (len(op.ins) - 1)], [["b", *space]])
-    return Rule((*batch.factors, Factor(groups, tuple(ins), (Carry(1, unit=per or 1),))), localise=_local_groups)
+    channels = Factor(groups, tuple(ins), (Carry(1, unit=per or 1),))
+    return Rule((*batch.factors, channels), localise=local_count("num_groups", 0, 1), empty=False)
 
 
-def _local_groups(op: Op, local: Local):
-    args = local.named(op)
-    if local.loop is not None and local.out_partition(0, 1) is not None:
-        args["num_groups"] = local.length(local.loop)
-    return local.call(op, args)
+@rule(aten.instance_norm.default)
+def instance_norm(op: Op) -> Rule:
+    """Every channel of every example is on its own, unless the examples share running statistics."""
+    if not op.args["use_input_stats"] or op.slot("running_mean") is not None:
+        return Rule()
+    space = [None] * (len(op.ins[0]) - 2)
+    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]], empty=False)
 
 
 @rule(aten.batch_norm.default)
@@ -111,7 +114,15 @@ def batch_norm(op: Op) -> Rule:
     if op.args["training"]:
         return Rule()
     space = [f"s{i}" for i in range(len(op.ins[0]) - 2)]
-    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]])
+    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]], empty=False)
+
+
+@rule(aten.glu.default)
+def glu(op: Op) -> Rule:
+    """The dimension holds the loop twice: values, then gates."""
+    d = op.dim()
+    factors = [Factor(n, (Carry(i, repeat=2 if i == d else 1),), (Carry(i),)) for i, n in enumerate(op.outs[0])]
+    return Rule(tuple(factors))
 
 
 @rule(aten.diff.default)
@@ -119,26 +130,3 @@ def diff(op: Op) -> Rule:
     n = len(op.ins[0])
     labels = list(range(n))
     return loops(op, [labels] * len(op.ins), [labels], whole=frozenset({op.args["dim"] % n}))
-
-
-@rule(
-    aten.max_pool2d,
-    aten.avg_pool2d,
-    aten.max_pool1d,
-    aten.avg_pool1d,
-    aten.adaptive_avg_pool2d,
-    aten.adaptive_avg_pool1d,
-)
-@rule(
-    aten.upsample_bilinear2d,
-    aten.upsample_nearest2d,
-    aten.upsample_bicubic2d,
-    aten.upsample_linear1d,
-    aten.upsample_nearest1d,
-)
-def positions(op: Op) -> Rule:
-    """Works over positions, which stay whole; batch and channels are free."""
-    if len(op.outs) != 1 or len(op.ins) != 1:
-        return Rule()
-    space = [None] * (len(op.ins[0]) - 2)
-    return loops(op, [["b", "c", *space]], [["b", "c", *space]])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Iterable
+from functools import reduce
 from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, divide, simplify
 
-from .core import Carry, Factor, Op, Rule, Shape, aten, loops, rule
+from .core import Carry, Factor, Op, Rule, Shape, aten, einsum, loops, rule
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -46,28 +49,33 @@ def _less(left: Size, right: Size) -> bool:
     return isinstance(left, int) and isinstance(right, int) and left < right
 
 
-def _carries(found: list[tuple[Size, int, int]], side: int, shape: Shape) -> list[Carry]:
-    out = []
-    for k, atom in enumerate(found):
-        dim, repeat, unit = atom[side], 1, 1
-        for other in found[:k]:
-            repeat = repeat * other[0] if other[side] == dim else repeat
-        for other in found[k + 1 :]:
-            unit = unit * other[0] if other[side] == dim else unit
-        whole = simplify(repeat * atom[0] * unit) == shape[dim]
-        out.append(Carry(dim if whole else -1, simplify(repeat), simplify(unit)))
+def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | None]:
+    """Where each loop lies in its dimension: the loops outside it repeat it, those inside are its unit."""
+    out: list[Carry | None] = []
+    for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
+        repeat = _product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
+        unit = _product(n for n, d in zip(sizes[k + 1 :], dims[k + 1 :], strict=True) if d == dim)
+        out.append(Carry(dim, repeat, unit) if simplify(repeat * size * unit) == shape[dim] else None)
     return out
 
 
-@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as)
+def _product(sizes: Iterable[Size]) -> Size:
+    return simplify(reduce(operator.mul, sizes, 1))
+
+
+@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.ravel)
 @rule(aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
 def reshape(op: Op) -> Rule:
     found = atoms(op.ins[0], op.outs[0])
-    pairs = zip(found, _carries(found, 1, op.ins[0]), _carries(found, 2, op.outs[0]), strict=True)
-    factors = tuple(
-        Factor(n, (x, *[None] * (len(op.ins) - 1)), (y,)) for (n, _, _), x, y in pairs if x.dim >= 0 and y.dim >= 0
+    sizes = [n for n, _, _ in found]
+    before, after = (
+        _carries(sizes, [i for _, i, _ in found], op.ins[0]),
+        _carries(sizes, [j for _, _, j in found], op.outs[0]),
     )
-    return Rule(factors, THROUGH if len(op.ins) == 1 else (), localise=local_shape)
+    others = [None] * (len(op.ins) - 1)
+    pairs = zip(sizes, before, after, strict=True)
+    factors = [Factor(n, (x, *others), (y,)) for n, x, y in pairs if x is not None and y is not None]
+    return Rule(tuple(factors), THROUGH, localise=local_shape)
 
 
 def local_shape(op: Op, local: Local):
@@ -84,7 +92,7 @@ def expand(op: Op) -> Rule:
     out = list(range(len(op.outs[0])))
     ins = [d + new if n == op.outs[0][d + new] else None for d, n in enumerate(op.ins[0])]
     others = [[None] * len(s) for s in op.ins[1:]]
-    return loops(op, [ins, *others], [out], linear=THROUGH if len(op.ins) == 1 else (), localise=_local_expand)
+    return loops(op, [ins, *others], [out], linear=THROUGH, localise=_local_expand)
 
 
 def _local_expand(op: Op, local: Local):
@@ -95,16 +103,9 @@ def _local_expand(op: Op, local: Local):
 
 
 @rule(
-    aten.permute,
-    aten.transpose.int,
-    aten.t,
-    aten.movedim,
-    aten.swapaxes,
-    aten.numpy_T,
-    aten.swapdims,
-    aten.adjoint,
+    aten.permute, aten.transpose.int, aten.t, aten.movedim, aten.swapaxes, aten.numpy_T, aten.swapdims, aten.adjoint,
     aten.mT,
-)
+)  # fmt: skip
 def permute(op: Op) -> Rule:
     n = len(op.ins[0])
     order = list(range(n))
@@ -114,14 +115,38 @@ def permute(op: Op) -> Rule:
         source, target = ([x % n for x in _many(op.args[k])] for k in ("source", "destination"))
         rest = iter(d for d in range(n) if d not in source)
         order = [source[target.index(d)] if d in target else next(rest) for d in range(n)]
+    elif op.target is aten.numpy_T.default:
+        order.reverse()
     elif n >= 2:
         i, j = op.args.get("dim0", op.args.get("axis0", -2)) % n, op.args.get("dim1", op.args.get("axis1", -1)) % n
         order[i], order[j] = order[j], order[i]
     return loops(op, [list(range(n))], [order], linear=THROUGH)
 
 
-def _many(x):
+def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
     return x if isinstance(x, list | tuple) else [x]
+
+
+@rule(aten.view_as_real, aten.view_as_complex)
+def complex_pairs(op: Op) -> Rule:
+    return einsum(
+        op, "...->...c" if op.target is aten.view_as_real.default else "...c->...", whole=("c",), linear=THROUGH
+    )
+
+
+@rule(aten.one_hot)
+def one_hot(op: Op) -> Rule:
+    return einsum(op, "...->...c", whole=("c",)) if op.args["num_classes"] > 0 else Rule()
+
+
+@rule(aten.diagonal, aten.unfold)
+def diagonal(op: Op) -> Rule:
+    """The named dimensions stay whole; the result has a new last one."""
+    n = len(op.ins[0])
+    named = [op.dim(x) for x in ("dimension", "dim1", "dim2") if x in op.args]
+    labels = [i if i not in named else None for i in range(n)]
+    kept = [x for x in labels if x is not None] if len(named) == 2 else labels
+    return loops(op, [labels], [[*kept, None]], linear=THROUGH)
 
 
 @rule(aten.select.int, aten.unbind.int)
@@ -149,7 +174,7 @@ def slice_(op: Op) -> Rule:
     start = op.args["start"] or 0
     if length == n or op.args["step"] != 1 or not all(isinstance(x, int) for x in (n, length, start)):
         return rule_
-    start = max(start + n, 0) if start < 0 else start
+    start = max(start + n, 0) if start < 0 else min(start, n)
     factor = Factor(n, (Carry(d),), (Carry(d, piece=1),), pieces=(start, length, n - start - length))
     return Rule((*rule_.factors, factor), rule_.linear, localise=_local_slice)
 
@@ -230,7 +255,13 @@ def repeat_interleave(op: Op) -> Rule:
             if u
         ),
         THROUGH,
+        localise=_local_repeat_interleave,
     )
+
+
+def _local_repeat_interleave(op: Op, local: Local):
+    args = local.named(op)
+    return local.call(op, args if not local.split else {**args, "output_size": None})
 
 
 @rule(aten.constant_pad_nd, aten.pad)
@@ -239,7 +270,8 @@ def pad(op: Op) -> Rule:
     n = len(op.ins[0])
     padded = frozenset(n - 1 - i // 2 for i, p in enumerate(op.args["pad"]) if p != 0)
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
-    return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=THROUGH if zero else ())
+    linear = THROUGH if zero else ()
+    return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=linear, empty=zero)
 
 
 @rule(aten.tril, aten.triu)

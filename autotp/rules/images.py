@@ -1,0 +1,60 @@
+"""Convolution, pooling and resizing: channels and batch split, positions stay whole."""
+
+from __future__ import annotations
+
+from autotp.layouts import divide
+
+from .core import Carry, Factor, Op, Rule, aten, local_count, loops, rule, with_factors
+from .views import THROUGH
+
+
+@rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
+@rule(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)
+def convolution(op: Op) -> Rule:
+    """Input channels are contracted where there are no groups; with groups, whole groups split."""
+    rank, groups = len(op.ins[1]), op.args["groups"]
+    if len(op.ins[0]) != rank:
+        return Rule()
+    space, bias = [None] * (rank - 2), op.ins[2:]
+    addends = frozenset({2} if bias else ())
+    transposed = "transpose" in str(op.target) or op.args.get("transposed")
+    if groups == 1:
+        weight = ["i", "o", *space] if transposed else ["o", "i", *space]
+        ins = [["b", "i", *space], weight, *[["o"] for _ in bias]]
+        return loops(op, ins, [["b", "o", *space]], addends=addends, empty=False)
+    batch = loops(op, [["b", None, *space], [None] * rank, *[[None] for _ in bias]], [["b", None, *space]], empty=False)
+    x, w, y = (divide(s[d], groups) for s, d in ((op.ins[0], 1), (op.ins[1], 0), (op.outs[0], 1)))
+    if x is None or w is None or y is None:
+        return batch
+    channels = Factor(
+        groups, (Carry(1, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in bias]), (Carry(1, unit=y),)
+    )
+    return with_factors(Rule(batch.factors, localise=local_count("groups", 1, 0), empty=False), [channels])
+
+
+@rule(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
+@rule(aten.adaptive_avg_pool1d, aten.adaptive_avg_pool2d, aten.adaptive_avg_pool3d)
+@rule(aten.adaptive_max_pool1d, aten.adaptive_max_pool2d, aten.adaptive_max_pool3d)
+@rule(aten.max_pool1d_with_indices, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
+@rule(aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_linear1d)
+@rule(aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d)
+def positions(op: Op) -> Rule:
+    """What comes before the one, two or three dimensions of positions is free."""
+    name = op.target.overloadpacket.__name__
+    space = next(n for n in (1, 2, 3) if f"{n}d" in name)
+    labels = [*range(len(op.ins[0]) - space), *[None] * space]
+    return loops(op, [labels], [labels] * len(op.outs), empty=False)
+
+
+@rule(aten.pixel_shuffle, aten.pixel_unshuffle)
+def pixel_shuffle(op: Op) -> Rule:
+    """Rows, columns and channels move together: a pixel of one side is a square of channels on the other."""
+    few, many = (op.ins[0], op.outs[0]) if op.target is aten.pixel_shuffle.default else (op.outs[0], op.ins[0])
+    n, r = len(few), divide(many[-1], few[-1])
+    if r is None:
+        return Rule()
+    squares = [Carry(d) for d in range(n - 3)] + [Carry(n - 3, unit=r * r), Carry(n - 2), Carry(n - 1)]
+    pixels = [Carry(d) for d in range(n - 2)] + [Carry(n - 2, unit=r), Carry(n - 1, unit=r)]
+    ins, outs = (squares, pixels) if few is op.ins[0] else (pixels, squares)
+    sizes = [*many[: n - 2], *few[n - 2 :]]
+    return Rule(tuple(Factor(s, (a,), (b,)) for s, a, b in zip(sizes, ins, outs, strict=True)), THROUGH, empty=False)
