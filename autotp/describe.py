@@ -1,31 +1,208 @@
-from .layouts import *
-from .plan import *
+"""From a planned and rewritten graph to the `Plan`: parameters and reasons, collectives and bytes, blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+from torch import fx
+
+from autotp.cost import collective_bytes
+from autotp.passes.patterns import Found, Place, counted, find_blocks
+
+from . import conversions
+from .graph import module_path, short_name
+from .layouts import Layout, Partial, Shard, Size
+from .plan import Block, Collective, Parameter, Plan, Totals
+from .planner import Builder, Planned, resolve
+from .reasons import reason, role
+from .rewrite import Sharded
+from .slices import to_runtime
+from .strategies import share
 
 
-def describe(planned, sharded, builder, name, objective, inputs, notes):
-    ps = []
-    for node, leaf in builder.leaves.items():
-        if leaf.kind == "parameter":
-            ps.append(
-                Parameter(
-                    leaf.name,
-                    tuple(node.meta["val"].shape),
-                    (),
-                    str(node.meta["val"].dtype),
-                    planned.decisions[node].outs[0],
-                )
-            )
+def describe(
+    planned: Planned, sharded: Sharded, builder: Builder, model_name: str, objective: str, inputs: tuple[str, ...],
+    notes: Sequence[str],
+) -> Plan:  # fmt: skip
+    """The plan of a solved and rewritten graph.
+
+    Args:
+        planned: the decisions; `sharded`: the program of one rank, in which the collectives are counted.
+        builder: made the problem, and prices it.
+        model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
+    """
+    found = find_blocks(planned.program, planned.same, planned.rules)
+    parameters = _parameters(planned, builder)
+    collectives = tuple(_Collectives(planned, builder, found).walk(sharded))
+    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    read = [tuple(names[p] for p in f.parameters) for f in found]
+    blocks = tuple(
+        Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first) for f, own in zip(found, read, strict=True)
+    )
     return Plan(
-        name,
-        planned.tp,
-        planned.program.digest(),
-        builder.cluster.name,
-        objective,
-        tuple(ps),
-        (),
-        (),
-        Totals(),
-        {n.name: d for n, d in planned.decisions.items()},
-        inputs,
-        tuple(notes),
+        model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
+        blocks, _totals(planned, builder, parameters, collectives),
+        {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
+    )  # fmt: skip
+
+
+def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
+    aliases: dict[str, list[str]] = {}
+    for name, first in planned.program.aliases.items():
+        aliases.setdefault(first, []).extend([name] if name != first else [])
+    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    out = []
+    for leaf in planned.program.leaves:
+        if leaf.kind != "parameter":
+            continue
+        val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
+        split = isinstance(layout, Shard)
+        pinned = leaf.name in builder.pinned or any(fnmatch(leaf.name, pattern) for pattern in builder.pins)
+        out.append(
+            Parameter(
+                leaf.name,
+                tuple(val.shape),
+                local_shape(val.shape, layout, planned.tp),
+                str(val.dtype).removeprefix("torch."),
+                layout,
+                role(planned, leaf.node, layout.dim) if split else "whole",
+                None if split else reason(planned, leaf.node, builder.candidates, pinned),
+                tuple(aliases.get(leaf.name, ())),
+                names[planned.same[leaf.node]],
+            )  # fmt: skip
+        )
+    return tuple(out)
+
+
+def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...]:
+    """The shape that the fullest rank, rank 0, holds of a value."""
+    local = list(map(int, shape))
+    if isinstance(layout, Shard):
+        local[layout.dim] = layout.partition.local(0, tp)
+    return tuple(local)
+
+
+def _local(found: Found, planned: Planned) -> str:
+    """What a rank has of an attention's heads."""
+    if found.heads is None:
+        return ""
+    heads = found.heads
+    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
+    return f"{counted(mine, 'head')}{grouped}"
+
+
+def _held(count: Size, place: Place, planned: Planned) -> Size:
+    """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
+    node, slot, dims = place
+    layout = planned.decisions[node].ins[slot]
+    if not (isinstance(layout, Shard) and layout.dim in dims and isinstance(count, int)):
+        return count
+    return math.ceil(count * share(layout, planned.tp, _hint(planned)))
+
+
+def _hint(planned: Planned) -> Any:
+    return lambda size: size if isinstance(size, int) else int(size.subs(planned.program.hints))
+
+
+@dataclass
+class _Collectives:
+    """Reads the communicating conversions off the program of one rank."""
+
+    planned: Planned
+    builder: Builder
+    found: list[Found]
+
+    def __post_init__(self) -> None:
+        self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
+        self.block: dict[fx.Node, int] = {}
+        for i, f in enumerate(self.found):
+            for n in (*f.nodes, *f.parameters):
+                self.block.setdefault(n, i)
+
+    def walk(self, sharded: Sharded) -> list[Collective]:
+        made = (self._collective(n, sharded) for n in sharded.graph.nodes if "conversion" in n.meta)
+        return [c for c in made if c is not None]
+
+    def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
+        (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        there, back = _primitive(src, dst), None
+        if origin in self.planned.grads:
+            back = _primitive(dst.dual, src.dual)
+        if there is None and back is None:
+            return None
+        size, tp = self.builder._bytes(node.meta["val"]), self.planned.tp
+        forward, backward = (collective_bytes(p or "none", size, tp) for p in (there, back))
+        name = conversions.kind_of(to_runtime(src), to_runtime(dst)).name
+        called = origin.op == "call_function"
+        op = short_name(origin.target) if called else "parameter"
+        module, source = (
+            _innermost(node.meta["path"]),
+            _innermost(module_path(origin)) if called else self.names[origin],
+        )
+        block = self._place(node, src, origin, sharded)
+        first = self.planned.same[origin].name
+        change = f"{src} -> {dst}"
+        return Collective(
+            name, change, module, block, origin.name, op, source, there, back, size, forward, backward, first
+        )  # fmt: skip
+
+    def _place(self, node: fx.Node, src: Layout, origin: fx.Node, sharded: Sharded) -> int | None:
+        """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
+        own = self._maker(origin) if isinstance(src, Partial) else self.block.get(origin)
+        readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
+        if isinstance(src, Partial) or len(readers) != 1 or origin.op == "placeholder":
+            return own if own is not None else next((b for b in readers if b is not None), None)
+        return readers[0] if readers[0] is not None else own
+
+    def _maker(self, origin: fx.Node) -> int | None:
+        """The block whose contraction left the partial sums, through the additions that delayed their reduction."""
+        if origin in self.block or origin not in self.planned.ops:
+            return self.block.get(origin)
+        made = [resolve(s) for s in self.planned.ops[origin].slots]
+        partial = [n for n, i in made if isinstance(self.planned.decisions[n].outs[i], Partial)]
+        return next((b for n in partial if (b := self._maker(n)) is not None), None)
+
+
+def _innermost(path: Sequence[str]) -> str:
+    return path[-1] if path else ""
+
+
+def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
+    """The captured operators that read a value of the program of one rank."""
+    out: list[fx.Node] = []
+    for user in node.users:
+        out += [sharded.origin[user][0]] if user in sharded.origin else _readers(user, sharded)
+    return out
+
+
+def _primitive(src: Layout, dst: Layout) -> str | None:
+    """The primitive of a conversion; None where no bytes are sent."""
+    if src == dst:
+        return None
+    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive
+
+
+def _totals(
+    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective]
+) -> Totals:
+    flops = local = 0.0
+    for node in planned.ops:
+        decision, whole = planned.decisions[node], builder._flops(node)
+        layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
+        flops += whole
+        local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
+    solved = planned.solution
+    return Totals(
+        sum(math.prod(p.shape) for p in parameters),
+        sum(math.prod(p.local) for p in parameters),
+        flops,
+        local,
+        sum(c.forward_bytes for c in collectives),
+        sum(c.backward_bytes for c in collectives),
+        *((solved.seconds, solved.bound, solved.stored, solved.least_stored) if solved is not None else ()),
     )

@@ -64,7 +64,7 @@ class Partition:
 
     @classmethod
     def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
-        """The canonical form for `tp` ranks: units as large as can be (even segments have `tp`), repeated runs folded."""
+        """The canonical form for `tp` ranks: largest units (even segments have `tp` of them), repeated runs folded."""
         run = [_coarsest(s, tp) for s in segments if s.length != 0]
         if not run or repeat == 0:
             return cls((Segment(tp, 0),))
@@ -112,9 +112,9 @@ class Partition:
 
     def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Partition, ...] | None:
         """The partitions of consecutive pieces, or None where a boundary falls inside a segment."""
-        run = list(self.segments) * self.repeat if isinstance(self.repeat, int) and self.repeat <= 64 else None
-        if run is None:
+        if not isinstance(self.repeat, int) or self.repeat > 64:
             return None
+        run = [s for s in self.segments * self.repeat if s.length != 0]
         pieces, at = [], 0
         for length in lengths:
             start, total = at, 0

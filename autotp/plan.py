@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import ast
 import json
-from collections.abc import Mapping
+import operator
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import sympy
+from rich.console import RenderableType
 
 from .errors import PlanError
-from .layouts import I, Layout, P, Partial, Partition, R, Segment, Shard, Size
+from .layouts import I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
+from .report import render, renderable
 
 SCHEMA = 1
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -34,8 +42,9 @@ class Parameter:
         name: its first name in the model; `aliases` are further names of the same tensor.
         shape: whole shape; `local`: the shape that the fullest rank holds.
         layout: Invariant (whole) or Shard.
+        role: "column-parallel", "row-parallel", "vocabulary-parallel", "expert-parallel", "elementwise", or "whole".
         reason: for a whole parameter, the operator and the cause that kept it whole.
-        block: number of equal parameters in repeated blocks that share this decision; `first` is the first one's name.
+        first: name of the equal parameter in the first of the repeated blocks; its own name where there is none.
     """
 
     name: str
@@ -43,6 +52,7 @@ class Parameter:
     local: tuple[int, ...]
     dtype: str
     layout: Layout
+    role: str = "whole"
     reason: str | None = None
     aliases: tuple[str, ...] = ()
     first: str = ""
@@ -53,24 +63,28 @@ class Collective:
     """One inserted conversion that communicates, forward or backward.
 
     Attributes:
-        name: f, f_star, g, g_star, ... (`autotp.conversions.KINDS`).
-        module: path of the module in which it runs.
-        value: name of the graph's value that is converted, and `op`, the operator that made it.
+        name: f, f_star, g, g_star, ... (`autotp.conversions.KINDS`); `change`: the layouts, such as "S(1) -> R".
+        module: path of the module in which it runs; `block`: index of the plan's block, None outside all.
+        value: name of the graph's value that is converted; `op`: the operator that made it, or "parameter";
+            `source`: path of the module that made it, or the parameter's name.
         forward, backward: the primitive of each direction (`all_reduce`, ...), None where there is none.
-        bytes: whole size of the value in bytes; `forward_bytes`, `backward_bytes`: what one rank sends.
-        first: path of the same place in the first of the repeated blocks.
+        bytes: whole size of the value; `forward_bytes`, `backward_bytes`: what one rank sends.
+        first: name of the equal value in the first of the repeated blocks.
     """
 
     name: str
+    change: str
     module: str
+    block: int | None
     value: str
     op: str
+    source: str
     forward: str | None
     backward: str | None
     bytes: float
     forward_bytes: float
     backward_bytes: float
-    first: str = ""
+    first: str
 
 
 @dataclass(frozen=True)
@@ -79,24 +93,31 @@ class Block:
 
     Attributes:
         kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
-        module: module path; `first`: that of the same block in the first repeated layer; `count` equal ones.
-        detail: what the printed plan says of it, such as "8 heads, 4 kv heads, 64 each".
-        parameters: names of its parameters.
+        module: module path.
+        detail: what it is, such as "8 heads, 4 kv heads, 64 wide"; `local`: what one rank has of that.
+        parameters: names of its parameters; a tied one is in several blocks.
+        first: index of the equal block in the first repeated layer; its own index where there is none.
     """
 
     kind: str
     module: str
     detail: str
+    local: str
     parameters: tuple[str, ...]
-    first: str = ""
-    count: int = 1
+    first: int
 
 
 @dataclass(frozen=True)
 class Totals:
-    """Per rank: parameters held (of `parameters` in all), floating-point operations of a forward (of `flops`), bytes sent
-    in a step, predicted seconds of a step with the lower bound that the solver proved, and the least parameter bytes that any legal plan
-    reaches."""
+    """What the plan comes to, per rank.
+
+    Attributes:
+        parameters, local_parameters: in all, and held by the fullest rank.
+        flops, local_flops: floating-point operations of a forward.
+        forward_bytes, backward_bytes: sent by a rank in a step.
+        seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
+        stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
+    """
 
     parameters: int = 0
     local_parameters: int = 0
@@ -141,6 +162,12 @@ class Plan:
         """Parameter name -> layout."""
         return {p.name: p.layout for p in self.parameters}
 
+    def __str__(self) -> str:
+        return render(self)
+
+    def __rich__(self) -> RenderableType:
+        return renderable(self)
+
     def to_json(self) -> str:
         """The plan as JSON text, with a schema version."""
         return json.dumps({"schema": SCHEMA, **_plain(asdict_shallow(self))}, indent=1, sort_keys=True)
@@ -163,7 +190,7 @@ class Plan:
             )
         try:
             return _read_plan(data)
-        except (KeyError, TypeError, ValueError) as e:
+        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
             raise PlanError(f"the saved plan is damaged: {type(e).__name__}: {e}. Plan again.") from e
 
     def save(self, path: str | Path) -> None:
@@ -203,10 +230,20 @@ def _size(size: Size) -> int | str:
 
 
 def _read_size(x: int | str) -> Size:
-    if isinstance(x, int):
-        return x
-    names = {str(s): sympy.Symbol(str(s), positive=True, integer=True) for s in sympy.sympify(x).free_symbols}
-    return sympy.sympify(x, locals=names)
+    return x if isinstance(x, int) else simplify(_expression(ast.parse(x, mode="eval").body))
+
+
+def _expression(x: ast.AST) -> Any:
+    """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
+    if isinstance(x, ast.Constant) and isinstance(x.value, int):
+        return sympy.Integer(x.value)
+    if isinstance(x, ast.Name):
+        return sympy.Symbol(x.id, positive=True, integer=True)
+    if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
+        return -_expression(x.operand)
+    if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
+        return OPERATORS[type(x.op)](_expression(x.left), _expression(x.right))
+    raise ValueError(f"{ast.unparse(x)!r} is not a size")
 
 
 def _read_partition(x: Any) -> Partition:
@@ -229,14 +266,17 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         )
         for name, (ins, outs, factor, loop) in data["decisions"].items()
     }
-    parameters = [Parameter(**_tuples(p) | {"layout": _read_layout(p["layout"])}) for p in data["parameters"]]
-    records = {"collectives": Collective, "blocks": Block}
-    read = {k: tuple(make(**_tuples(r)) for r in data[k]) for k, make in records.items()}
-    rest = {k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")}
+    parameters = [Parameter(**{**_tuples(p), "layout": _read_layout(p["layout"])}) for p in data["parameters"]]
     return Plan(
-        **rest, parameters=tuple(parameters), **read, totals=Totals(**data["totals"]), decisions=decisions,
-        inputs=tuple(data["inputs"]), notes=tuple(data["notes"]),
-    )  # fmt: skip
+        **{k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")},
+        parameters=tuple(parameters),
+        collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
+        blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
+        totals=Totals(**data["totals"]),
+        decisions=decisions,
+        inputs=tuple(data["inputs"]),
+        notes=tuple(data["notes"]),
+    )
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

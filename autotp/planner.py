@@ -18,7 +18,7 @@ from autotp.rules.core import Op, Rule, rule_of, sizes
 from . import compat, conversions
 from .errors import PlanError
 from .graph import Capture, differentiable, short_name, size_hint
-from .layouts import I, Layout, R, Shard
+from .layouts import I, Layout, Partial, Partition, R, Shard
 from .plan import Decision
 from .problem import Choice, Item, Problem, Solution, Use
 from .slices import to_runtime
@@ -107,16 +107,12 @@ class Builder:
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
-        batch = {expressions[0] for leaf in self.program.inputs if (expressions := shape_of(leaf.node))}
         for node, leaf in self.leaves.items():
             if node is self.same[node]:
                 self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
         work = [n for n in slots if self.rules[n] is not None]
         for n in work:
-            for i, shape in enumerate(self.ops[n].outs):
-                fixed = [d for d, s in enumerate(shape) if not isinstance(s, int) or s in batch]
-                if shape not in self.ops[n].ins:
-                    self.candidates.seed((n, i), shape, skip=fixed)
+            self._seed_view(n)
         self.candidates.changed = True
         while self.candidates.changed:
             self.candidates.changed = False
@@ -125,6 +121,20 @@ class Builder:
                 assert rule is not None
                 for factor in rule.factors:
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
+
+    def _seed_view(self, node: fx.Node) -> None:
+        """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size.
+
+        The innermost part (the head size) is not seeded: dealing it out would cut every head.
+        """
+        rule = self.rules[node]
+        assert rule is not None
+        for factor in rule.factors:
+            split, new = factor.ins[0] if factor.ins else None, factor.outs[0] if len(factor.outs) == 1 else None
+            if split is None or new is None or split.unit == 1 or new.unit != 1 or new.repeat != 1:
+                continue
+            if isinstance(factor.size, int) and factor.size > 1:
+                self.candidates.add(((node, 0), new.dim), Partition.plain(factor.size, self.tp))
 
     def _results(self, node: fx.Node) -> list[Any]:
         return [(node, i) for i in range(len(self.ops[node].outs))]

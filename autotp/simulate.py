@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx, nn
 
-from . import conversions
+from . import compat, conversions
+from .graph import Capture
+from .inputs import Inputs
 from .rewrite import Sharded
 
 Ranks = list[Any]  # one value per rank
@@ -55,17 +60,18 @@ class StepError(RuntimeError):
 
 def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     target: Any = node.target
-    if "conversion" in node.meta and target is conversions.function_for(node.args[1], node.args[2]):  # type: ignore[arg-type]
+    if "conversion" in node.meta:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
-        return conversions.simulate(env[node.args[0]], src, dst)  # type: ignore[index]
+        return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
     results = []
     for r in range(tp):
         kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") else {})}
-        results.append(target(*_at(node.args, env, r), **kwargs))
+        args = _at(node.args, env, r)
+        results.append(_distinct(target(*args, **kwargs), args))
     return results
 
 
-def _at(args: Any, env: dict[fx.Node, Ranks], rank: int) -> Any:
+def _at(args: Any, env: dict[fx.Node, Ranks], rank: Any) -> Any:
     if isinstance(args, fx.Node):
         return env[args][rank]
     if isinstance(args, tuple | list):
@@ -73,6 +79,13 @@ def _at(args: Any, env: dict[fx.Node, Ranks], rank: int) -> Any:
     if isinstance(args, dict):
         return {k: _at(v, env, rank) for k, v in args.items()}
     return args
+
+
+def _distinct(result: Any, args: Any) -> Any:
+    """An alias where an operator returns its operand itself, so that every value has a gradient of its own."""
+    if isinstance(result, Tensor) and any(result is a for a in args):
+        return result.view_as(result)
+    return result
 
 
 def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
@@ -85,6 +98,66 @@ def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[
             env[node] = inputs[node]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            env[node] = _distinct(node.target(*args, **kwargs), args)  # type: ignore[operator]
         observe(node, env[node])
     return None
+
+
+@dataclass
+class Values:
+    """Real values for the leaves of a captured graph.
+
+    Attributes:
+        given: placeholder -> its value; `inputs`: the model's arguments among them.
+    """
+
+    given: dict[fx.Node, Any]
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, program: Capture, model: nn.Module, inputs: Inputs) -> Values:
+        """The model's own parameters and buffers (random ones where it is on the meta device), and these inputs."""
+        state = {**program.constants, **dict(model.named_buffers(remove_duplicate=False))}
+        state |= dict(model.named_parameters(remove_duplicate=False))
+        flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
+        given = {x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves}
+        return cls(given, inputs)
+
+    def doubled(self) -> dict[fx.Node, Any]:
+        """The values in float64 (and complex128)."""
+        return {n: v.detach().to(_wide(v.dtype)) if isinstance(v, Tensor) else v for n, v in self.given.items()}
+
+
+def _real(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_meta:
+        return value.detach()
+    draw = torch.Generator().manual_seed(value.numel())
+    return (torch.randn(value.shape, generator=draw, dtype=torch.float64) * 0.1).to(value.dtype)
+
+
+WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+
+
+def _wide(x: Any) -> Any:
+    """The dtype in double precision; anything else as it is."""
+    if not isinstance(x, torch.dtype):
+        return x
+    return torch.float64 if x.is_floating_point else WIDE.get(x, x)
+
+
+@contextmanager
+def promoted(*graphs: fx.Graph) -> Iterator[None]:
+    """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
+    saved = [(n, n.args, n.kwargs) for g in graphs for n in g.nodes]
+    default = torch.get_default_dtype()
+    for node, args, kwargs in saved:
+        node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for node, args, kwargs in saved:
+            node.args, node.kwargs = args, kwargs

@@ -1,4 +1,4 @@
-"""The exact solver: a mixed-integer program in the tight flow form, solved by HiGHS through `scipy.optimize.milp`.
+"""The exact solver: a mixed-integer program in the tight flow form, solved by HiGHS.
 
 Three stages in lexicographic order: the least parameters per rank that any legal plan reaches; the least seconds within
 a slack of that; then least saved activations and the simplest partitions.
@@ -10,15 +10,18 @@ import itertools
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import highspy
 import numpy as np
-from scipy.optimize import Bounds, LinearConstraint, milp
-from scipy.sparse import csr_array
 
 from .errors import PlanError
 from .layouts import Layout
 from .problem import Problem, Solution, Use
 
 Terms = dict[int, float]
+OPTIONS = {  # the optimum is found at the root; heuristics on sub-problems are 95% of the time and find nothing better
+    "output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7, "mip_heuristic_effort": 0.0,
+    "mip_heuristic_run_root_reduced_cost": False,
+}  # fmt: skip
 TIE = 1e-5
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
 
@@ -39,25 +42,31 @@ class Program:
 
     def minimise(self, objective: Terms, what: str) -> tuple[np.ndarray, float, float]:
         """Column values, the optimum, and the bound proved for it."""
-        n = len(self.integer)
-        c = np.zeros(n)
-        for i, x in objective.items():
-            c[i] = x
-        at = [(r, i, x) for r, (terms, _, _) in enumerate(self.rows) for i, x in terms.items()]
-        row, col, val = (np.array(x) for x in zip(*at, strict=True))
-        a = csr_array((val, (row, col)), shape=(len(self.rows), n))
-        limits = LinearConstraint(a, [r[1] for r in self.rows], [r[2] for r in self.rows])  # type: ignore[arg-type]
-        got = milp(
-            c,
-            integrality=np.array(self.integer, int),
-            bounds=Bounds(0, 1),
-            constraints=limits,
-            options={"mip_rel_gap": 1e-9},
-        )
-        if got.x is None:
-            raise PlanError(f"no legal plan exists ({what}): HiGHS says {got.message}")
-        bound = got.mip_dual_bound if got.mip_dual_bound is not None else got.fun
-        return got.x, float(got.fun), float(bound)
+        highs = highspy.Highs()
+        for option, value in OPTIONS.items():
+            highs.setOptionValue(option, value)
+        highs.passModel(self._model(objective))
+        highs.run()
+        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
+            raise PlanError(
+                f"no legal plan exists ({what}): HiGHS says {highs.modelStatusToString(highs.getModelStatus())}"
+            )
+        info = highs.getInfo()
+        return np.array(highs.getSolution().col_value), info.objective_function_value, info.mip_dual_bound
+
+    def _model(self, objective: Terms) -> highspy.HighsLp:
+        n, lp = len(self.integer), highspy.HighsLp()
+        lp.num_col_, lp.num_row_ = n, len(self.rows)
+        lp.col_cost_ = np.array([objective.get(i, 0.0) for i in range(n)])
+        lp.col_lower_, lp.col_upper_ = np.zeros(n), np.ones(n)
+        lp.row_lower_, lp.row_upper_ = (np.array([r[k] for r in self.rows], float) for k in (1, 2))
+        lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+        lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self.rows)], dtype=np.int32)
+        lp.a_matrix_.index_ = np.array([i for terms, _, _ in self.rows for i in terms], np.int32)
+        lp.a_matrix_.value_ = np.array([x for terms, _, _ in self.rows for x in terms.values()], float)
+        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
+        lp.integrality_ = [kinds[i] for i in self.integer]
+        return lp
 
 
 def solve(problem: Problem, slack: float = 1.1) -> Solution:
@@ -77,7 +86,7 @@ def solve(problem: Problem, slack: float = 1.1) -> Solution:
     least = 0.0
     if any(program.stored.values()):
         x, least, _ = program.minimise(program.stored, "fewest parameters per rank")
-        program.rows.append((program.stored, 0.0, least * slack + 0.5))
+        program.rows += _within(problem, program, picks, least * slack + 0.5)
     x, best, bound = program.minimise(_with_ties(program), "least time")
     chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
     stored = sum(v for i, v in program.stored.items() if x[i] > 0.5)
@@ -101,6 +110,24 @@ def _hold(problem: Problem, picks: list[list[int]], x: np.ndarray, spare: float)
         spare -= excess
         if spare < 0:
             rows += [({i: 1.0}, 0, 0) for s, i in zip(stored, columns, strict=True) if s > least + 0.5]
+    return rows
+
+
+def _within(
+    problem: Problem, program: Program, picks: list[list[int]], limit: float
+) -> list[tuple[Terms, float, float]]:
+    """Rows for at most `limit` bytes of parameters per rank.
+
+    One knapsack row says it. Its relaxation would leave every large parameter whole by a fraction, so choices that are
+    too large even when all other parameters are at their least are ruled out one by one: 10 seconds become 0.1.
+    """
+    held = [(i, [c.stored * item.count for c in item.choices]) for i, item in enumerate(problem.items)]
+    held = [(i, stored) for i, stored in held if any(stored)]
+    least = sum(min(stored) for _, stored in held)
+    rows: list[tuple[Terms, float, float]] = [(program.stored, 0.0, limit)]
+    for i, stored in held:
+        room = limit - (least - min(stored))
+        rows += [({column: 1.0}, 0, 0) for column, s in zip(picks[i], stored, strict=True) if s > room]
     return rows
 
 

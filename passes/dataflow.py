@@ -1,4 +1,4 @@
-"""Where values of a captured graph come from: parameters behind views, contractions, and the branches that meet in a node.
+"""Where values of a captured graph come from: parameters behind views, contractions, and branches that meet.
 
 Everything here is read off the operator rules: a loop that no result carries is contracted, a dimension that no factor
 carries is worked along as a whole.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import combinations, permutations
 
 from torch import fx
 
@@ -79,12 +80,12 @@ class Dataflow:
             cut = self._linear(node) and _fewer(op)
             return frozenset((r, (*piece, node.name)) for r, piece in merged) if cut else merged
         if self._together(node):
-            centred = [b for a, b in _pairs([*branches, *branches[::-1]]) if any(self.statistic(r, b) for r, _ in a)]
-            apart = all(not names(a) & names(b) for a, b in _pairs(branches))
+            centred = [b for a, b in permutations(branches, 2) if any(self.statistic(r, b) for r in names(a))]
+            apart = all(not names(a) & names(b) for a, b in combinations(branches, 2))
             if apart and not centred:
                 self.junctions.add(node)
             return centred[0] if centred else own if apart else merged
-        if all(not a & b for a, b in _pairs(branches)):
+        if all(not a & b for a, b in combinations(branches, 2)):
             self.products.append((node, branches))
         return merged
 
@@ -124,6 +125,13 @@ class Dataflow:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
         rule = self.rules.get(node)
         return rule is not None and any(_contracted(f) and sum(c is not None for c in f.ins) > 1 for f in rule.factors)
+
+    def width(self, node: fx.Node) -> Size:
+        """Number of products that a contraction sums for an element of its result."""
+        rule, total = self.rules[node], 1
+        for f in rule.factors if rule is not None else ():
+            total = total if not _contracted(f) else simplify(total * f.size)
+        return total
 
     def batched(self, node: fx.Node) -> fx.Node | None:
         """The parameter of a product that has one matrix for each of several experts; None for other operators."""
@@ -201,14 +209,11 @@ def _contracted(factor: Factor) -> bool:
 
 def _fewer(op: Op) -> bool:
     """Whether a view with one result cuts a part out of its operand."""
-    shorter = any(
-        isinstance(m, int) and isinstance(n, int) and m < n for m, n in zip(op.outs[0], op.ins[0], strict=False)
-    )
-    return (
-        len(op.outs) == 1
-        and simplify(_count(op.outs[0]) - _count(op.ins[0])) != 0
-        and (shorter or len(op.outs[0]) < len(op.ins[0]))
-    )
+    if len(op.outs) != 1 or simplify(_count(op.outs[0]) - _count(op.ins[0])) == 0:
+        return False
+    pairs = zip(op.outs[0], op.ins[0], strict=False)
+    cut = any(isinstance(m, int) and isinstance(n, int) and m < n for m, n in pairs)
+    return cut or len(op.outs[0]) < len(op.ins[0])
 
 
 def _count(shape: Shape) -> Size:
@@ -216,7 +221,3 @@ def _count(shape: Shape) -> Size:
     for n in shape:
         total = total * n
     return total
-
-
-def _pairs(items: list) -> list[tuple]:
-    return [(a, b) for i, a in enumerate(items) for b in items[i + 1 :]]

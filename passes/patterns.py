@@ -1,7 +1,8 @@
 """Name the parts of a model by the structure of its graph: attention, MLP, norms, embeddings, head, experts.
 
-No name of a model or parameter is read. An attention is a softmax between two products of activations, or the fused operator;
-an MLP is weight contractions joined by pointwise operators only; a norm multiplies a value by a statistic of itself.
+No name of a model or parameter is read. An attention is a softmax between two products of activations, or the fused
+operator; an MLP is weight contractions joined by pointwise operators only; a norm multiplies a value by a statistic of
+itself.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from autotp import compat
 from autotp.capture import Capture
 from autotp.graph import module_path, short_name
 from autotp.layouts import Size, divide, simplify
-from autotp.rules.core import Rule
+from autotp.rules.core import Rule, Shape
 
 from .dataflow import Dataflow, names
 
@@ -44,7 +45,8 @@ class Found:
     Attributes:
         kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
         detail: what it is in words.
-        nodes: its operators, in the order of the graph; `module`: the innermost module that holds those with parameters.
+        nodes: its operators, in the order of the graph.
+        module: the innermost module that holds those with parameters.
         parameters: leaves that it reads.
         first: the equal part in the first of the repeated blocks; itself where there is none.
         heads: of an attention.
@@ -94,9 +96,8 @@ class _Finder:
             read = [n for n in nodes if self.flow.parameters(n)]
             key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
             leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
-            found.append(
-                Found(kind, detail, tuple(nodes), _module(read or nodes), leaves, first.setdefault(key, i), heads)
-            )
+            module, equal = _module(read or nodes), first.setdefault(key, i)
+            found.append(Found(kind, detail, tuple(nodes), module, leaves, equal, heads))
         return found
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
@@ -123,9 +124,7 @@ class _Finder:
 
     def _attention(self, scores: fx.Node, sums: fx.Node) -> None:
         """The operators from the projections of query, key and value to the output projection."""
-        nodes = {scores, sums}
-        for at, slots in ((scores, None), (sums, None)):
-            nodes |= self._behind(at)
+        nodes = {scores, sums} | self._behind(scores) | self._behind(sums)
         between, outs = self.flow.ahead(sums.users)
         out = [p for p in outs if self.flow.weighted(p)]
         nodes |= set(out) | (set(between) if out else set())
@@ -136,36 +135,32 @@ class _Finder:
 
     def _behind(self, node: fx.Node) -> set[fx.Node]:
         """What makes the operands of `node`, up to its weight contractions; a low-rank pair of these counts as one."""
-        nodes: set[fx.Node] = set()
-        work = [node]
+        passed, products = self.flow.back(self.flow.inputs(node))
+        nodes = {*passed, *products} if products else set()
+        work = list(products)
         while work:
             at = work.pop()
             passed, products = self.flow.back(self.flow.inputs(at))
-            inner = at is node or all(set(p.users) <= nodes | {at} | set(passed) for p in products)
-            if not products or not inner:
-                continue
-            nodes |= set(passed) | set(products)
-            work += [p for p in products if p is not node]
+            if products and all(set(n.users) <= {*nodes, *passed} for n in (*passed, *products)):
+                nodes |= {*passed, *products}
+                work += products
         return nodes
 
     def _heads(self, scores: fx.Node, sums: fx.Node, out: fx.Node | None) -> Heads:
         flow, op = self.flow, self.flow.ops[scores]
         if short_name(scores.target) == FUSED:
-            dims = (
-                (len(op.ins[0]) - 3,) if len(op.ins[0]) > 3 else (),
-                (len(op.ins[1]) - 3,) if len(op.ins[1]) > 3 else (),
-            )
+            dims = _before_last_two(op.ins[0]), _before_last_two(op.ins[1])
             width, value = op.ins[0][-1], op.ins[2][-1]
         else:
             dims, width = self._product_heads(scores)
             value = flow.ops[sums].outs[0][-1]
         count, kv = (_times(op.ins[i], dims[i]) for i in (0, 1))
         if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
-            total = next((flow.ops[out].ins[flow.ops[out].slots.index(x)][-1] for x in flow.inputs(out)), value)
-            count = kv = divide(total, value) or 1
+            count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))
         kv_at: Place = (scores, 1, dims[1])
-        for n in flow.back([op.slots[1]])[0]:
+        whole = names(flow.roots.get(op.slots[1], ()))
+        for n in (n for n in flow.back([op.slots[1]])[0] if names(flow.roots[n]) == whole):
             grown = divide(_times(flow.ops[n].outs[0]), _times(flow.ops[n].ins[0])) if self._view(n) else 1
             fewer = divide(kv, grown) if grown not in (None, 1) else None
             if fewer is not None:
@@ -180,7 +175,7 @@ class _Finder:
         """Dimensions of heads in both operands of a product of queries and keys, and the contracted width."""
         rule = self.flow.rules[scores]
         assert rule is not None
-        width = next(f.size for f in rule.factors if f.outs[0] is None)
+        width = self.flow.width(scores)
         kept = [f for f in rule.factors if f.outs[0] is not None]
         alone = [f for f in kept if f.ins[0] and not f.ins[1]]
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
@@ -211,14 +206,10 @@ class _Finder:
         gates = {n for n, sides in flow.products if all(names(side) & set(chain) for side in sides)}
         gated = bool(gates & set(inside))
         experts = [leaf for n in chain if (leaf := flow.batched(n)) is not None]
-        wide = max(max((s for s in flow.parameters(n)[0].meta["val"].shape), default=0) for n in chain)
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
         elif len(chain) > 1:
-            inner = next(
-                (flow.ops[n].ins[flow.ops[n].slots.index(x)][-1] for n in chain[-1:] for x in flow.inputs(n)), wide
-            )
-            self._claim("mlp", ("gated, " if gated else "") + f"{inner} wide", chain + inside)
+            self._claim("mlp", ("gated, " if gated else "") + f"{flow.width(chain[-1])} wide", chain + inside)
         elif chain[0] in outputs:
             self._claim("head", f"{flow.ops[chain[0]].outs[0][-1]} wide", chain)
         else:
@@ -243,9 +234,8 @@ class _Finder:
         nodes, _ = flow.walk([product], lambda n: n.all_input_nodes, lambda n: n in source)
         at, scaled = product, False
         while True:
-            following = [
-                u for u in at.users if u in flow.ops and u in flow.roots and flow.passes(u) and u not in flow.junctions
-            ]
+            live = [u for u in at.users if u in flow.ops and u in flow.roots]
+            following = [u for u in live if flow.passes(u) and u not in flow.junctions]
             with_weight = [u for u in following if flow.parameters(u)]
             casts = [u for u in following if len(at.users) == 1 and len(flow.ops[u].slots) == 1 and not scaled]
             if not with_weight and not casts:
@@ -277,7 +267,11 @@ def counted(count: Size, what: str) -> str:
     return f"{count} {what}{'' if count == 1 else 's'}"
 
 
-def _times(shape: tuple, dims: tuple[int, ...] | None = None) -> Size:
+def _before_last_two(shape: Shape) -> tuple[int, ...]:
+    return (len(shape) - 3,) if len(shape) > 3 else ()
+
+
+def _times(shape: Shape, dims: tuple[int, ...] | None = None) -> Size:
     total: Size = 1
     for d in range(len(shape)) if dims is None else dims:
         total = simplify(total * shape[d])

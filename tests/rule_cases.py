@@ -46,119 +46,38 @@ def frozen(target: Any, *args: Any, **kwargs: Any) -> Case:
     return replace(case(target, *args, **kwargs), frozen=2)
 
 
-UNARY = [
-    "abs",
-    "acosh",
-    "asinh",
-    "atan",
-    "ceil",
-    "cos",
-    "cosh",
-    "deg2rad",
-    "digamma",
-    "elu",
-    "celu",
-    "erf",
-    "erfc",
-    "exp",
-    "exp2",
-    "expm1",
-    "floor",
-    "frac",
-    "gelu",
-    "hardshrink.default",
-    "hardsigmoid",
-    "hardtanh",
-    "leaky_relu",
-    "lgamma",
-    "logical_not",
-    "nan_to_num",
-    "neg",
-    "positive",
-    "rad2deg",
-    "reciprocal",
-    "relu",
-    "round",
-    "sgn",
-    "sigmoid",
-    "sign",
-    "signbit",
-    "silu",
-    "sin",
-    "sinc",
-    "sinh",
-    "softshrink",
-    "tan",
-    "tanh",
-    "trunc",
-    "isnan",
-    "isinf",
-    "isfinite",
-    "relu6",
-    "selu",
-    "softplus",
-    "hardswish",
-    "log_sigmoid",
-    "mish",
-    "square",
-    "alias",
-    "detach",
-    "clone",
-    "contiguous",
-    "lift_fresh_copy",
-    "lift_fresh",
-    "detach_",
-    "zeros_like",
-    "ones_like",
-    "real",
-]
-POSITIVE = ["acos", "asin", "atanh", "erfinv", "log", "log10", "log1p", "log2", "logit", "rsqrt", "sqrt"]
-BINARY = [
-    "add.Tensor",
-    "sub.Tensor",
-    "mul.Tensor",
-    "div.Tensor",
-    "true_divide.Tensor",
-    "atan2",
-    "copysign.Tensor",
-    "eq.Tensor",
-    "ne.Tensor",
-    "ge.Tensor",
-    "gt.Tensor",
-    "le.Tensor",
-    "lt.Tensor",
-    "fmax",
-    "fmin",
-    "fmod.Tensor",
-    "hypot",
-    "logaddexp",
-    "logaddexp2",
-    "maximum",
-    "minimum",
-    "remainder.Tensor",
-    "logical_and",
-    "logical_or",
-    "logical_xor",
-    "rsub.Tensor",
-    "xlogy.Tensor",
-    "max.other",
-    "min.other",
-    "clamp_min.Tensor",
-    "clamp_max.Tensor",
-    "nextafter",
-]
-BITWISE = [
-    "bitwise_and.Tensor",
-    "bitwise_or.Tensor",
-    "bitwise_xor.Tensor",
-    "bitwise_left_shift.Tensor",
-    "gcd",
-    "lcm",
-    "__and__.Tensor",
-    "__or__.Tensor",
-    "__xor__.Tensor",
-    "ldexp.Tensor",
-]
+def words(text: str) -> list[str]:
+    return text.split()
+
+
+UNARY = words(
+    """
+    abs acosh asinh atan ceil cos cosh deg2rad digamma elu celu erf erfc exp exp2 expm1 floor frac gelu
+    hardshrink.default hardsigmoid hardtanh leaky_relu lgamma logical_not nan_to_num neg positive rad2deg
+    reciprocal relu round sgn sigmoid sign signbit silu sin sinc sinh softshrink tan tanh trunc isnan isinf
+    isfinite relu6 selu softplus hardswish log_sigmoid mish square alias detach clone contiguous lift_fresh_copy
+    lift_fresh detach_ zeros_like ones_like real
+    """
+)
+POSITIVE = words(
+    """
+    acos asin atanh erfinv log log10 log1p log2 logit rsqrt sqrt
+    """
+)
+BINARY = words(
+    """
+    add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor atan2 copysign.Tensor eq.Tensor ne.Tensor
+    ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot logaddexp logaddexp2 maximum minimum
+    remainder.Tensor logical_and logical_or logical_xor rsub.Tensor xlogy.Tensor max.other min.other
+    clamp_min.Tensor clamp_max.Tensor nextafter
+    """
+)
+BITWISE = words(
+    """
+    bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor gcd lcm __and__.Tensor
+    __or__.Tensor __xor__.Tensor ldexp.Tensor
+    """
+)
 
 
 def _op(name: str) -> Any:
@@ -345,7 +264,7 @@ ATTENTION = [
     ),
 ]
 
-NORM = dict(training=False, momentum=0.1, eps=1e-5, cudnn_enabled=False)
+NORM = {"training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
 REDUCTIONS = [
     case(aten.sum, f(4, 3)),
     case(aten.sum, flags(4, 3)),

@@ -15,6 +15,7 @@ from autotp.graph import differentiable
 from autotp.layouts import Layout, Partial, Partition, Segment, divide
 from autotp.plan import Decision
 from autotp.planner import Planned
+from autotp.problem import ValueId
 from autotp.rewrite import Rewriter
 from autotp.rules.core import Factor, Op, Rule, rule_of
 from autotp.slices import to_runtime
@@ -91,11 +92,8 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
     """Partitions of a loop: plain, in units, fused of two unequal segments, and repeated."""
     if factor.pieces:
         lengths = [n for n in factor.pieces if isinstance(n, int)]
-        for joined in (
-            [Segment(n) for n in lengths],
-            [Segment(n // 2, 2) if n % 2 == 0 else Segment(n) for n in lengths],
-        ):
-            yield Partition.of(joined, 1, tp)
+        yield Partition.of([Segment(n) for n in lengths], 1, tp)
+        yield Partition.of([Segment(n // 2, 2) if n % 2 == 0 else Segment(n) for n in lengths], 1, tp)
         return
     size = factor.size
     yield Partition.plain(size, tp)
@@ -110,17 +108,14 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
 def choices(p: Program, tp: int) -> list[tuple[Decision, Factor | None]]:
     """Every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
     candidates = Candidates(tp)
-    slots = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
-    results: list[Any] = [("out", i) for i in range(len(p.op.outs))]
+    slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
+    results: list[ValueId] = [("out", i) for i in range(len(p.op.outs))]
+    values = [*(v for s in slots for v in s), *results]
     for factor in p.rule.factors if p.rule else ():
         for loop in loops_to_try(factor, tp) if factor.size != 1 else ():
-            for carry, value in zip(
-                (*factor.ins, *factor.outs), (*(v for s in slots for v in s), *results), strict=True
-            ):
-                if (
-                    carry is not None
-                    and (part := place(carry, factor, loop, tp)) not in candidates.of[value, carry.dim]
-                ):
+            for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
+                part = place(carry, factor, loop, tp) if carry is not None else None
+                if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
                     candidates.of[value, carry.dim].append(part)
     grads = p.planned.grads
     carries = [p.node in grads] * len(p.op.outs)
@@ -223,8 +218,10 @@ def _prove(
     got = simulate.run(sharded, tp, dict(zip(placeholders, held, strict=True)))
     for i, (y, layout) in enumerate(zip(results, decision.outs, strict=True)):
         _compare(f"result {i}", [rank[i].detach() for rank in got], layout, y, values)
-    duals = [compat.tree_map(lambda _: None, [0] * tp) if g is None else
-             slices.split(g, conversions.dual(to_runtime(x)), tp, 7) for g, x in zip(grads, decision.outs, strict=True)]  # fmt: skip
+    duals = [
+        [None] * tp if g is None else slices.split(g, conversions.dual(to_runtime(x)), tp, 7)
+        for g, x in zip(grads, decision.outs, strict=True)
+    ]
     for rank in range(tp):
         dead = [i for i, g in enumerate(grads) if (g is not None) != got[rank][i].requires_grad]
         if dead and any(expected_ is not None for expected_ in expected):

@@ -176,11 +176,9 @@ def rule_of(op: Op) -> Rule | None:
 def _summable(op: Op, slots: Iterable[int]) -> bool:
     """Whether these operands can be sums over the ranks, and the results with them: truth values cannot."""
     results = op.node.meta.get("val")
-    values = [
-        *(op.slots[s].meta["val"] for s in slots),
-        *(results if isinstance(results, list | tuple) else (results,)),
-    ]
-    return not any(isinstance(v, torch.Tensor) and v.dtype == torch.bool for v in values)
+    results = results if isinstance(results, list | tuple) else (results,)
+    values = [op.slots[s].meta["val"] for s in slots]
+    return not any(isinstance(v, torch.Tensor) and v.dtype == torch.bool for v in (*values, *results))
 
 
 def _pointwise(target: Any) -> bool:
@@ -202,13 +200,10 @@ def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]
     factors = []
     for label in labels:
         places = [[Carry(s.index(label)) if label in s else None for s in side] for side in (ins, outs)]
-        size = next(
-            shape[c.dim]
-            for side, shapes in zip(places, (op.ins, op.outs), strict=True)
-            for c, shape in zip(side, shapes, strict=True)
-            if c is not None
-        )
-        factors.append(Factor(size, tuple(places[0]), tuple(places[1])))
+        slots = zip([*places[0], *places[1]], [*op.ins, *op.outs], strict=True)
+        lengths = dict.fromkeys(shape[carry.dim] for carry, shape in slots if carry is not None)
+        if sum(isinstance(n, int) for n in lengths) < 2:  # of two lengths it is no loop, but broadcast
+            factors.append(Factor(next(iter(lengths)), tuple(places[0]), tuple(places[1])))
     return Rule(tuple(factors), **rule_fields)
 
 

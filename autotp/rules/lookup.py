@@ -90,14 +90,12 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
     free = [d for d in range(len(op.ins[0])) if d not in at]
     together = at == list(range(at[0], at[-1] + 1))
     before = [d for d in free if together and d < at[0]]
-    width = max(len(s) for s in shapes)
-    wide = [f"i{k}" for k in range(width)]
-    broad = [all(len(s) < width - k or s[k - width] == 1 for s in shapes) for k in range(width)]
+    wide = [f"i{k}" for k in range(max(len(s) for s in shapes))]
+    long = {wide[k] for s in shapes for k in range(-len(s), 0) if s[k] != 1}  # the others have size 1 in every index
+    ends = [wide[len(wide) - len(s) :] for s in shapes]
     labelled = [
-        [x if n != 1 or one else None for x, one, n in zip(wide[-len(s) :], broad[-len(s) :], s, strict=True)]
-        if s
-        else []
-        for s in shapes
+        [x if n != 1 or x not in long else None for x, n in zip(end, shape, strict=True)]
+        for end, shape in zip(ends, shapes, strict=True)
     ]
     table = [d if d in free else None for d in range(len(op.ins[0]))]
     return table, labelled, [*before, *wide, *(d for d in free if d not in before)]

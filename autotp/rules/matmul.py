@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from autotp.layouts import divide
 
 from .core import Carry, Factor, Op, Rule, aten, einsum, loops, rule, with_factors
-
-if TYPE_CHECKING:
-    pass
 
 
 @rule(aten.linear)
@@ -78,17 +73,18 @@ def outer(op: Op) -> Rule:
 
 @rule(aten.scaled_dot_product_attention.default)
 def attention(op: Op) -> Rule:
-    """softmax(q kᵀ) v: batch, heads, query positions (unless causal by index) and value width split; keys stay whole."""
+    """softmax(q kᵀ) v: batch, heads, query positions (unless causal by index) and value width split, keys do not."""
     if op.args["dropout_p"] > 0:
         return Rule()
     heads = ["h"] if len(op.ins[0]) > 3 else []
     batch = [f"b{i}" for i in range(len(op.ins[0]) - len(heads) - 2)]
     outer = [*batch, *heads]
-    ins = [[*outer, "q", None], [*outer, None, None], [*outer, None, "v"]]
-    mask = op.ins[3] if len(op.ins) > 3 else ()
-    ins += [([*outer, "q", None])[len(outer) + 2 - len(mask) :]] * (len(op.ins) - 3)
+    query = [*outer, "q", None]
+    masks = [query[len(query) - len(s) :] for s in op.ins[3:]]
+    ins = [query, [*outer, None, None], [*outer, None, "v"], *masks]
     ins = [[x if n != 1 else None for x, n in zip(t, s, strict=True)] for t, s in zip(ins, op.ins, strict=True)]
-    whole = frozenset({"h", "q"} if op.args["is_causal"] else "h")
+    shared = heads and op.ins[1][-3] == op.ins[2][-3] == 1  # one key head for all
+    whole = {*(() if shared else heads), *("q" if op.args["is_causal"] else "")}
     # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
     base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3)
     return with_factors(base, _head_factor(op) if heads else ())

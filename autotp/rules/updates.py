@@ -11,12 +11,11 @@ def scatter(op: Op) -> Rule:
     """The other dimensions split where all have the same length; what is added may be added in parts."""
     d, n, adds = op.dim(), len(op.ins[0]), op.target is aten.scatter_add.default
     free = [i if i != d and len({s[i] for s in op.ins}) == 1 else None for i in range(n)]
-    parts: list = [*free]
-    parts[d] = "k" if adds and op.ins[1][d] == op.ins[2][d] else None
+    adds = adds and op.ins[1][d] == op.ins[2][d]
+    parts = [*free[:d], "k" if adds else None, *free[d + 1 :]]
     linear = (frozenset({0, 2}),) if len(op.ins) == 3 else ()
-    return loops(
-        op, [free, *[parts] * (len(op.ins) - 1)], [free], linear=linear, addends=frozenset({0} if adds else ())
-    )
+    addends = frozenset({0} if adds else ())
+    return loops(op, [free, *[parts] * (len(op.ins) - 1)], [free], linear=linear, addends=addends)
 
 
 @rule(aten.index_add.default, aten.index_copy.default)
@@ -37,28 +36,25 @@ def index_fill(op: Op) -> Rule:
 @rule(aten.index_put.default)
 def index_put(op: Op) -> Rule:
     """Indexed dimensions stay whole; values that are added may be added in parts. A mask is pointwise."""
-    adds, n = op.args["accumulate"], len(op.ins[0])
     found = advanced(op, op.ins[1:-1])
     if found is None:
-        mask, value = op.ins[1], op.ins[-1]
-        whole = list(range(n))
-        return loops(op, [whole, whole[: len(mask)], [None] * len(value)], [whole]) if _one_mask(op) else Rule()
+        return _masked_put(op)
     table, indices, result = found
-    values = result[len(result) - len(op.ins[-1]) :]
     sizes = {x: s for t, shape in zip([table, *indices], op.ins, strict=False) for x, s in zip(t, shape, strict=True)}
-    values = [x if op.ins[-1][i] == sizes.get(x) else None for i, x in enumerate(values)]
-    along = {x for x in result if isinstance(x, str)}
-    parts = along <= set(values) and adds
-    addends = frozenset({0} if parts else ())
-    whole_dims = frozenset() if parts else frozenset(along)
-    return loops(
-        op, [table, *indices, values], [table], whole=whole_dims, linear=(frozenset({0, len(op.ins) - 1}),), addends=addends
-    )  # fmt: skip
+    given = zip(result[len(result) - len(op.ins[-1]) :], op.ins[-1], strict=True)
+    values = [x if n == sizes.get(x) else None for x, n in given]
+    along = frozenset(x for x in result if isinstance(x, str))
+    parts = op.args["accumulate"] and along <= set(values)
+    fields = {"addends": frozenset({0})} if parts else {"whole": along}
+    return loops(op, [table, *indices, values], [table], linear=(frozenset({0, len(op.ins) - 1}),), **fields)
 
 
-def _one_mask(op: Op) -> bool:
-    """Whether a single mask over the leading dimensions chooses where one value goes."""
-    return len(op.ins) == 3 and op.args["indices"][0] is not None and all(s == 1 for s in op.ins[2])
+def _masked_put(op: Op) -> Rule:
+    """A single mask over the leading dimensions chooses where one value goes."""
+    if len(op.ins) != 3 or op.args["indices"][0] is None or any(n != 1 for n in op.ins[2]):
+        return Rule()
+    dims = list(range(len(op.ins[0])))
+    return loops(op, [dims, dims[: len(op.ins[1])], [None] * len(op.ins[2])], [dims])
 
 
 @rule(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter)

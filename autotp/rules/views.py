@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable
-from functools import reduce
 from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, divide, simplify
@@ -60,7 +58,10 @@ def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | N
 
 
 def _product(sizes: Iterable[Size]) -> Size:
-    return simplify(reduce(operator.mul, sizes, 1))
+    product: Size = 1
+    for n in sizes:
+        product = simplify(product * n)
+    return product
 
 
 @rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.ravel)
@@ -68,13 +69,11 @@ def _product(sizes: Iterable[Size]) -> Size:
 def reshape(op: Op) -> Rule:
     found = atoms(op.ins[0], op.outs[0])
     sizes = [n for n, _, _ in found]
-    before, after = (
-        _carries(sizes, [i for _, i, _ in found], op.ins[0]),
-        _carries(sizes, [j for _, _, j in found], op.outs[0]),
-    )
+    before = _carries(sizes, [i for _, i, _ in found], op.ins[0])
+    after = _carries(sizes, [j for _, _, j in found], op.outs[0])
     others = [None] * (len(op.ins) - 1)
-    pairs = zip(sizes, before, after, strict=True)
-    factors = [Factor(n, (x, *others), (y,)) for n, x, y in pairs if x is not None and y is not None]
+    carried = zip(sizes, before, after, strict=True)
+    factors = [Factor(n, (x, *others), (y,)) for n, x, y in carried if x is not None and y is not None]
     return Rule(tuple(factors), THROUGH, localise=local_shape)
 
 
@@ -129,9 +128,8 @@ def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
 
 @rule(aten.view_as_real, aten.view_as_complex)
 def complex_pairs(op: Op) -> Rule:
-    return einsum(
-        op, "...->...c" if op.target is aten.view_as_real.default else "...c->...", whole=("c",), linear=THROUGH
-    )
+    equation = "...->...c" if op.target is aten.view_as_real.default else "...c->..."
+    return einsum(op, equation, whole=("c",), linear=THROUGH)
 
 
 @rule(aten.one_hot)
