@@ -4,42 +4,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Replicate as Whole
-from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor.placement_types import Placement
 
 from autotp.cost import Cluster
 
+from . import state
 from .capture import aliases, skeleton
-from .describe import describe
 from .errors import InputError, PlanError
 from .graph import Capture
-from .inputs import Inputs, bind, for_model, normalise, without_cache
-from .layouts import Layout
-from .module import LazyModule, Maker, ShardedModule, Source, prepare
+from .inputs import Inputs
+from .lazy import LazyModule
+from .module import ShardedModule, Source
+from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
 from .plan import Plan
-from .planner import Builder, Planned, decide
-from .ranks import Ranks, agree, broadcast, check_degree, together, versions
-from .rewrite import Sharded, rewrite
-
-Pins = Mapping[str, Placement]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What steers planning."""
-
-    tp: int
-    cluster: Cluster
-    pins: Mapping[str, int | None]
-    sequence: bool | None
-    objective: str = "training"
+from .ranks import Ranks, agree, broadcast, together, versions
 
 
 def plan(
@@ -73,7 +55,7 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    options = read_options(tp, pins, cluster, objective, sequence_parallel)
+    options = Options.read(tp, pins, cluster, objective, sequence_parallel)
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
@@ -100,21 +82,20 @@ def parallelize(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
         outputs: "full" values on every rank, or "sharded" DTensors.
-        check: also compare the inputs' values between the ranks at the first call of each signature.
+        check: compare values between the ranks too; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
+    _refuse_names("outputs", outputs, ("full", "sharded"))
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
     ranks = Ranks.find(plan.tp, mesh)
-    inputs = None if example_inputs is None else example(model, example_inputs)
-    captured = (
-        None
-        if inputs is None
-        else together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks))[0])
-    )
-    return _shard(
-        model, plan, ranks, read_options(plan.tp, None, plan.cluster, plan.objective, None), captured, outputs, check
-    )
+    inputs = None
+    if example_inputs is not None:
+        inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
+    captured = _capture(model, inputs, ranks)[0] if inputs is not None else None
+    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, outputs, check))
 
 
 def compile(
@@ -144,12 +125,13 @@ def compile(
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`. Left out: a transformers model
             gets inputs made from its config; any other module is captured at its first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
-        plan: use this plan instead of making one (not together with pins or objective).
+        plan: use this plan instead of making one (then without pins, cluster, objective, sequence_parallel).
         pins, cluster, objective, sequence_parallel: see `autotp.plan`.
         outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
         backend: "eager".
         options: options of the backend; none for "eager".
-        check: also compare input values between the ranks (a sampler that feeds tp ranks different batches).
+        check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
+            feeds tp ranks different batches). Otherwise input shapes and dtypes are compared where they are new.
 
     Returns:
         The `ShardedModule`.
@@ -157,128 +139,69 @@ def compile(
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
-    _refuse_backend(backend, options, outputs)
-    if plan is not None and (pins or objective != "training" or sequence_parallel is not None):
-        raise InputError("plan= is complete: it cannot be given together with pins, objective or sequence_parallel.")
-    if tp is not None:
-        check_degree(tp, None)
-    ranks = Ranks.find(tp if tp is not None else (plan.tp if plan is not None else None), mesh)
-    degree = ranks.tp if ranks is not None else tp or (plan.tp if plan is not None else 1)
-    chosen = read_options(degree, pins, cluster, objective, sequence_parallel)
+    _refuse(backend, options, outputs, plan, (pins, cluster, sequence_parallel, objective != "training"))
+    degree = plan.tp if plan is not None and tp is None else tp
+    ranks = Ranks.find(degree, mesh)
+    degree = ranks.tp if ranks is not None else degree or 1
+    if plan is not None and plan.tp != degree:
+        raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
+    chosen = Options.of_plan(plan) if plan else Options.read(degree, pins, cluster, objective, sequence_parallel)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
 
-    def build(inputs: Inputs) -> ShardedModule:
-        captured, notes = together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks)))
-        agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_shapes(model)})
-        found = plan
-        if found is None:
-            first = ranks is None or ranks.rank == 0
-            found = together(
-                ranks, "planning", lambda: solve_plan(captured, notes, chosen, type(model).__name__) if first else None
-            )
-            found = broadcast(ranks, found)
-        assert found is not None
+    def build(inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
+        captured, notes = _capture(model, inputs, ranks)
+        agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_parameters(model, check)})
+        found = plan or _solve(captured, notes, chosen, type(model).__name__, ranks)
         return _shard(model, found, ranks, chosen, captured, outputs, check)
 
-    return build(inputs) if inputs is not None else LazyModule(build)  # type: ignore[return-value]
+    return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
-def make_options(tp: int, given: Mapping[str, Any]) -> Options:
-    """Options from the keyword arguments of a public function."""
-    names = ("pins", "cluster", "objective", "sequence_parallel")
-    unknown = set(given) - set(names)
-    if unknown:
-        raise InputError(f"unknown argument {sorted(unknown)[0]!r}; known are {', '.join(names)}.")
-    return read_options(tp, *(given.get(n, "training" if n == "objective" else None) for n in names))
-
-
-def read_options(tp: int, pins: Pins | None, cluster: Any, objective: str, sequence: bool | None) -> Options:
-    if objective != "training":
-        raise InputError(f"objective={objective!r} is not known; this version plans for objective='training'.")
-    dims: dict[str, int | None] = {}
-    for pattern, placement in (pins or {}).items():
-        if not isinstance(placement, Split | Whole):
-            raise InputError(f"the pin {pattern!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
-        dims[pattern] = placement.dim if isinstance(placement, Split) else None
-    return Options(check_degree(tp, None), Cluster.resolve(cluster), dims, sequence, objective)
-
-
-def _refuse_backend(backend: str, options: Any, outputs: str) -> None:
-    if backend != "eager" or options:
+def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple[Any, ...]) -> None:
+    _refuse_names("backend", backend, ("eager",))
+    _refuse_names("outputs", outputs, ("full", "sharded"))
+    if options:
+        raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
+    if plan is not None and not isinstance(plan, Plan):
+        raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
+    if plan is not None and any(x is not None and x is not False for x in planning):
         raise InputError(
-            f"backend={backend!r} with options={options!r} is not known; this version runs backend='eager'."
+            "plan= is complete: it cannot be given together with pins, cluster, objective or sequence_parallel. Give "
+            "them to autotp.plan, which makes the plan."
         )
-    if outputs not in ("full", "sharded"):
-        raise InputError(f"outputs={outputs!r} is not known; choose 'full' or 'sharded'.")
 
 
-def example(model: nn.Module, example: Any) -> Inputs | None:
-    if not isinstance(model, nn.Module):
-        raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
-    inputs = for_model(model) if example is None else normalise(example)
-    if inputs is not None:
-        bind(model.forward, inputs)
-    return inputs
+def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
 
 
-def _device(ranks: Ranks | None) -> torch.device:
-    return ranks.device if ranks is not None else torch.device("cpu")
+def _capture(model: nn.Module, inputs: Inputs, ranks: Ranks | None) -> tuple[Capture, list[str]]:
+    return together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks)))
 
 
-def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Capture, list[str]]:
-    inputs, note = without_cache(model, inputs)
-    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    dtype = next((p.dtype for p in model.parameters()), None)
-    captured = prepare(skeleton(model, device), inputs, device, (model.training, dtype, autocast))
-    return captured, [*([note] if note else []), *captured.notes]
-
-
-def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
-    return Builder(captured, options.tp, options.cluster, placements or {}, options.pins, options.sequence)
-
-
-def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
-    """The plan of a captured model."""
-    builder = _builder(captured, options)
-    planned = decide(builder)
-    sharded = rewrite(planned, builder.convert_seconds)
-    shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    return describe(planned, sharded, builder, name, options.objective, shapes, notes)
-
-
-def _shape(node: Any) -> str:
-    val = node.meta.get("val")
-    return (
-        f"{tuple(str(s) for s in val.shape)} {val.dtype}".replace("'", "")
-        if isinstance(val, torch.Tensor)
-        else repr(val)
-    )
-
-
-def apply_plan(captured: Capture, plan: Plan, options: Options) -> tuple[Planned, Sharded]:
-    """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter where the plan has it."""
-    builder = _builder(captured, options, plan.placements)
-    if captured.digest() == plan.digest:
-        nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
-        decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
-        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
-    else:
-        planned = decide(builder)
-    return planned, rewrite(planned, builder.convert_seconds)
+def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, ranks: Ranks | None) -> Plan:
+    """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
+    first = ranks is None or ranks.rank == 0
+    found = together(ranks, "planning", lambda: solve_plan(captured, notes, chosen, name) if first else None)
+    return broadcast(ranks, found)  # type: ignore[return-value]
 
 
 def _shard(
     model: nn.Module, plan: Plan, ranks: Ranks | None, options: Options, captured: Capture | None, outputs: str,
     check: bool | None,
-) -> ShardedModule:  # fmt: skip
-    _fits(model, plan)
-    agree(ranks, "the plan", {"plan": _digest(plan), **versions(), **_shapes(model)})
-    make: Maker = lambda c: apply_plan(c, plan, options)[1]  # noqa: E731
-    bare = skeleton(model, _device(ranks))
-    ready = [] if captured is None else [(captured, together(ranks, "rewriting the graph", lambda: make(captured)))]
-    source = Source(bare, make, ranks, plan.tp, aliases(model), outputs, check, type(model).__name__, ready)
-    return ShardedModule(model, plan, source)
+) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
+    """What a `ShardedModule` is made from, agreed on by the ranks."""
+    together(ranks, "fitting the plan to the model", lambda: _fits(model, plan))
+    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+    agree(ranks, "the plan", {**versions(), "plan": digest, "outputs": outputs, **_parameters(model, None)})
+    source = Source(
+        skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, outputs)[1], ranks, plan.tp,
+        aliases(model), outputs, bool(check),
+    )  # fmt: skip
+    if captured is not None:
+        source.ready.append((captured, together(ranks, "rewriting the graph", lambda: source.make(captured))))
+    return model, plan, source
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:
@@ -292,9 +215,11 @@ def _fits(model: nn.Module, plan: Plan) -> None:
         )
 
 
-def _shapes(model: nn.Module) -> dict[str, str]:
-    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype}" for n, p in model.named_parameters()}
+def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
+    """Names, shapes and dtypes; with `check` a hash of the values too."""
+    values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
+    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
 
 
-def _digest(plan: Plan) -> str:
-    return hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+def _device(ranks: Ranks | None) -> torch.device:
+    return ranks.device if ranks is not None else torch.device("cpu")

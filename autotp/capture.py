@@ -12,6 +12,7 @@ import traceback
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import sympy
@@ -26,6 +27,11 @@ from . import compat
 from .errors import CaptureError
 from .graph import Capture, Leaf
 from .inputs import Inputs
+
+HERE = Path(__file__).parent
+NOT_THE_USERS = (  # files of torch, of this library (two folders are links), and generated code
+    f"{Path(torch.__file__).parent}/", f"{HERE}/", *(f"{(HERE / room).resolve()}/" for room in ("passes", "cost")), "<",
+)  # fmt: skip
 
 
 def aliases(model: nn.Module) -> dict[str, str]:
@@ -58,7 +64,7 @@ def capture(bare: nn.Module, inputs: Inputs, device: torch.device | str = "cpu")
     Raises:
         CaptureError: the model cannot be exported; the message shows the user's own line.
     """
-    args, kwargs = compat.tree_map_only(Tensor, lambda t: t.detach().to(device), (inputs.args, dict(inputs.kwargs)))
+    args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), (inputs.args, dict(inputs.kwargs)))
     dynamic = compat.tree_map(_dims, (args, kwargs))
     failures: list[Exception] = []
     for shapes in ((dynamic[0], dynamic[1]), None):
@@ -76,6 +82,10 @@ def capture(bare: nn.Module, inputs: Inputs, device: torch.device | str = "cpu")
     return found
 
 
+def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
+    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+
+
 def _dims(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return None
@@ -90,6 +100,8 @@ def _export(bare: nn.Module, args: Any, kwargs: Any, shapes: Any) -> torch.expor
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(compat.quiet_export())
+        stack.enter_context(torch.inference_mode(False))  # a call under no_grad must not capture a program without
+        stack.enter_context(torch.enable_grad())  # the model's own no_grad regions
         program = torch.export.export(bare, args, kwargs, dynamic_shapes=shapes, strict=False)
         buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
         if not functionalise(program.graph, buffers):
@@ -130,9 +142,7 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
 def _capture_error(model: nn.Module, error: Exception) -> CaptureError:
     """Name the innermost line that is neither torch's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        f for f in frames if "/torch/" not in f.filename and "/autotp/" not in f.filename and "<eval" not in f.filename
-    ]
+    own = [f for f in frames if not f.filename.startswith(NOT_THE_USERS)]
     where = ""
     if own:
         f = own[-1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, fx
 
 from . import compat
-from .graph import module_path, short_name
+from .graph import Value, module_path, resolve, short_name
 from .layouts import I, Layout, R, Size
+from .numerics import largest, layout_error, loss
 from .plan import Plan
-from .planner import Planned, Value, resolve
+from .planner import Planned
 from .rewrite import Sharded
 from .simulate import StepError, Values, promoted, reference, run
-from .slices import Spec, recombine, split, to_runtime
+from .slices import Spec, split, to_runtime
 
 TOLERANCE = 1e-9  # both sides run in float64
-FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
     total = loss(outputs)
     if total.requires_grad:
         total.backward()
-    return _Expected(values, outputs, max((_top(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0))
+    return _Expected(values, outputs, max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0))
 
 
 def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:
@@ -190,8 +190,8 @@ class _Proof:
             return 0.0
         self.compared += 1
         read = [self.expected.values[v] for i in origin[0].all_input_nodes if (v := resolve(i)) in self.expected.values]
-        scale = max((_top(v) for v in read if not v.is_complex()), default=0.0)
-        return _layout_error(ranks, self._spec(self.sharded.layouts[node]), whole.detach(), scale)
+        scale = max((largest(v) for v in read if not v.is_complex()), default=0.0)
+        return layout_error(ranks, self._spec(self.sharded.layouts[node]), whole.detach(), scale)
 
     def _compare_outputs(self) -> Difference | None:
         """Every output is whole on every rank."""
@@ -200,7 +200,7 @@ class _Proof:
         for i, (node, whole) in enumerate(zip(nodes, self.expected.outputs, strict=True)):
             found = [r[i] for r in ranks]
             if isinstance(whole, Tensor):
-                error = _layout_error(found, self._spec(I), whole.detach())
+                error = layout_error(found, self._spec(I), whole.detach())
             else:
                 error = 0.0 if all(v == whole for v in found) else float("inf")
             if not error <= TOLERANCE:
@@ -231,7 +231,7 @@ class _Proof:
             return 0.0
         ranks = [v.grad if v.grad is not None else torch.zeros_like(v) for v in self.held[node]]
         self.compared += 1
-        return _layout_error(ranks, self._spec(self.sharded.layouts[node].dual), whole.grad, self.expected.largest)
+        return layout_error(ranks, self._spec(self.sharded.layouts[node].dual), whole.grad, self.expected.largest)
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
         """The value itself, unless an operand of its operator arrives in another layout than was decided."""
@@ -273,48 +273,6 @@ def _onwards(node: fx.Node) -> list[fx.Node]:
     """The node and those after it: what a rule writes for an operator comes just before its result."""
     nodes = list(node.graph.nodes)
     return nodes[nodes.index(node) :]
-
-
-def _layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: float = 0.0) -> float:
-    """Relative error of the recombined value; for whole layouts the worst rank counts."""
-    ranks = [v.detach() for v in ranks]
-    try:
-        found = ranks if spec[0] in (str(I), str(R)) else [recombine(ranks, spec)]
-    except (RuntimeError, ValueError):
-        return float("inf")
-    return max(relative(f, whole, scale) for f in found)
-
-
-def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ."""
-    if a.shape != b.shape:
-        return float("inf")
-    if not (b.is_floating_point() or b.is_complex()):
-        return 0.0 if torch.equal(a, b) else float("inf")
-    finite = torch.isfinite(b)
-    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
-        return float("inf")
-    top = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
-    return top / (_top(b) + FLOOR * scale) if top else 0.0
-
-
-def loss(outputs: Any) -> Tensor:
-    """A fixed linear functional of all floating outputs (and buffers written)."""
-    total = torch.zeros((), dtype=torch.float64)
-    for v in compat.tree_leaves(outputs):
-        if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) and v.numel():
-            flat = torch.view_as_real(v).reshape(-1) if v.is_complex() else v.reshape(-1)
-            weight = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device) + 0.5)
-            total = total + (torch.where(torch.isfinite(flat), flat, 0) * weight).sum()
-    return total
-
-
-def _top(x: Tensor) -> float:
-    """The largest finite magnitude."""
-    x = x.detach()
-    if x.dtype == torch.bool or not x.numel():
-        return 0.0
-    return torch.where(torch.isfinite(x), x, 0).abs().max().item()
 
 
 def _leaf(value: Any, wanted: bool) -> Any:

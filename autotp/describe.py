@@ -14,10 +14,10 @@ from autotp.cost import collective_bytes
 from autotp.passes.patterns import Found, Place, counted, find_blocks
 
 from . import conversions
-from .graph import module_path, short_name
+from .graph import module_path, resolve, short_name
 from .layouts import Layout, Partial, Shard, Size
 from .plan import Block, Collective, Parameter, Plan, Totals
-from .planner import Builder, Planned, resolve
+from .planner import Builder, Planned
 from .reasons import reason, role
 from .rewrite import Sharded
 from .slices import to_runtime
@@ -135,7 +135,7 @@ class _Collectives:
             back = _primitive(dst.dual, src.dual)
         if there is None and back is None:
             return None
-        size, tp = self.builder._bytes(node.meta["val"]), self.planned.tp
+        size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
         forward, backward = (collective_bytes(p or "none", size, tp) for p in (there, back))
         name = conversions.kind_of(to_runtime(src), to_runtime(dst)).name
         called = origin.op == "call_function"
@@ -192,7 +192,7 @@ def _totals(
 ) -> Totals:
     flops = local = 0.0
     for node in planned.ops:
-        decision, whole = planned.decisions[node], builder._flops(node)
+        decision, whole = planned.decisions[node], builder.prices.flops(node)
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
         local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import Tensor, fx
 
-from autotp.rules.core import aten, expression
+from autotp.rules.core import aten, expression, sizes
 
 from . import compat
 from .layouts import Size
 
+Value = tuple[fx.Node, int]  # a node and which of its results
 CUTS = (aten.detach.default, aten.detach_.default)
 
 
@@ -66,9 +69,20 @@ class Capture:
         broken = next((g for g in self.guards if g.subs(bound) == sympy.false), None)
         return None if broken is None else f"the captured program needs {broken}"
 
+    def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The shape that a (fake) value of the program has for these input tensors."""
+        given = dict(
+            zip([x.node for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)], tensors, strict=True)
+        )
+        bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
+        sizes = [expression(n) for n in value.shape]
+        return tuple(n if isinstance(n, int) else int(n.subs(bound)) for n in sizes)
+
     def digest(self) -> str:
         """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank."""
         h = hashlib.sha256()
+        graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        h.update(repr(graded).encode() if graded else b"")
         for n in self.graph.nodes:
             val = n.meta.get("val")
             shape = [tuple(str(s) for s in v.shape) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
@@ -79,10 +93,12 @@ class Capture:
 
 def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
     if not isinstance(expected, Tensor):
-        same = isinstance(value, type(expected)) and value == expected
+        same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
     if not isinstance(value, Tensor) or value.dtype != expected.dtype or value.ndim != expected.ndim:
         return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
+    if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
+        return f"input {name!r} requires a gradient, and was captured without"
     for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
         size = expression(want)
         if isinstance(size, sympy.Symbol):
@@ -108,6 +124,24 @@ def differentiable(program: Capture) -> set[fx.Node]:
         if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
             carries.add(n)
     return carries
+
+
+def tensors(node: fx.Node) -> list[Tensor]:
+    """The tensor values of a node."""
+    return [v for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The shape of a node's first tensor value."""
+    found = tensors(node)
+    return sizes(found[0]) if found else ()
+
+
+def resolve(node: fx.Node) -> Value:
+    """The value behind a node: `getitem` nodes name a result of the operator before them."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    return node, 0
 
 
 def floating(val: Any) -> bool:

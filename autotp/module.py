@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from autotp.passes.base import run_passes
-from autotp.passes.canonicalise import CANONICAL
-
 from . import compat, state
-from .capture import capture, skeleton
+from .calls import Form, form, signature
+from .capture import skeleton
 from .errors import StateError
 from .graph import Capture
-from .inputs import Inputs, bind, without_cache
+from .inputs import Inputs, without_cache
+from .outputs import wrap
+from .pipeline import Mode, mode_of, prepare
 from .plan import Plan
 from .ranks import Ranks, agree, no_ranks_error, together
 from .report import render_graph
@@ -28,30 +29,47 @@ from .tree import Assembler, Part, Read
 
 @dataclass
 class Program:
-    """One captured graph made runnable on this rank: for one mode, dtype and autocast state."""
+    """One captured graph made runnable on this rank: for one mode, dtype and autocast state.
+
+    Attributes:
+        form: of the call that it was captured with.
+        random: whether it draws random numbers, which must be the same on all ranks.
+    """
 
     capture: Capture
     sharded: Sharded
     graph: fx.Graph
     key: int
-
-
-Maker = Callable[[Capture], Sharded]
+    form: Form
+    random: bool
 
 
 @dataclass
 class Source:
-    """What a sharded module keeps of the original: its skeleton, and how a further capture becomes a program."""
+    """What a sharded module keeps of the original: its skeleton, and how a further capture becomes a program.
+
+    Attributes:
+        bare: the original with fake tensors; it holds no weights.
+        make: the program of a capture, under the module's plan.
+        ranks: None in one plain process.
+        aliases: every name of a parameter or buffer -> the first name of the same tensor.
+        outputs: "full" or "sharded".
+        check: compare input values between the ranks at every call.
+        ready: captures that exist already.
+    """
 
     bare: nn.Module
-    make: Maker
+    make: Callable[[Capture], Sharded]
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
     outputs: str = "full"
-    check: bool | None = None
-    name: str = "model"
+    check: bool = False
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
+
+    @property
+    def device(self) -> torch.device:
+        return self.ranks.device if self.ranks is not None else torch.device("cpu")
 
 
 class ShardedModule(Part):
@@ -59,7 +77,7 @@ class ShardedModule(Part):
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
     output class. `parameters()` are DTensors on one mesh; `full_state_dict()` and `full_grad_dict()` speak the
-    original's names and shapes.
+    original's names and shapes. The original's modules can be hooked, checkpointed and wrapped one by one.
 
     Attributes:
         plan: the `Plan` it runs.
@@ -67,113 +85,134 @@ class ShardedModule(Part):
     """
 
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
-        super().__init__(type(model).__name__)
+        super().__init__(model)
         self.plan = plan
-        self._source = source
-        self._ranks = source.ranks
-        self._storages: dict[str, Storage] = {}
-        self._runnable: dict[Any, Program] = {}
-        self._all: list[Program] = []
         self.config = getattr(source.bare, "config", None)
-        self.training = model.training
+        self._source = source
+        self._parts: dict[str, nn.Module] = {}  # by the original's path; every module of the original has one
+        self._holders: dict[str, list[tuple[nn.Module, str]]] = {}  # buffer -> all modules that hold it, and as what
+        self._storages: dict[str, Storage] = {}
+        self._programs_made: list[Program] = []
+        self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
         state.populate(self, model, plan.placements, source)
+        self._order = list(dict.fromkeys(self._parts.values()))  # as the original's `modules()`
+        for captured, sharded in source.ready:
+            self._install(captured, sharded)
+        source.ready.clear()
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the model; same inputs on every rank, full outputs on every rank."""
-        if self._ranks is None and self._source.tp > 1:
+        if self._source.ranks is None and self._source.tp > 1:
             raise no_ranks_error(self._source.tp)
-        inputs, _ = without_cache(self._source.bare, Inputs(*args, **kwargs))
-        program, flat = self._program(inputs)
-        outputs = self._programs[program.key](*flat)
-        leaves, _ = compat.tree_flatten(outputs)
-        kept = []
-        for i, value in enumerate(leaves):
-            if i in program.capture.mutations:
-                self._write(program.capture.mutations[i], value)
-            else:
-                kept.append(value)
-        return compat.tree_unflatten(kept, program.capture.out_spec)
+        flat, spec = compat.tree_flatten((args, kwargs))
+        key = (self._mode(), *signature(flat, spec))
+        known = self._known.get(key)
+        if known is None or self._source.check:
+            known = self._known[key] = self._find(flat, spec)
+        program, order = known
+        # A capture under autocast holds its casts already.
+        autocast = program.capture.state[-1] is not None
+        with torch.autocast(self._source.device.type, enabled=False) if autocast else nullcontext():
+            outputs = self._programs[program.key](*[flat[i] for i in order])
+        return self._finish(program, outputs, [flat[i] for i in order])
 
-    def _program(self, inputs: Inputs) -> tuple[Program, list[Any]]:
-        flat, spec = compat.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
-        key = (spec, self._state_key(), tuple(_describe(v) for v in flat))
-        program = self._runnable.get(key)
-        if program is None:
-            program = self._find(inputs, flat, spec)
-            self._runnable[key] = program
-        return program, flat
+    def _mode(self) -> Mode:
+        return mode_of(self._order, self._source.device)
 
-    def _state_key(self) -> tuple[Any, ...]:
-        dtype = next((p.dtype for p in self.parameters()), None)
-        device = self._source.ranks.device.type if self._source.ranks is not None else "cpu"
-        autocast = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
-        return self.training, dtype, autocast
+    def _find(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]]:
+        """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
+        source = self._source
+        agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, source.check))
+        found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
+        if found is None:
+            captured, sharded = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
+            self._install(captured, sharded)
+            found = self._match(flat, spec)
+            if found is None:
+                raise StateError(
+                    "a program was captured for these inputs and does not accept them; please report this."
+                )
+        if found[0].random and source.tp > 1:
+            agree(source.ranks, "the state of the random numbers", {"random": state.random_state(source.device)})
+        return found
 
-    def _find(self, inputs: Inputs, flat: list[Any], spec: Any) -> Program:
-        """A program that accepts these inputs, or a new one; the ranks compare what they were given first."""
-        text = {f"input {i}": _text(v) for i, v in enumerate(flat)}
-        if self._source.check:
-            text |= {f"values of input {i}": state.fingerprint(v) for i, v in enumerate(flat) if isinstance(v, Tensor)}
-        agree(self._ranks, "the inputs of this call", text)
+    def _match(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]] | None:
+        """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self)
-        for program in self._all:
-            fits = program.capture.in_spec == spec and program.capture.state == self._state_key()
-            if fits and program.capture.accepts(flat) is None:
-                return program
-        return self._install(*together(self._ranks, "capturing the model", lambda: self._make(inputs)))
+        args, kwargs = compat.tree_unflatten(flat, spec)
+        without_cache(self._source.bare, Inputs(*args, **kwargs))
+        called, _ = form(self._source.bare, flat, spec)
+        mode = self._mode()
+        for program in self._programs_made:
+            if program.form.key != called.key or program.capture.state != mode:
+                continue
+            at = dict(zip(program.form.order, called.order, strict=True))
+            values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(program.capture.inputs)]
+            if program.capture.accepts(values) is None:
+                return program, [at[i] for i in sorted(at)]
+        return None
 
-    def _make(self, inputs: Inputs) -> tuple[Capture, Sharded]:
-        bind(self._source.bare.forward, inputs)
-        for captured, sharded in self._source.ready:
-            flat, spec = compat.tree_flatten((tuple(inputs.args), dict(inputs.kwargs)))
-            if captured.in_spec == spec and captured.state == self._state_key() and captured.accepts(flat) is None:
-                return captured, sharded
-        bare = skeleton(self._source.bare, self._device(), state.dtypes(self)).train(self.training)
-        captured = prepare(bare, inputs, self._device(), self._state_key())
-        return captured, self._source.make(captured)
+    def _capture(self, flat: list[Any], spec: Any) -> tuple[Capture, Sharded]:
+        source = self._source
+        bare = skeleton(source.bare, source.device, state.dtypes(self))
+        for module, part in zip(bare.modules(), self._order, strict=True):
+            module.training = part.training
+        captured = prepare(bare, form(source.bare, flat, spec)[1], source.device, self._mode())
+        return captured, source.make(captured)
 
-    def _device(self) -> torch.device:
-        return self._ranks.device if self._ranks is not None else torch.device("cpu")
-
-    def _install(self, captured: Capture, sharded: Sharded) -> Program:
-        key = len(self._all)
-        rank, group = (self._ranks.rank, self._ranks.group_name) if self._ranks is not None else (0, "")
-        graph = specialise(sharded, rank, self._source.tp, group)
+    def _install(self, captured: Capture, sharded: Sharded) -> None:
+        source, key = self._source, len(self._programs_made)
+        rank, group = (source.ranks.rank, source.ranks.group_name) if source.ranks is not None else (0, "")
+        graph = specialise(sharded, rank, source.tp, group)
         placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
         reads, inputs = [], []
         for leaf in captured.leaves:
             node = placeholders[leaf.node.name]
             if leaf.kind == "input":
-                inputs.append(node)
+                inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
             elif node.users:
-                name = self._source.aliases.get(leaf.name, leaf.name)
+                name = source.aliases.get(leaf.name, leaf.name)
                 reads.append(Read(node, name, self._storages.get(name) if leaf.kind == "parameter" else None))
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
-        Assembler(self, graph, reads, key, constants).build(inputs)
-        program = Program(captured, sharded, graph, key)
-        self._all.append(program)
-        return program
+        Assembler(self._parts, graph, reads, key, constants).build(inputs)
+        called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
+        random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
+        self._programs_made.append(Program(captured, sharded, graph, key, called, random))
 
-    def _write(self, name: str, value: Tensor) -> None:
-        owner, _, leaf = self._source.aliases.get(name, name).rpartition(".")
-        with torch.no_grad():
-            getattr(self.get_submodule(owner), leaf).copy_(value)
+    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
+        """Write what the original writes to its buffers, and give the rest in the original's output class."""
+        captured, kept = program.capture, []
+        for i, value in enumerate(compat.tree_leaves(outputs)):
+            if i in captured.mutations:
+                state.write(self, captured.mutations[i], value)
+            else:
+                kept.append(self._left_sharded(program, i, value, inputs) if self._source.outputs != "full" else value)
+        return compat.tree_unflatten(kept, captured.out_spec)
+
+    def _left_sharded(self, program: Program, position: int, value: Any, inputs: list[Tensor]) -> Any:
+        ranks = self._source.ranks
+        if ranks is None or not isinstance(value, Tensor):
+            return value
+        layout, whole = program.sharded.result(position)
+        return wrap(value, layout, program.capture.shape(whole, inputs), ranks.mesh)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names (collective)."""
-        return state.full_state(self, lambda p: p.detach())
+        return state.full_state(self)
 
     def full_grad_dict(self) -> dict[str, Tensor]:
-        """Every parameter's gradient, whole, under the original's names; parameters without one are absent."""
+        """Every parameter's gradient, whole, under the original's names; parameters without one are absent (collective)."""
         return state.full_gradients(self)
 
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""
-        return state.sharded_state(self, kwargs.get("prefix", ""))
+        found = state.sharded_state(self, args[1] if len(args) > 1 else prefix)
+        into = args[0] if args else destination
+        return found if into is None else (into.update(found), into)[1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the original's full state dict (or DTensors); each rank keeps its part.
@@ -191,70 +230,28 @@ class ShardedModule(Part):
 
     @property
     def graph(self) -> str:
-        """The program of this rank as readable text; every collective is named by its kind (f, f*, g, g*)."""
-        if not self._all and self._source.ready:
-            self._install(*self._source.ready[0])
-        if not self._all:
+        """The latest program of this rank as readable text; every collective is named by its kind (f, f*, g, g*)."""
+        if not self._programs_made:
             raise StateError("there is no graph yet: the module is captured at its first call.")
-        return render_graph(self._all[-1].graph)
+        return render_graph(self._programs_made[-1].graph)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        for part in self.modules():
+        for part in self._parts.values():
             if isinstance(part, Part):
                 memo[id(part._programs)] = {}
-        shared = ("plan", "_source", "_ranks", "_storages", "config")
+        shared = {"plan", "_source", "_storages", "config"}
         for k, v in self.__dict__.items():
-            new.__dict__[k] = (
-                v if k in shared else copy.deepcopy(v, memo) if k not in ("_all", "_runnable") else type(v)()
-            )
-        for program in self._all:
+            new.__dict__[k] = v if k in shared else [] if k == "_programs_made" else {} if k == "_known" else None
+        for k in self.__dict__.keys() - shared - {"_programs_made", "_known"}:
+            new.__dict__[k] = copy.deepcopy(self.__dict__[k], memo)
+        for program in self._programs_made:
             new._install(program.capture, program.sharded)
         return new
 
     def __getstate__(self) -> Any:
-        raise StateError("a sharded module is bound to its process group and cannot be pickled; save its state dict.")
-
-
-class LazyModule(nn.Module):
-    """A module that is captured at its first call; until then it has no parameters to give."""
-
-    def __init__(self, build: Callable[[Inputs], ShardedModule]) -> None:
-        super().__init__()
-        self._build = build
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Capture and shard for these inputs, then be that sharded module."""
-        built = self._build(Inputs(*args, **kwargs))
-        self.__dict__.clear()
-        self.__class__ = built.__class__  # type: ignore[assignment]
-        self.__dict__.update(built.__dict__)
-        return self(*args, **kwargs)
-
-    def _early(self, *args: Any, **kwargs: Any) -> Any:
         raise StateError(
-            "this module is sharded at its first call, because autotp.compile was given no example_inputs; before that it "
-            "has no parameters or state (an optimizer built on them would be stale). Call it once, or pass example_inputs."
+            "a sharded module is bound to its process group and cannot be pickled; save full_state_dict() instead, or "
+            "state_dict() with torch.distributed.checkpoint."
         )
-
-    parameters = named_parameters = state_dict = load_state_dict = full_state_dict = full_grad_dict = _early  # type: ignore[assignment]
-    plan = graph = property(_early)
-
-
-def prepare(bare: nn.Module, inputs: Inputs, device: Any, key: tuple[Any, ...]) -> Capture:
-    """Capture and canonicalise a skeleton."""
-    program = capture(bare, inputs, device)
-    program.state = key
-    run_passes(program, CANONICAL)
-    return program
-
-
-def _describe(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype, value.requires_grad
-    return value if isinstance(value, int | float | str | bool | type(None)) else id(value)
-
-
-def _text(value: Any) -> str:
-    return f"{tuple(value.shape)} {value.dtype}" if isinstance(value, Tensor) else repr(value)[:80]

@@ -9,23 +9,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
+from autotp.cost import Cluster
 from autotp.passes.fold import fold
-from autotp.rules.core import Op, Rule, rule_of, sizes
+from autotp.rules.core import Op, Rule, rule_of
 
-from . import compat, conversions
+from . import compat
 from .errors import PlanError
-from .graph import Capture, differentiable, short_name, size_hint
-from .layouts import I, Layout, Partial, Partition, R, Shard
+from .graph import Capture, Value, differentiable, resolve, shape_of, tensors
+from .layouts import I, Layout, Partition, R, Shard
 from .plan import Decision
+from .pricing import Prices
 from .problem import Choice, Item, Problem, Solution, Use
-from .slices import to_runtime
 from .solve import solve
-from .strategies import Candidates, penalty, share, signatures
+from .strategies import Candidates, penalty, signatures
 
-Value = tuple[fx.Node, int]
 OUTPUT_SLOT = "output"
 
 
@@ -41,13 +40,6 @@ class Planned:
     same: dict[fx.Node, fx.Node]
     grads: set[fx.Node]
     solution: Solution | None = None
-
-
-def resolve(node: fx.Node) -> Value:
-    """The value behind a node: `getitem` nodes name a result of the operator before them."""
-    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
-        return node.args[0], int(node.args[1])  # type: ignore[arg-type]
-    return node, 0
 
 
 @dataclass
@@ -72,6 +64,7 @@ class Builder:
             self.rules[n] = rule_of(self.ops[n])
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.candidates = Candidates(self.tp)
+        self.prices = Prices(self.program, self.tp, self.cluster, self.grads, self.leaves, self.sequence)
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)
@@ -96,7 +89,7 @@ class Builder:
                 [frozenset([self.value(n)]) for n in outputs],
             )
         )
-        return Problem(items, self._uses({n: i for i, n in enumerate(heads)}, outputs), self.convert_seconds), heads
+        return Problem(items, self._uses({n: i for i, n in enumerate(heads)}, outputs), self.prices.convert), heads
 
     def _outputs(self) -> list[fx.Node]:
         out = next(n for n in self.program.graph.nodes if n.op == "output")
@@ -146,8 +139,10 @@ class Builder:
         if leaf.kind == "parameter":
             layouts += [Shard(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             layouts = self._pinned(leaf.name, layouts)
-        stored = self._bytes(val) if leaf.kind == "parameter" else 0.0
-        choices = [Choice((), (x,), stored=stored * self._share(x), penalty=penalty([x], self.tp)) for x in layouts]
+        stored = self.prices.bytes(val) if leaf.kind == "parameter" else 0.0
+        choices = [
+            Choice((), (x,), stored=stored * self.prices.share(x), penalty=penalty([x], self.tp)) for x in layouts
+        ]
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
     def _pinned(self, name: str, layouts: list[Layout]) -> list[Layout]:
@@ -172,42 +167,10 @@ class Builder:
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
         for got in signatures(self.rules[node], ins, outs, held, results, self.candidates):
-            choices.setdefault(got[:2], self._choice(op, *got))
+            if got[:2] not in choices:
+                seconds, saved = self.prices.operator(op, *got[:2], split=got[2] is not None)
+                choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, penalty([*got[0], *got[1]], self.tp), *got[2:])
         return Item(node.name, list(choices.values()), held, results, count)
-
-    def _choice(
-        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], factor: int | None, loop: Any
-    ) -> Choice:
-        vals = [s.meta["val"] for s in op.slots]
-        results = tensors(op.node)
-        moved = sum(self._bytes(v) * self._share(x) for v, x in zip([*vals, *results], [*ins, *outs], strict=False))
-        part = min((self._share(x) for x in [*ins, *outs]), default=1.0) if factor is not None else 1.0
-        view = op.node.meta.get("is_view", _is_view(op))
-        dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
-        seconds = 0.0 if view else op_seconds(self._flops(op.node) * part, moved, dtype, self.cluster)
-        graded = op.node in self.grads
-        saved = (
-            0.0
-            if view or not graded
-            else sum(self._bytes(v) * self._share(x) for v, x in zip(results, outs, strict=True))
-        )
-        return Choice(
-            ins, outs, seconds * (3 if graded else 1), saved, 0.0, penalty([*ins, *outs], self.tp), factor, loop
-        )
-
-    def _flops(self, node: fx.Node) -> float:
-        if "flops" not in node.meta:
-            node.meta["flops"] = node_flops(node)
-        return node.meta["flops"]
-
-    def _share(self, layout: Layout) -> float:
-        return share(layout, self.tp, lambda s: size_hint(s, self.program.hints))
-
-    def _bytes(self, val: Tensor) -> float:
-        count = 1
-        for s in sizes(val):
-            count *= size_hint(s, self.program.hints)
-        return float(count * val.element_size())
 
     def _uses(self, index: dict[fx.Node, int], outputs: list[fx.Node]) -> list[Use]:
         """Instances of a value grouped by who consumes them."""
@@ -222,88 +185,10 @@ class Builder:
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]
 
-    def convert_seconds(self, value: Any, a: Layout, b: Layout) -> float | None:
-        """Seconds of a conversion of this value, forward and backward; None where there is none."""
-        node, i = value
-        leaf = self.leaves.get(node)
-        if leaf is not None and leaf.kind == "parameter" and isinstance(a, Shard):
-            return None  # moving a weight is data parallelism's business, not tensor parallelism's
-        if self._forbidden(node, a, b):
-            return None
-        size = self._bytes(tensors(node)[i])
-        forward = self._one_way(a, b, size)
-        if forward is None or node not in self.grads:
-            return forward
-        backward = self._one_way(b.dual, a.dual, size)
-        return None if backward is None else forward + backward
-
-    def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
-        """What `sequence_parallel=False` (or True) rules out for activations: being dealt out (or summed whole)."""
-        if self.sequence is None or node in self.leaves or node not in self.grads:
-            return False
-        if self.sequence:
-            return isinstance(a, Partial) and b in (I, R) and self._sequential(node)
-        return isinstance(b, Shard) and not isinstance(a, Shard)
-
-    def _sequential(self, node: fx.Node) -> bool:
-        lengths = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
-        return any(s in lengths for s in shape_of(node))
-
-    def _one_way(self, a: Layout, b: Layout, size: float) -> float | None:
-        if a == b:
-            return 0.0
-        kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))
-        if kind is None:
-            return None
-        work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
-        return collective_seconds(work, size, self.tp, self.cluster)
-
 
 def _planned(node: fx.Node) -> bool:
     """Operators with tensor results, and those that read a tensor: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
-
-
-def tensors(node: fx.Node) -> list[Tensor]:
-    """The tensor values of a node."""
-    return [v for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
-
-
-def shape_of(node: fx.Node) -> tuple:
-    """The shape of a node's first tensor value."""
-    found = tensors(node)
-    return sizes(found[0]) if found else ()
-
-
-VIEWS = frozenset(
-    [
-        "view",
-        "reshape",
-        "_unsafe_view",
-        "flatten",
-        "unflatten",
-        "squeeze",
-        "unsqueeze",
-        "expand",
-        "permute",
-        "transpose",
-        "t",
-        "select",
-        "unbind",
-        "slice",
-        "split",
-        "split_with_sizes",
-        "chunk",
-        "alias",
-        "detach",
-        "contiguous",
-        "to",
-    ]
-)
-
-
-def _is_view(op: Op) -> bool:
-    return short_name(op.target).removeprefix("aten.").split(".")[0] in VIEWS
 
 
 def decide(builder: Builder) -> Planned:

@@ -8,8 +8,8 @@ from torch import fx
 
 from autotp.rules.core import Carry, Factor
 
-from .graph import short_name
-from .planner import Planned, resolve
+from .graph import resolve, short_name
+from .planner import Planned
 from .strategies import Candidates
 
 CHEAPER = "whole is cheaper, and within the tenth of the parameters that may stay whole"

@@ -10,17 +10,17 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from autotp.rules.core import Op
+from autotp.rules.core import Op, sizes
 
 from . import compat
 from . import conversions as convert
-from .graph import module_path
-from .layouts import I, Layout, R
+from .graph import Value, module_path, resolve, tensors
+from .layouts import I, Layout, P, Partition, R, Shard
 from .localise import Local, Sizes
 from .plan import Decision
-from .planner import Planned, Value, resolve, tensors
+from .planner import Planned
 from .problem import conversions
 from .slices import to_runtime
 
@@ -33,12 +33,19 @@ class Sharded:
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     origin: dict[fx.Node, Value] = field(default_factory=dict)
 
+    def result(self, position: int) -> tuple[Layout, Tensor]:
+        """How the output at this position lies, and the (fake) whole value."""
+        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        found = output.args[0][position]  # type: ignore[index]
+        node, index = self.origin[found]  # type: ignore[index]
+        return self.layouts[found], tensors(node)[index]  # type: ignore[index]
+
 
 class Rewriter:
     """Copies the captured graph node by node, converting operands to the decided layouts."""
 
-    def __init__(self, planned: Planned, price: Any) -> None:
-        self.planned, self.price = planned, price
+    def __init__(self, planned: Planned, price: Any, outputs: str) -> None:
+        self.planned, self.price, self.sharded_outputs = planned, price, outputs == "sharded"
         self.old = planned.program.graph
         self.new = fx.Graph()
         self.out = Sharded(self.new)
@@ -132,14 +139,26 @@ class Rewriter:
         return [n for n, slot in self.consumers[value] if slot == layout]
 
     def _outputs(self, node: fx.Node) -> Any:
-        def new(x: Any) -> Any:
-            if not isinstance(x, fx.Node):
-                return x
-            if not tensors(x):
-                return self.env[x]
-            return self.value(x, I if resolve(x)[0] in self.planned.grads else R, node)
+        out = []
+        for i, x in enumerate(compat.tree_leaves(node.args[0])):
+            if isinstance(x, fx.Node):
+                out.append(self.value(x, self._goal(i, x), node) if tensors(x) else self.env[x])
+            else:
+                out.append(x)
+        return tuple(out)
 
-        return compat.tree_map(new, node.args[0])
+    def _goal(self, position: int, x: fx.Node) -> Layout:
+        """Whole, or where sharded outputs are asked for, as it is made if DTensor has a word for that."""
+        node, index = resolve(x)
+        graded = node in self.planned.grads
+        whole = I if graded else R
+        if not self.sharded_outputs or position in self.planned.program.mutations:
+            return whole
+        made, val = self.planned.decisions[node].outs[index], tensors(node)[index]
+        if isinstance(made, Shard):
+            plain = Partition.plain(sizes(val)[made.dim], self.planned.tp)
+            return made if made.partition == plain else whole
+        return made if graded and made == P else whole
 
     def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
         """For every value the conversions that serve all its consumers at least cost."""
@@ -149,9 +168,9 @@ class Rewriter:
                 for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
                     self.consumers[resolve(operand)].append((node, layout))
         output = next(n for n in self.old.nodes if n.op == "output")
-        for x in compat.tree_leaves(output.args):
+        for i, x in enumerate(compat.tree_leaves(output.args[0])):
             if isinstance(x, fx.Node) and tensors(x):
-                self.consumers[resolve(x)].append((output, I if resolve(x)[0] in self.planned.grads else R))
+                self.consumers[resolve(x)].append((output, self._goal(i, x)))
         routes = {}
         for (node, index), users in self.consumers.items():
             produced = self.planned.decisions[node].outs[index]
@@ -172,9 +191,15 @@ def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
     return tuple(shared)
 
 
-def rewrite(planned: Planned, price: Any) -> Sharded:
-    """The per-rank program of a planned graph; `price(value, a, b)` gives a conversion's seconds."""
-    return Rewriter(planned, price).run()
+def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
+    """The per-rank program of a planned graph.
+
+    Args:
+        planned: the graph with its decisions.
+        price: `price(value, a, b)` gives a conversion's seconds.
+        outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
+    """
+    return Rewriter(planned, price, outputs).run()
 
 
 def specialise(sharded: Sharded, rank: int, tp: int, group: str) -> fx.Graph:

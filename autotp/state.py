@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from .errors import StateError
 from .layouts import I, Layout
+from .meta import fresh_buffer
 from .ranks import Ranks
 from .storage import Storage
-from .tree import Part
+from .tree import part_of
 
 if TYPE_CHECKING:
     from .module import ShardedModule, Source
@@ -22,56 +23,58 @@ if TYPE_CHECKING:
 
 def populate(root: ShardedModule, model: nn.Module, placements: Mapping[str, Layout], source: Source) -> None:
     """Build the tree of parts and give every part its shards and buffers."""
-    parts: dict[int, nn.Module] = {id(model): root}
-    for name, module in model.named_modules(remove_duplicate=False):
-        if name:
-            owner, _, leaf = name.rpartition(".")
-            part = parts.setdefault(id(module), _part(module))
-            root.get_submodule(owner).add_module(leaf, part)
-    made: dict[int, list[nn.Parameter]] = {}
+    made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
+    for path, module in model.named_modules(remove_duplicate=False):
+        root._parts[path] = made.setdefault(id(module), root if not path else part_of(module))
+        if path:
+            owner, _, leaf = path.rpartition(".")
+            root._parts[owner].add_module(leaf, root._parts[path])
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         first = source.aliases[name]
         storage = root._storages.setdefault(first, Storage(tuple(parameter.shape), placements.get(first, I), source.tp))
         if id(parameter) not in made:
-            made[id(parameter)] = _held(parameter, storage, source.ranks)
+            made[id(parameter)] = _held(parameter, storage, source)
         for n, p in zip(storage.names(leaf), made[id(parameter)], strict=True):
-            root.get_submodule(owner).register_parameter(n, p)
-    device = source.ranks.device if source.ranks is not None else torch.device("cpu")
-    for module in model.modules():
-        part = parts[id(module)]
+            root._parts[owner].register_parameter(n, p)
+    for path, module in model.named_modules(remove_duplicate=False):
+        part = root._parts[path]
         for leaf, buffer in module._buffers.items():
-            moved = buffer if buffer is None or buffer.is_meta else buffer.detach().to(device, copy=True)
-            part.register_buffer(leaf, moved, persistent=leaf not in module._non_persistent_buffers_set)
+            if buffer is not None and id(buffer) not in made:
+                moved = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
+                made[id(buffer)] = moved if moved.is_meta else moved.to(source.device, copy=True)
+            held = None if buffer is None else made[id(buffer)]
+            part.register_buffer(leaf, held, persistent=leaf not in module._non_persistent_buffers_set)
+            if held is not None:
+                first = source.aliases[f"{path}.{leaf}" if path else leaf]
+                root._holders.setdefault(first, []).append((part, leaf))
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                part.register_parameter(leaf, None)
 
 
-def _part(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.ModuleList | nn.ModuleDict) and type(module).__module__.startswith("torch."):
-        part = type(module)()
-    else:
-        part = Part(type(module).__name__)
-    part.training = module.training
-    return part
+def _held(parameter: nn.Parameter, storage: Storage, source: Source) -> list[nn.Parameter]:
+    device = torch.device("meta") if parameter.is_meta else source.device
+    return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, source.ranks, device)]
 
 
-def _held(parameter: nn.Parameter, storage: Storage, ranks: Ranks | None) -> list[nn.Parameter]:
-    if ranks is None:  # one plain process: nothing is split, nothing is copied
-        return [nn.Parameter(t, parameter.requires_grad) for t in storage.cut(parameter.detach())]
-    device = torch.device("meta") if parameter.is_meta else ranks.device
-    shards = storage.shard(parameter, ranks.mesh, ranks.rank, device)
-    return [nn.Parameter(s, parameter.requires_grad) for s in shards]
+def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.device) -> Sequence[Tensor]:
+    """This rank's shards of a whole parameter; in one plain process the whole pieces."""
+    if ranks is None:
+        return [t.to(device, copy=True).contiguous() for t in storage.cut(full.detach())]
+    return storage.shard(full, ranks.mesh, ranks.rank, device)
 
 
 def pieces(root: ShardedModule, name: str) -> list[nn.Parameter]:
     """The parameters that hold the original's parameter `name`."""
     owner, _, leaf = name.rpartition(".")
-    module = root.get_submodule(owner)
-    return [getattr(module, n) for n in root._storages[name].names(leaf)]
+    return [getattr(root._parts[owner], n) for n in root._storages[name].names(leaf)]
 
 
-def full_state(root: ShardedModule, of: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+def full_state(root: ShardedModule) -> dict[str, Tensor]:
     """Parameters and persistent buffers, whole, in the order of the original's own state dict."""
-    whole = {name: storage.full([of(p) for p in pieces(root, name)]) for name, storage in root.storages()}
+    refuse_meta(root)
+    whole = {name: storage.full([p.detach() for p in pieces(root, name)]) for name, storage in root.storages()}
     return {name: whole[first] if first in whole else _buffer(root, name) for name, first in _names(root)}
 
 
@@ -91,12 +94,22 @@ def sharded_state(root: ShardedModule, prefix: str) -> dict[str, Tensor]:
 
 def _names(root: ShardedModule) -> list[tuple[str, str]]:
     """(name in the original's state dict, first name of the same tensor)."""
-    return [(name, root._source.aliases.get(name, name)) for name in root._source.bare.state_dict()]
+    state = root._source.bare.state_dict()
+    return [(name, root._source.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
 
 
 def _buffer(root: ShardedModule, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
-    return getattr(root.get_submodule(owner), leaf)
+    return getattr(root._parts[owner], leaf)
+
+
+def write(root: ShardedModule, name: str, value: Tensor) -> None:
+    """Give a buffer, under all its names, the value that the program computed for it.
+
+    Replaced, not overwritten: the backward may still need the old value.
+    """
+    for part, leaf in root._holders[root._source.aliases.get(name, name)]:
+        part._buffers[leaf] = value.detach()
 
 
 def full_gradients(root: ShardedModule) -> dict[str, Tensor]:
@@ -112,18 +125,17 @@ def full_gradients(root: ShardedModule) -> dict[str, Tensor]:
 
 def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
     """Check all of a state dict, then load all of it."""
+    if not isinstance(given, Mapping):
+        raise StateError(f"load_state_dict got {type(given).__name__}; give the original model's full state dict.")
     names = dict(_names(root))
-    missing = [n for n in names if n not in given]
-    if missing:  # a tied parameter may come under any of its names
-        have = {names.get(n, n) for n in given}
-        missing = [n for n in missing if names[n] not in have]
-    unexpected = [n for n in given if n not in names]
-    wrong = []
-    for name, first in names.items():
-        storage = root._storages.get(first)
-        shape = storage.shape if storage is not None else tuple(_buffer(root, name).shape)
-        if name in given and tuple(given[name].shape) != shape:
-            wrong.append(f"{name} is {tuple(given[name].shape)}, the model has {shape}")
+    buffers = {
+        name: name for name, _ in root.named_buffers(remove_duplicate=False)
+    }  # those not persistent may come too
+    have = {names.get(n, n) for n in given}  # a tied parameter may come under any of its names
+    missing = [n for n, first in names.items() if first not in have]
+    unexpected = [n for n in given if n not in names and n not in buffers]
+    loaded = {name: first for name, first in (buffers | names).items() if name in given}
+    wrong = [text for name, first in loaded.items() if (text := _odd(root, name, first, given[name]))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(
             "the state dict does not fit the model, and nothing was loaded.\n"
@@ -131,45 +143,58 @@ def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
                       (("missing", missing), ("unknown", unexpected), ("other shape", wrong)) if which)
             + "Give the original model's full state dict; strict=False allows missing and unknown names."
         )  # fmt: skip
-    for name, first in names.items():
-        if name in given:
-            _load_one(root, name, first, given[name])
+    for name, first in loaded.items():
+        _load_one(root, name, first, given[name])
     return nn.modules.module._IncompatibleKeys(missing, unexpected)
 
 
+def _odd(root: ShardedModule, name: str, first: str, value: Any) -> str:
+    storage = root._storages.get(first)
+    shape = storage.shape if storage is not None else tuple(_buffer(root, name).shape)
+    if not isinstance(value, Tensor):
+        return f"{name} is {type(value).__name__}, no tensor"
+    return "" if tuple(value.shape) == shape else f"{name} is {tuple(value.shape)}, the model has {shape}"
+
+
+@torch.no_grad()
 def _load_one(root: ShardedModule, name: str, first: str, value: Tensor) -> None:
-    storage, ranks = root._storages.get(first), root._ranks
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    with torch.no_grad():
-        if storage is None:
-            _fill(_buffer(root, name), value, root, name)
-            return
-        held = pieces(root, first)
-        dtype = held[0].dtype
-        if ranks is None:
-            parts = storage.cut(value.detach().to(dtype))
-        else:
-            parts = storage.shard(value.detach().to(dtype), ranks.mesh, ranks.rank, ranks.device)
-        for old, new in zip(held, parts, strict=True):
-            if old.is_meta:
-                _replace(root, old, nn.Parameter(new, old.requires_grad))
-            else:
-                old.copy_(new)
-
-
-def _fill(buffer: Tensor, value: Tensor, root: ShardedModule, name: str) -> None:
-    if buffer.is_meta:
-        owner, _, leaf = name.rpartition(".")
-        root.get_submodule(owner)._buffers[leaf] = value.detach().clone()
+    storage, source = root._storages.get(first), root._source
+    if storage is None:
+        held: list[Any] = [_buffer(root, name)]
+        parts: Sequence[Tensor] = [value]
     else:
-        buffer.copy_(value)
+        held = pieces(root, first)
+        if isinstance(value, DTensor):
+            if len(held) == 1 and _same_layout(held[0], value):
+                held[0].copy_(value)
+                return
+            value = value.full_tensor()
+        parts = [_like(old, new, source) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)]
+    for old, new in zip(held, parts, strict=True):
+        if old.is_meta:
+            _replace(root, old, new.to(source.device, copy=True))
+        else:
+            old.copy_(new)
 
 
-def _replace(root: ShardedModule, old: nn.Parameter, new: nn.Parameter) -> None:
+def _same_layout(old: Tensor, new: DTensor) -> bool:
+    return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
+
+
+def _like(old: Tensor, whole: Tensor, source: Source) -> Tensor:
+    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
+    if not isinstance(old, DTensor):
+        return whole
+    device = source.device
+    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
+
+
+def _replace(root: ShardedModule, old: Tensor, new: Tensor) -> None:
+    made = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
     for module in root.modules():
-        for leaf, p in list(module._parameters.items()):
-            if p is old:
-                module._parameters[leaf] = new
+        for held in (module._parameters, module._buffers):
+            for leaf in [leaf for leaf, t in held.items() if t is old]:
+                held[leaf] = made  # type: ignore[assignment]
 
 
 def dtypes(root: ShardedModule) -> dict[str, torch.dtype]:
@@ -190,5 +215,20 @@ def refuse_meta(root: ShardedModule) -> None:
 
 def fingerprint(value: Tensor) -> str:
     """A short hash of a tensor's values."""
-    data = value.detach().to("cpu").contiguous().flatten().view(torch.uint8) if value.numel() else value
-    return hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+    data = value.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(data.view(torch.uint8).numpy().tobytes() if data.numel() else b"").hexdigest()[:12]
+
+
+def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
+    """What the ranks compare of a call's inputs."""
+    out = {"structure": hashlib.sha256(str(spec).encode()).hexdigest()[:12]}
+    for i, v in enumerate(flat):
+        out[f"input {i}"] = f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v)
+        if values and isinstance(v, Tensor):
+            out[f"values of input {i}"] = fingerprint(v)
+    return out
+
+
+def random_state(device: torch.device) -> str:
+    """A hash of the state of the device's random numbers: ranks that draw different ones compute different things."""
+    return fingerprint(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())

@@ -6,6 +6,7 @@ piece for each segment, viewed so that every piece is a plain `Shard`; every sta
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,10 @@ class Storage:
         if not isinstance(self.layout, Shard):
             return pieces[0]
         d, repeat = self.layout.dim, self.layout.partition.repeat
-        runs = [t.reshape(*self.shape[:d], repeat, -1, *self.shape[d + 1 :]) for t in pieces]
+        runs = [
+            t.reshape(*self.shape[:d], repeat, x.segment.length, *self.shape[d + 1 :])
+            for t, x in zip(pieces, self.pieces, strict=True)
+        ]
         return torch.cat(runs, d + 1).reshape(self.shape) if len(runs) > 1 else runs[0].reshape(self.shape)
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
@@ -78,20 +82,10 @@ class Storage:
         if not isinstance(self.layout, Shard) or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
             return pieces[0]
         d, repeat = self.layout.dim, self.layout.partition.repeat
-        runs = []
-        for t, x in zip(pieces, self.pieces, strict=True):
-            length = t.numel() // max(self._around() * int(repeat), 1)  # type: ignore[arg-type]
-            runs.append(t.reshape(*self.shape[:d], repeat, length, *self.shape[d + 1 :]))
-            del x
+        around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat  # type: ignore[operator]
+        runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
-
-    def _around(self) -> int:
-        assert isinstance(self.layout, Shard)
-        n = 1
-        for i, s in enumerate(self.shape):
-            n *= s if i != self.layout.dim else 1
-        return n
 
     def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
         """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`."""
@@ -104,7 +98,7 @@ class Storage:
             local = whole.narrow(x.dim, start, length).to(device, copy=True).contiguous()
             size = torch.Size(x.shape)
             out.append(
-                DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=_strides(size))
+                DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=strides(size))
             )
         return out
 
@@ -113,12 +107,9 @@ class Storage:
         return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
 
 
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    strides, n = [], 1
-    for s in reversed(shape):
-        strides.append(n)
-        n *= max(s, 1)
-    return tuple(reversed(strides))
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    return tuple(math.prod(max(s, 1) for s in shape[i + 1 :]) for i in range(len(shape)))
 
 
 class Unwrap(torch.autograd.Function):
@@ -128,7 +119,10 @@ class Unwrap(torch.autograd.Function):
     def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]  # type: ignore[attr-defined]
         ctx.set_materialize_grads(False)
-        return tuple(p.to_local().detach() for p in parameters)  # type: ignore[attr-defined]
+        locals_ = tuple(p.to_local().detach() for p in parameters)  # type: ignore[attr-defined]
+        frozen = [t for t, wanted in zip(locals_, ctx.needs_input_grad, strict=True) if not wanted]
+        ctx.mark_non_differentiable(*frozen)
+        return locals_
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]

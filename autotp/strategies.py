@@ -30,6 +30,9 @@ class Candidates:
                 self.add((value, d), Partition.plain(n, self.tp))
 
     def add(self, dim: Dim, partition: Partition) -> None:
+        """Keep a partition among the dimension's simplest; one rank has nothing to split."""
+        if self.tp == 1:
+            return
         known = self.of[dim]
         if partition not in known:
             ranked = sorted([*known, partition], key=lambda p: simplicity(p, self.tp))[:MOST]

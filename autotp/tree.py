@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, fx, nn
 
 from . import compat
+from .errors import StateError
 from .graph import module_path
 from .storage import Storage, unwrap
 
@@ -20,25 +21,50 @@ CALL = re.compile(r"@\d+$")
 class Part(nn.Module):
     """Stands for one module of the original: holds its parameters and runs its part of the program."""
 
-    def __init__(self, original: str) -> None:
+    def __init__(self, original: nn.Module) -> None:
         super().__init__()
-        self._original = original
+        self._original = type(original).__name__
+        self._detail = original.extra_repr()
         self._programs: dict[Any, Callable[..., Any]] = {}
+        self.training = original.training
 
     def forward(self, *args: Any, program: Any = None) -> Any:
         """Run this part of `program`; called by the parent part with the values that flow in."""
         if program not in self._programs:
-            raise RuntimeError(f"{self._original} is a part of a sharded module: call the whole module, not this part.")
+            raise StateError(
+                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may be "
+                "shards. Call the whole module; to run a part alone, compile that part."
+            )
         return self._programs[program](*args)
 
     def _get_name(self) -> str:
         return self._original
 
-    def __getitem__(self, index: Any) -> nn.Module:
-        return list(self._modules.values())[index]  # type: ignore[return-value]
+    def extra_repr(self) -> str:
+        """The original's."""
+        return self._detail
+
+
+class Chain(Part):
+    """Stands for a container that is called, such as `nn.Sequential`: its modules can be indexed."""
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
 
     def __len__(self) -> int:
         return len(self._modules)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._modules.values())
+
+
+def part_of(module: nn.Module) -> nn.Module:
+    """What stands for a module of the original."""
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        part = type(module)()
+        part.training = module.training
+        return part
+    return Chain(module) if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) else Part(module)
 
 
 @dataclass
@@ -62,7 +88,10 @@ def scopes(graph: fx.Graph) -> Scope:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        path = node.meta["path"] if "path" in node.meta else module_path(node)
+        if "path" not in node.meta and "nn_module_stack" not in node.meta:
+            stack[-1].items.append(node)  # a size, computed where it is needed
+            continue
+        path = _path(node)
         depth = 0
         while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
             depth += 1
@@ -72,6 +101,10 @@ def scopes(graph: fx.Graph) -> Scope:
             stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
         stack[-1].items.append(node)
     return root
+
+
+def _path(node: fx.Node) -> tuple[str, ...]:
+    return node.meta["path"] if "path" in node.meta else module_path(node)
 
 
 @dataclass
@@ -84,12 +117,13 @@ class Read:
 
 
 class Assembler:
-    """Builds the callables of one program onto a tree of `Part`s."""
+    """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
 
     def __init__(
-        self, root: Part, graph: fx.Graph, reads: Sequence[Read], key: Any, constants: dict[str, Tensor]
-    ) -> None:
-        self.root, self.graph, self.key, self.constants = root, graph, key, constants
+        self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
+        constants: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        self.parts, self.graph, self.key, self.constants = parts, graph, key, constants
         self.whole = scopes(graph)
         self.calls = 0
         self.units = self._units(reads)
@@ -101,17 +135,16 @@ class Assembler:
             found = BLOCK.search(read.name)
             block = read.name[: found.end() - (found.group(1) == ".")] if found else ""
             inside = block and all(
-                any(CALL.sub("", p) == block for p in (u.meta["path"] if "path" in u.meta else module_path(u)))
-                for u in read.node.users
+                any(CALL.sub("", p) == block for p in _path(u)) for u in read.node.users
             )
             units.setdefault(block if inside and read.node.users else "", []).append(read)
         return units
 
     def build(self, inputs: Sequence[fx.Node]) -> None:
-        """Give every part its function; the root's takes the flat inputs and returns the flat outputs."""
+        """Give every part its function; the root's takes these inputs and returns the flat outputs."""
         output = next(n for n in self.graph.nodes if n.op == "output")
         wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
-        self.root._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
+        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None
@@ -128,7 +161,7 @@ class Assembler:
                 env[item] = graph.node_copy(item, lambda n: env[n])
                 continue
             used, made = self._flows(scope, k, item, gives)
-            child = self._child(item, used, made)
+            child = self._child(scope.path, item, used, made)
             value = graph.call_function(child, tuple(env[n] for n in used))
             for i, node in enumerate(made):
                 env[node] = value if len(made) == 1 else graph.call_function(_item, (value, i))
@@ -152,7 +185,7 @@ class Assembler:
                 owner, _, leaf = read.name.rpartition(".")
                 names = read.storage.names(leaf)
                 plans.append((read, slice(len(held), len(held) + len(names))))
-                held += [(self.root.get_submodule(owner), n) for n in names]
+                held += [(self.parts[owner], n) for n in names]
         others = {r.name: self._buffer(r.name) for r in reads if r.storage is None}
 
         def fetch() -> list[Tensor]:
@@ -168,7 +201,7 @@ class Assembler:
             constant = self.constants[name]
             return lambda: constant
         owner, _, leaf = name.rpartition(".")
-        module = self.root.get_submodule(owner)
+        module = self.parts[owner]
         return lambda: getattr(module, leaf)
 
     def _flows(self, scope: Scope, k: int, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
@@ -183,14 +216,27 @@ class Assembler:
         inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
         return {CALL.sub("", scope.path), *inner} - {""}
 
-    def _child(self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
-        part = self.root.get_submodule(CALL.sub("", scope.path))
+    def _part(self, path: str) -> Part:
+        part = self.parts[path]
+        assert isinstance(part, Part)
+        return part
+
+    def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+        """A call of a part through whatever stands in its place by then: a user may have wrapped it."""
+        path, above = CALL.sub("", scope.path), CALL.sub("", parent)
+        part = self._part(path)
+        inside = path.startswith(above + ".") or not above
+        start, names = (self.parts[above], path[len(above) :]) if inside else (self.parts[""], path)
+        steps = names.strip(".").split(".")
         self.calls += 1
         program = (self.key, self.calls)
-        part._programs[program] = self._function(scope, takes, gives)  # type: ignore[union-attr,index]
+        part._programs[program] = self._function(scope, takes, gives)
 
         def call(*args: Any) -> Any:
-            return part(*args, program=program)
+            found = start
+            for step in steps:
+                found = getattr(found, step, part)
+            return found(*args, program=program)
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
         return call

@@ -8,11 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import api, compat
-from .compare import Difference, Report, compare, loss, relative
-from .errors import InputError
+from autotp.cost import Cluster
+
+from . import compat
+from .compare import Difference, Report, compare
+from .errors import InputError, PlanError
 from .graph import Capture
 from .inputs import without_cache
+from .numerics import loss, relative
+from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
 from .plan import Plan
 from .simulate import Values, reference
 
@@ -20,7 +24,15 @@ __all__ = ["Difference", "Report", "Values", "compare", "verify"]
 
 
 def verify(
-    model: nn.Module, tp: int, example_inputs: Any = None, *, plan: Plan | None = None, **options: Any
+    model: nn.Module,
+    tp: int,
+    example_inputs: Any = None,
+    *,
+    plan: Plan | None = None,
+    pins: Pins | None = None,
+    cluster: str | Cluster | None = None,
+    objective: str = "training",
+    sequence_parallel: bool | None = None,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -32,7 +44,7 @@ def verify(
         tp: number of ranks to simulate.
         example_inputs: as for `autotp.compile`.
         plan: prove this plan; otherwise one is made.
-        options: pins, cluster, objective, sequence_parallel, as for `autotp.plan`.
+        pins, cluster, objective, sequence_parallel: as for `autotp.plan`; for a plan that is given they have no use.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs.
@@ -40,17 +52,19 @@ def verify(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    inputs = api.example(model, example_inputs)
+    inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
             f"autotp.verify needs example_inputs for {type(model).__name__}: only transformers models get theirs from "
             "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
-    captured, notes = api.capture_model(model, inputs, torch.device("cpu"))
-    chosen = api.make_options(tp, options)
+    if plan is not None and plan.tp != tp:
+        raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
+    chosen = Options.of_plan(plan) if plan else Options.read(tp, pins, cluster, objective, sequence_parallel)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"))
     if plan is None:
-        plan = api.solve_plan(captured, notes, chosen, type(model).__name__)
-    planned, sharded = api.apply_plan(captured, plan, chosen)
+        plan = solve_plan(captured, notes, chosen, type(model).__name__)
+    planned, sharded = apply_plan(captured, plan, chosen)
     values = Values.of(captured, model, without_cache(model, inputs)[0])
     error = capture_error(captured, model, values)
     report = replace(compare(planned, sharded, values), plan=plan, capture_error=error)
@@ -74,9 +88,10 @@ def capture_error(program: Capture, model: nn.Module, values: Values) -> float:
     state = torch.random.get_rng_state()
     its, mine = _parameters(model), _parameters(model)
     buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-    own = torch.func.functional_call(model, (its, buffers), values.inputs.args, dict(values.inputs.kwargs))
+    args, kwargs = compat.tree_map(_copy, (values.inputs.args, dict(values.inputs.kwargs)))
+    own = torch.func.functional_call(model, (its, buffers), args, kwargs)
     torch.random.set_rng_state(state)
-    given = {n: v.clone() if isinstance(v, Tensor) else v for n, v in values.given.items()}
+    given = {n: _copy(v) for n, v in values.given.items()}
     given |= {x.node: mine[program.aliases.get(x.name, x.name)] for x in program.leaves if x.kind == "parameter"}
     found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
     kept = [v for i, v in enumerate(found) if i not in program.mutations]
@@ -86,6 +101,10 @@ def capture_error(program: Capture, model: nn.Module, values: Values) -> float:
     scale = max((g.abs().max().item() for g in theirs.values() if g.numel()), default=0.0)
     errors = [relative(a.detach(), b.detach()) for a, b in pairs]
     return max([*errors, *(relative(ours[n], theirs[n], scale) for n in theirs)], default=0.0)
+
+
+def _copy(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, Tensor) else value
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:

@@ -13,8 +13,7 @@ from itertools import combinations, permutations
 
 from torch import fx
 
-from autotp.capture import Capture
-from autotp.graph import differentiable
+from autotp.graph import Capture, differentiable
 from autotp.layouts import Size, simplify
 from autotp.rules.core import Factor, Op, Rule, Shape, is_tensor, rule_of
 

@@ -14,8 +14,7 @@ import networkx as nx
 from torch import fx
 
 from autotp import compat
-from autotp.capture import Capture
-from autotp.graph import module_path, short_name
+from autotp.graph import Capture, module_path, short_name
 from autotp.layouts import Size, divide, simplify
 from autotp.rules.core import Rule, Shape
 

@@ -209,7 +209,7 @@ def _prove(
     leaves = [leaf.node for leaf in p.planned.program.leaves]
     p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}
     p.planned.decisions[p.node] = decision
-    sharded = _Forced(p.planned, None).run()
+    sharded = _Forced(p.planned, None, "full").run()
     held = [
         [part.clone().requires_grad_(s in p.planned.grads) for part in _summands(x, layout, tp, i)]
         for i, (x, layout, s) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True))

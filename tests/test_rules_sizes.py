@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from autotp.passes.canonicalise import CANONICAL
 from autotp.plan import Decision
 from autotp.planner import Builder, Planned
 from autotp.rewrite import Sharded, rewrite
-from autotp.rules.core import sizes
+from autotp.rules.core import RULES, aten, sizes
 
 WIDTH = 12
 SIZES = ((3, 5), (2, 7), (5, 2))  # two positions: with three ranks one has none
@@ -119,17 +120,31 @@ def check(model: Symbolic, captured: Capture, sharded: Sharded, tp: int, x: Tens
             torch.testing.assert_close(part.grad, wanted[leaf.name], rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("tp", (2, 3))
-@pytest.mark.parametrize("name", SYMBOLIC)
-def test_every_choice_is_right_for_other_sizes_than_captured(name, tp):
-    model = Symbolic(SYMBOLIC[name])
+def proved(function: Callable[[Tensor, Tensor], Tensor], tp: int) -> int:
+    """Check every plan of a module; how many of them split a symbolic dimension."""
+    model = Symbolic(function)
     captured = capture(skeleton(model, "cpu"), Inputs(torch.randn(4, 6, WIDTH, dtype=torch.float64)))
     run_passes(captured, CANONICAL)
     assert len(captured.symbols) == 2
     builder = Builder(captured, tp, Cluster.preset("local"))
     found = plans(builder)
-    assert any(map(grown, found))
     for planned in found:
-        sharded = rewrite(planned, builder.convert_seconds)
+        sharded = rewrite(planned, builder.prices.convert)
         for batch, length in SIZES if grown(planned) else SIZES[:1]:
             check(model, captured, sharded, tp, torch.randn(batch, length, WIDTH, dtype=torch.float64))
+    return sum(map(grown, found))
+
+
+@pytest.mark.parametrize("tp", (2, 3))
+@pytest.mark.parametrize("name", SYMBOLIC)
+def test_every_choice_is_right_for_other_sizes_than_captured(name, tp):
+    assert proved(SYMBOLIC[name], tp)
+
+
+@pytest.mark.parametrize("name", ["expand", "heads by -1"])
+def test_whole_sizes_in_a_shard_are_noticed(name, monkeypatch):
+    for target in (aten.expand.default, aten.view.default):
+        right = RULES[target]
+        monkeypatch.setitem(RULES, target, lambda op, right=right: replace(right(op), localise=None))
+    with pytest.raises(simulate.StepError):
+        proved(SYMBOLIC[name], 2)

@@ -158,7 +158,7 @@ def _overloads(target: Any) -> list[Any]:
 
 def rule_of(op: Op) -> Rule | None:
     """The rule of this call, or None where the operator has none (it then runs whole)."""
-    function = RULES.get(op.target)
+    function = RULES.get(op.target) or RULES.get(str(op.target))
     if function is None and _pointwise(op.target):
         function = RULES["pointwise"]
     if function is None:

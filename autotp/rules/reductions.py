@@ -130,3 +130,20 @@ def diff(op: Op) -> Rule:
     n = len(op.ins[0])
     labels = list(range(n))
     return loops(op, [labels] * len(op.ins), [labels], whole=frozenset({op.args["dim"] % n}))
+
+
+@rule(aten._weight_norm.default)
+def weight_norm(op: Op) -> Rule:
+    """Every slice along one dimension is scaled to its own length (Salimans and Kingma 2016)."""
+    d = op.dim()
+    labels = [[i if i == d else None for i in range(len(s))] for s in (*op.ins, *op.outs)]
+    return loops(op, labels[:2], labels[2:])
+
+
+@rule(aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn)
+@rule(aten.fft_rfft, aten.fft_rfft2, aten.fft_rfftn, aten.fft_irfft, aten.fft_irfft2, aten.fft_irfftn)
+def fourier(op: Op) -> Rule:
+    """Transformed dimensions stay whole: every output of them needs every input."""
+    labels = list(range(len(op.ins[0])))
+    whole = frozenset(_reduced(op))
+    return loops(op, [labels], [labels], whole=whole, linear=(frozenset({0}),), empty=False)

@@ -64,8 +64,8 @@ def _product(sizes: Iterable[Size]) -> Size:
     return product
 
 
-@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.view_as, aten.ravel)
-@rule(aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
+@rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.ravel)
+@rule(aten.view_as, aten.reshape_as, aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
 def reshape(op: Op) -> Rule:
     found = atoms(op.ins[0], op.outs[0])
     sizes = [n for n, _, _ in found]
@@ -78,9 +78,10 @@ def reshape(op: Op) -> Rule:
 
 
 def local_shape(op: Op, local: Local):
-    """The same view of a shard: literal sizes of split dimensions become local ones."""
+    """The same view of a shard, with local sizes. Always a reshape: what a conversion made may have other strides."""
     if not local.split:
-        return local.unchanged(op)
+        target, args, kwargs = local.unchanged(op)
+        return aten.reshape.default if target is aten.view.default else target, args, kwargs
     shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
     return aten.reshape.default, (local.operand(0), shape), {}
 
@@ -162,7 +163,7 @@ def whole_dims(op: Op) -> Rule:
     return loops(op, [labels], [labels], whole=frozenset(d % n for d in named), linear=THROUGH)
 
 
-@rule(aten.slice.Tensor)
+@rule(aten.slice.Tensor, aten.narrow.default)
 def slice_(op: Op) -> Rule:
     """Cut along one dimension: split only where the boundaries fall between segments."""
     d, length = op.dim(), op.outs[0][op.dim()]
@@ -170,7 +171,7 @@ def slice_(op: Op) -> Rule:
     labels = [i if i != d or length == n else None for i in range(len(op.ins[0]))]
     rule_ = loops(op, [labels], [labels], linear=THROUGH, localise=_local_slice)
     start = op.args["start"] or 0
-    if length == n or op.args["step"] != 1 or not all(isinstance(x, int) for x in (n, length, start)):
+    if length == n or op.args.get("step", 1) != 1 or not all(isinstance(x, int) for x in (n, length, start)):
         return rule_
     start = max(start + n, 0) if start < 0 else min(start, n)
     factor = Factor(n, (Carry(d),), (Carry(d, piece=1),), pieces=(start, length, n - start - length))
@@ -180,7 +181,8 @@ def slice_(op: Op) -> Rule:
 def _local_slice(op: Op, local: Local):
     pieces = local.pieces
     if pieces is None:
-        return local.unchanged(op)
+        whole = op.target is aten.narrow.default and local.in_partition(0, op.dim()) is not None
+        return (aten.alias.default, (local.operand(0),), {}) if whole else local.unchanged(op)
     start, length = local.length(pieces[0]), local.length(pieces[1])
     return aten.narrow.default, (local.operand(0), op.dim(), start, length), {}
 
@@ -203,9 +205,9 @@ def _local_split(op: Op, local: Local):
     return aten.split_with_sizes.default, (local.operand(0), [local.length(p) for p in local.pieces], op.dim()), {}
 
 
-@rule(aten.cat, aten.concat, aten.concatenate)
+@rule(aten.cat, aten.concat, aten.concatenate, aten.hstack, aten.vstack)
 def cat(op: Op) -> Rule:
-    d = op.args.get("dim", op.args.get("axis", 0)) % len(op.outs[0])
+    d = op.args.get("dim", op.args.get("axis", 1 if op.target is aten.hstack.default else 0)) % len(op.outs[0])
     if any(len(s) != len(op.outs[0]) for s in op.ins):
         return Rule()
     labels = [i if i != d else None for i in range(len(op.outs[0]))]

@@ -1,0 +1,167 @@
+"""From a model to a captured graph, from that to a plan, and from a plan to the program of the ranks."""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.placement_types import Placement
+
+from autotp.cost import Cluster
+from autotp.passes.base import run_passes
+from autotp.passes.canonicalise import CANONICAL
+
+from .capture import capture, skeleton
+from .describe import describe
+from .errors import InputError
+from .graph import Capture
+from .inputs import Inputs, bind, for_model, normalise, without_cache
+from .layouts import Layout
+from .plan import Plan
+from .planner import Builder, Planned, decide
+from .ranks import check_degree
+from .rewrite import Sharded, rewrite
+
+Pins = Mapping[str, Placement]
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What steers planning; a pin is a dimension, or None for whole."""
+
+    tp: int
+    cluster: Cluster
+    pins: Mapping[str, int | None]
+    sequence: bool | None = None
+    objective: str = "training"
+
+    @classmethod
+    def read(
+        cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None
+    ) -> Options:
+        """Options from a public function's arguments, checked."""
+        if objective != "training":
+            raise InputError(f"objective={objective!r} is not known; this version plans for objective='training'.")
+        if sequence is not None and not isinstance(sequence, bool):
+            raise InputError(
+                f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
+                "False."
+            )
+        if pins is not None and not isinstance(pins, Mapping):
+            raise InputError(
+                f"pins is {type(pins).__name__}; give a mapping, such as {{'*.up_proj.weight': Shard(0)}}."
+            )
+        dims: dict[str, int | None] = {}
+        for pattern, placement in (pins or {}).items():
+            if not isinstance(placement, Split | Whole):
+                raise InputError(f"the pin {pattern!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
+            dims[pattern] = placement.dim if isinstance(placement, Split) else None
+        return cls(check_degree(tp), Cluster.resolve(cluster), dims, sequence, objective)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Options:
+        """What a finished plan was made with; a cluster that is no preset prices like the default one."""
+        try:
+            cluster = Cluster.resolve(plan.cluster)
+        except InputError:
+            cluster = Cluster.resolve(None)
+        return cls(plan.tp, cluster, {}, None, plan.objective)
+
+
+def example(model: nn.Module, example: Any) -> Inputs | None:
+    """The example inputs, checked against `forward`; None where none were given and the config does not say enough."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
+    inputs = for_model(model) if example is None else normalise(example)
+    if inputs is not None:
+        bind(model.forward, inputs)
+    return inputs
+
+
+def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, and the autocast dtype."""
+    modules = list(modules)
+    training = [m.training for m in modules]
+    dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
+    kinds = [d for d in dtypes if d]
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return _one(training), _one(kinds), autocast
+
+
+def _one(values: list[Any]) -> Any:
+    """A short form of what is mostly the same everywhere."""
+    return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
+
+
+def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode) -> Capture:
+    """Capture and canonicalise a skeleton."""
+    program = capture(bare, inputs, device)
+    program.state = mode
+    run_passes(program, CANONICAL)
+    return program
+
+
+def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Capture, list[str]]:
+    """A model's graph for these inputs as the model is now, and what the user should know of it."""
+    inputs, note = without_cache(model, inputs)
+    captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device))
+    return captured, [*([note] if note else []), *captured.notes]
+
+
+def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
+    """The plan of a captured model."""
+    builder = _builder(captured, options)
+    planned = decide(builder)
+    sharded = rewrite(planned, builder.prices.convert)
+    shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
+    return describe(planned, sharded, builder, name, options.objective, shapes, notes)
+
+
+def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+    """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
+    again with every parameter where the plan has it."""
+    builder = _builder(captured, options, plan.placements)
+    if captured.digest() == plan.digest:
+        nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
+        decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
+        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+    else:
+        planned = decide(builder)
+    return planned, rewrite(planned, builder.prices.convert, outputs)
+
+
+def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+    pins = _pinned(captured, options.pins)
+    return Builder(captured, options.tp, options.cluster, placements or {}, pins, options.sequence)
+
+
+def _pinned(captured: Capture, pins: Mapping[str, int | None]) -> dict[str, int | None]:
+    """Parameter -> pinned dimension, counted from the front; the first pattern that fits any of its names wins."""
+    ranks = {leaf.name: leaf.node.meta["val"].ndim for leaf in captured.leaves if leaf.kind == "parameter"}
+    names = {alias: first for alias, first in captured.aliases.items() if first in ranks}
+    out: dict[str, int | None] = {}
+    for pattern, dim in pins.items():
+        found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, pattern))
+        if not found:
+            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
+            raise InputError(
+                f"the pin {pattern!r} fits no parameter's name. Names are like {', '.join(near or names)}."
+            )
+        for name in found:
+            out.setdefault(name, dim + ranks[name] if dim is not None and dim < 0 else dim)
+    return out
+
+
+def _shape(node: Any) -> str:
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        return repr(val)
+    return f"{tuple(str(s) for s in val.shape)} {val.dtype}".replace("'", "")

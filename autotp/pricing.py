@@ -1,0 +1,115 @@
+"""What choices and conversions cost on a cluster: the link between a captured graph and `autotp.cost`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
+from autotp.rules.core import Op, aten, sizes
+
+from . import conversions
+from .graph import Capture, Leaf, shape_of, size_hint, tensors
+from .layouts import I, Layout, Partial, R, Shard
+from .slices import to_runtime
+from .strategies import share
+
+FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
+
+
+@dataclass
+class Prices:
+    """Seconds and bytes of one captured graph's operators and conversions.
+
+    Attributes:
+        program: the captured graph; sizes come from the example inputs' hints.
+        grads: nodes whose values carry gradients: their operators count forward and backward.
+        sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
+    """
+
+    program: Capture
+    tp: int
+    cluster: Cluster
+    grads: set[fx.Node]
+    leaves: Mapping[fx.Node, Leaf]
+    sequence: bool | None = None
+
+    def share(self, layout: Layout) -> float:
+        """Largest part of a value that one rank holds."""
+        return share(layout, self.tp, lambda s: size_hint(s, self.program.hints))
+
+    def bytes(self, val: Tensor) -> float:
+        """Bytes of the whole value."""
+        count = val.element_size()
+        for s in sizes(val):
+            count *= size_hint(s, self.program.hints)
+        return float(count)
+
+    def flops(self, node: fx.Node) -> float:
+        """Floating-point operations of the whole operator, forward."""
+        if "flops" not in node.meta:
+            node.meta["flops"] = node_flops(node)
+        return node.meta["flops"]
+
+    def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: bool) -> tuple[float, float]:
+        """(seconds, bytes of activations saved for the backward) of one rank's call under these layouts."""
+        results = tensors(op.node)
+        if is_free(op):
+            return 0.0, 0.0
+        vals = [*(s.meta["val"] for s in op.slots), *results]
+        moved = sum(self.bytes(v) * self.share(x) for v, x in zip(vals, [*ins, *outs], strict=False))
+        part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split else 1.0
+        dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
+        seconds = op_seconds(self.flops(op.node) * part, moved, dtype, self.cluster)
+        if op.node not in self.grads:
+            return seconds, 0.0
+        # the backward does about twice the arithmetic and moves about twice the bytes of the forward
+        return 3 * seconds, sum(self.bytes(v) * self.share(x) for v, x in zip(results, outs, strict=True))
+
+    def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
+        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
+        node, i = value
+        leaf = self.leaves.get(node)
+        if leaf is not None and leaf.kind == "parameter" and isinstance(a, Shard):
+            return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if self._forbidden(node, a, b):
+            return None
+        size = self.bytes(tensors(node)[i])
+        forward = self._one_way(a, b, size)
+        if forward is None or node not in self.grads:
+            return forward
+        backward = self._one_way(b.dual, a.dual, size)
+        return None if backward is None else forward + backward
+
+    def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
+        """What `sequence` rules out for activations: being dealt out (False), being summed whole (True)."""
+        if self.sequence is None or node in self.leaves or node not in self.grads:
+            return False
+        if self.sequence:
+            return isinstance(a, Partial) and b in (I, R) and self._sequential(node)
+        return isinstance(b, Shard) and not isinstance(a, Shard)
+
+    def _sequential(self, node: fx.Node) -> bool:
+        lengths = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        return any(s in lengths for s in shape_of(node))
+
+    def _one_way(self, a: Layout, b: Layout, size: float) -> float | None:
+        if a == b:
+            return 0.0
+        kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))
+        if kind is None:
+            return None
+        work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
+        return collective_seconds(work, size, self.tp, self.cluster)
+
+
+def is_free(op: Op) -> bool:
+    """Whether the operator only makes a view."""
+    schema = getattr(op.target, "_schema", None)
+    if schema is None:
+        return False
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return views or getattr(op.target, "overloadpacket", None) in FREE
