@@ -119,6 +119,7 @@ class _Collectives:
 
     def __post_init__(self) -> None:
         self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
+        self.order = {n: i for i, n in enumerate(self.planned.program.graph.nodes)}
         self.block: dict[fx.Node, int] = {}
         for i, f in enumerate(self.found):
             for n in (*f.nodes, *f.parameters):
@@ -165,7 +166,8 @@ class _Collectives:
             return self.block.get(origin)
         made = [resolve(s) for s in self.planned.ops[origin].slots]
         partial = [n for n, i in made if isinstance(self.planned.decisions[n].outs[i], Partial)]
-        return next((b for n in partial if (b := self._maker(n)) is not None), None)
+        latest = sorted(partial, key=self.order.__getitem__, reverse=True)
+        return next((b for n in latest if (b := self._maker(n)) is not None), None)
 
 
 def _innermost(path: Sequence[str]) -> str:

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.cost import Cluster
+from autotp.passes.autocast import ExplicitCasts, has_regions
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise import CANONICAL
 
@@ -105,7 +106,8 @@ def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode) -
     """Capture and canonicalise a skeleton."""
     program = capture(bare, inputs, device)
     program.state = mode
-    run_passes(program, CANONICAL)
+    casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
+    run_passes(program, (*CANONICAL, *casts))
     return program
 
 

@@ -12,7 +12,7 @@ from .graph import resolve, short_name
 from .planner import Planned
 from .strategies import Candidates
 
-CHEAPER = "whole is cheaper, and within the tenth of the parameters that may stay whole"
+CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:

@@ -22,7 +22,8 @@ OPTIONS = {  # the optimum is found at the root; heuristics on sub-problems are 
     "output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7, "mip_heuristic_effort": 0.0,
     "mip_heuristic_run_root_reduced_cost": False,
 }  # fmt: skip
-TIE = 1e-5
+TIE = 1e-5  # of the seconds: what the second order may weigh in all
+SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
 
 
@@ -69,7 +70,7 @@ class Program:
         return lp
 
 
-def solve(problem: Problem, slack: float = 1.1) -> Solution:
+def solve(problem: Problem, slack: float = SLACK) -> Solution:
     """Choose for every item.
 
     Args:

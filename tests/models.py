@@ -11,7 +11,13 @@ import torch
 import transformers
 from torch import Tensor, nn
 
+from autotp.graph import Capture
 from autotp.inputs import Inputs
+from autotp.pipeline import Options, apply_plan, capture_model, solve_plan
+from autotp.plan import Plan
+from autotp.planner import Planned
+from autotp.rewrite import Sharded
+from autotp.simulate import Values
 
 BATCH, LENGTH, HIDDEN, HEADS, VOCABULARY = 2, 16, 64, 8, 256
 DECODER = {
@@ -166,3 +172,25 @@ def build(name: str) -> tuple[nn.Module, Inputs]:
     make, shape = PLAIN[name]
     torch.manual_seed(0)
     return redrawn(make()).eval(), Inputs(torch.randn(shape).requires_grad_())
+
+
+@cache
+def captured(name: str) -> tuple[Capture, list[str]]:
+    """A model's graph, captured once for all plans of it."""
+    model, inputs = build(name)
+    return capture_model(model, inputs, torch.device("cpu"))
+
+
+@cache
+def planned(name: str, tp: int, sequence_parallel: bool | None = None) -> tuple[Plan, Planned, Sharded]:
+    """A model's plan and the program of its ranks."""
+    capture, notes = captured(name)
+    options = Options.read(tp, sequence=sequence_parallel)
+    plan = solve_plan(capture, notes, options, name)
+    return plan, *apply_plan(capture, plan, options)
+
+
+def values(name: str, inputs: Inputs | None = None) -> Values:
+    """The model's weights and the inputs as values of its graph."""
+    model, own = build(name)
+    return Values.of(captured(name)[0], model, inputs or own)

@@ -56,7 +56,7 @@ UNARY = words(
     hardshrink.default hardsigmoid hardtanh leaky_relu lgamma logical_not nan_to_num neg positive rad2deg
     reciprocal relu round sgn sigmoid sign signbit silu sin sinc sinh softshrink tan tanh trunc isnan isinf
     isfinite relu6 selu softplus hardswish log_sigmoid mish square alias detach clone contiguous lift_fresh_copy
-    lift_fresh detach_ zeros_like ones_like real
+    lift_fresh negative absolute detach_ zeros_like ones_like real
     """
 )
 POSITIVE = words(
@@ -66,7 +66,7 @@ POSITIVE = words(
 )
 BINARY = words(
     """
-    add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor atan2 copysign.Tensor eq.Tensor ne.Tensor
+    add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor multiply.Tensor divide.Tensor subtract.Tensor atan2 copysign.Tensor eq.Tensor ne.Tensor
     ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot logaddexp logaddexp2 maximum minimum
     remainder.Tensor logical_and logical_or logical_xor rsub.Tensor xlogy.Tensor max.other min.other
     clamp_min.Tensor clamp_max.Tensor nextafter
@@ -408,7 +408,7 @@ VIEWS = [
     case(aten.tensor_split.sections, f(3, 7), 2, 1),
     case(aten.cat, [f(4, 6), f(4, 3), f(4, 4)], 1),
     case(aten.cat, [f(4, 6)], -1),
-    case(aten.cat, [f(0), f(4, 6)]),
+    case(aten.cat, [f(0), f(4, 6), f(4, 3)], 1),
     case(aten.concat, [f(4, 3), f(2, 3)]),
     case(aten.hstack, [f(4, 6), f(4, 3)]),
     case(aten.hstack, [f(4), f(3)]),

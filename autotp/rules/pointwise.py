@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from autotp.localise import Local
 
 LINEAR_IN_FIRST = {
-    aten.neg, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy,
+    aten.neg, aten.negative, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach, aten.lift_fresh_copy,
     aten.real, aten.imag, aten.conj, aten._conj, aten.conj_physical, aten.resolve_conj, aten.resolve_neg,
 }  # fmt: skip
-TOGETHER = {aten.add, aten.sub, aten.rsub, aten.complex}  # linear in both operands at once
-PRODUCT = {aten.mul}  # linear in either operand
-QUOTIENT = {aten.div}  # linear in the numerator
+TOGETHER = {aten.add, aten.sub, aten.rsub, aten.subtract, aten.complex}  # linear in both operands at once
+PRODUCT = {aten.mul, aten.multiply}  # linear in either operand
+QUOTIENT = {aten.div, aten.divide, aten.true_divide}  # linear in the numerator
 
 
 def _linear(op: Op) -> tuple[frozenset[int], ...]:
@@ -52,6 +52,7 @@ def pointwise(op: Op) -> Rule:
 @rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten.resolve_conj, aten.resolve_neg)
 @rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.square, aten.float_power, aten.true_divide)
 @rule(aten.softplus, aten.mish, aten.clip, aten.ldexp, aten.fill, aten.floor_divide)
+@rule(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute)
 def untagged(op: Op) -> Rule:
     """Pointwise too, though torch does not tag them all."""
     return pointwise(op)

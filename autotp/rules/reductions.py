@@ -137,7 +137,7 @@ def weight_norm(op: Op) -> Rule:
     """Every slice along one dimension is scaled to its own length (Salimans and Kingma 2016)."""
     d = op.dim()
     labels = [[i if i == d else None for i in range(len(s))] for s in (*op.ins, *op.outs)]
-    return loops(op, labels[:2], labels[2:])
+    return loops(op, labels[:2], labels[2:], empty=False)
 
 
 @rule(aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn)

@@ -208,16 +208,17 @@ def _local_split(op: Op, local: Local):
 @rule(aten.cat, aten.concat, aten.concatenate, aten.hstack, aten.vstack)
 def cat(op: Op) -> Rule:
     d = op.args.get("dim", op.args.get("axis", 1 if op.target is aten.hstack.default else 0)) % len(op.outs[0])
-    if any(len(s) != len(op.outs[0]) for s in op.ins):
+    full = [len(s) == len(op.outs[0]) for s in op.ins]  # torch lets an empty vector stand among larger tensors
+    if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
     labels = [i if i != d else None for i in range(len(op.outs[0]))]
     together = (frozenset(range(len(op.ins))),)
-    base = loops(op, [labels] * len(op.ins), [labels], linear=together)
-    pieces = tuple(s[d] for s in op.ins)
+    base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
+    pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
     if not all(isinstance(p, int) for p in pieces):
         return base
-    join = Factor(op.outs[0][d], tuple(Carry(d, piece=i) for i in range(len(pieces))), (Carry(d),), pieces)
-    return Rule((*base.factors, join), together)
+    ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))
+    return Rule((*base.factors, Factor(op.outs[0][d], ins, (Carry(d),), pieces)), together)
 
 
 @rule(aten.stack)
