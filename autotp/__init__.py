@@ -6,9 +6,12 @@ from ._version import __version__
 from .api import compile, parallelize, plan
 from .errors import AutoTPError
 from .inputs import Inputs
+from .log import configure
 from .module import ShardedModule
 from .plan import Plan
 from .verify import verify
+
+configure()
 
 __all__ = [
     "AutoTPError",

@@ -58,6 +58,7 @@ def skeleton(
     return copy.deepcopy(model, memo)
 
 
+@torch.inference_mode(False)
 def capture(bare: nn.Module, inputs: Inputs, device: torch.device | str = "cpu") -> Capture:
     """Export a skeleton for these inputs, dynamic where the model allows it.
 
@@ -83,7 +84,8 @@ def capture(bare: nn.Module, inputs: Inputs, device: torch.device | str = "cpu")
 
 
 def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
-    return tensor.detach().to(device).requires_grad_(tensor.requires_grad)
+    plain = tensor.clone() if tensor.is_inference() else tensor.detach()
+    return plain.to(device).requires_grad_(tensor.requires_grad)
 
 
 def _dims(value: Any) -> Any:
@@ -100,8 +102,7 @@ def _export(bare: nn.Module, args: Any, kwargs: Any, shapes: Any) -> torch.expor
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(compat.quiet_export())
-        stack.enter_context(torch.inference_mode(False))  # a call under no_grad must not capture a program without
-        stack.enter_context(torch.enable_grad())  # the model's own no_grad regions
+        stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
         program = torch.export.export(bare, args, kwargs, dynamic_shapes=shapes, strict=False)
         buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
         if not functionalise(program.graph, buffers):

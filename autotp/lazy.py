@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from .errors import StateError
@@ -29,20 +30,20 @@ class LazyModule(ShardedModule):
         nn.Module.__init__(self)
         self.training = model.training
         self.config = getattr(model, "config", None)
-        self._original = type(model).__name__
+        self._original, self._leaf = type(model).__name__, ""
         self._build = build
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Capture and shard for these inputs, then be that sharded module."""
-        made, mode = self._build(Inputs(*args, **kwargs)), self.training
-        moved = made[0].training != mode
-        hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
-        self.__class__ = ShardedModule
-        ShardedModule.__init__(self, *made)
+        with torch.inference_mode(False), torch.enable_grad():
+            made, mode = self._build(Inputs(*args, **kwargs)), self.training
+            hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
+            self.__class__ = ShardedModule
+            ShardedModule.__init__(self, *made)
         self.__dict__.update(hooks)
-        if moved:
+        if mode != made[0].training:
             self.train(mode)
-        return ShardedModule.forward(self, *args, **kwargs)
+        return self.forward(*args, **kwargs)
 
     def train(self, mode: bool = True) -> LazyModule:
         """Set the mode that the module will be in."""

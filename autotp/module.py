@@ -154,6 +154,7 @@ class ShardedModule(Part):
                 return program, [at[i] for i in sorted(at)]
         return None
 
+    @torch.inference_mode(False)
     def _capture(self, flat: list[Any], spec: Any) -> tuple[Capture, Sharded]:
         source = self._source
         bare = skeleton(source.bare, source.device, state.dtypes(self))
@@ -166,10 +167,8 @@ class ShardedModule(Part):
         source, key = self._source, len(self._programs_made)
         rank, group = (source.ranks.rank, source.ranks.group_name) if source.ranks is not None else (0, "")
         graph = specialise(sharded, rank, source.tp, group)
-        placeholders = {n.name: n for n in graph.nodes if n.op == "placeholder"}
         reads, inputs = [], []
-        for leaf in captured.leaves:
-            node = placeholders[leaf.node.name]
+        for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":
                 inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
             elif node.users:

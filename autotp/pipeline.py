@@ -25,6 +25,7 @@ from .errors import InputError
 from .graph import Capture
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
+from .log import dump, stage
 from .plan import Plan
 from .planner import Builder, Planned, decide
 from .ranks import check_degree
@@ -104,7 +105,8 @@ def _one(values: list[Any]) -> Any:
 
 def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode) -> Capture:
     """Capture and canonicalise a skeleton."""
-    program = capture(bare, inputs, device)
+    with stage("capture"):
+        program = capture(bare, inputs, device)
     program.state = mode
     casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
     run_passes(program, (*CANONICAL, *casts))
@@ -120,8 +122,9 @@ def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tup
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
     """The plan of a captured model."""
-    builder = _builder(captured, options)
-    planned = decide(builder)
+    with stage("plan"):
+        builder = _builder(captured, options)
+        planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     return describe(planned, sharded, builder, name, options.objective, shapes, notes)
@@ -137,7 +140,10 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
         planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
     else:
         planned = decide(builder)
-    return planned, rewrite(planned, builder.prices.convert, outputs)
+    with stage("rewrite"):
+        sharded = rewrite(planned, builder.prices.convert, outputs)
+    dump("sharded", str(sharded.graph))
+    return planned, sharded
 
 
 def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:

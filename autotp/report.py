@@ -101,7 +101,7 @@ def _sent(collectives: Sequence[Collective], members: int) -> Iterator[Table]:
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.name, c.change, c.first, c.bytes), []).append(c)
-    table = _table((13, "left"), (13, "left"), (30, "left"), (25, "left"), (25, "left"))
+    table = _table((12, "left"), (12, "left"), (32, "left"), (25, "left"), (25, "left"))
     for (name, change, *_), equal in groups.items():
         c = equal[0]
         times = f" ({len(equal)} of {members})" if len(equal) != members else ""

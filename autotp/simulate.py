@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from . import compat, conversions
 from .graph import Capture
-from .inputs import Inputs
+from .inputs import Inputs, without_cache
 from .rewrite import Sharded
 
 Ranks = list[Any]  # one value per rank
@@ -119,6 +119,7 @@ class Values:
         """The model's own parameters and buffers (random ones where it is on the meta device), and these inputs."""
         state = {**program.constants, **dict(model.named_buffers(remove_duplicate=False))}
         state |= dict(model.named_parameters(remove_duplicate=False))
+        inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
         given = {x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves}
         return cls(given, inputs)

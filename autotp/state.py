@@ -108,8 +108,10 @@ def write(root: ShardedModule, name: str, value: Tensor) -> None:
 
     Replaced, not overwritten: the backward may still need the old value.
     """
+    with torch.inference_mode(False):
+        value = value.clone() if value.is_inference() else value.detach()
     for part, leaf in root._holders[root._source.aliases.get(name, name)]:
-        part._buffers[leaf] = value.detach()
+        part._buffers[leaf] = value
 
 
 def full_gradients(root: ShardedModule) -> dict[str, Tensor]:

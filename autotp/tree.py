@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,7 @@ class Part(nn.Module):
         super().__init__()
         self._original = type(original).__name__
         self._detail = original.extra_repr()
+        self._leaf = "" if original._modules else repr(original)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self.training = original.training
 
@@ -44,9 +45,8 @@ class Part(nn.Module):
         """The original's."""
         return self._detail
 
-
-class Chain(Part):
-    """Stands for a container that is called, such as `nn.Sequential`: its modules can be indexed."""
+    def __repr__(self) -> str:
+        return self._leaf or super().__repr__()
 
     def __getitem__(self, index: Any) -> Any:
         return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
@@ -54,8 +54,8 @@ class Chain(Part):
     def __len__(self) -> int:
         return len(self._modules)
 
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._modules.values())
+    def __bool__(self) -> bool:
+        return True
 
 
 def part_of(module: nn.Module) -> nn.Module:
@@ -64,7 +64,7 @@ def part_of(module: nn.Module) -> nn.Module:
         part = type(module)()
         part.training = module.training
         return part
-    return Chain(module) if isinstance(module, nn.Sequential | nn.ModuleList | nn.ModuleDict) else Part(module)
+    return Part(module)
 
 
 @dataclass

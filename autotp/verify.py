@@ -14,7 +14,6 @@ from . import compat
 from .compare import Difference, Report, compare
 from .errors import InputError, PlanError
 from .graph import Capture
-from .inputs import without_cache
 from .numerics import loss, relative
 from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
 from .plan import Plan
@@ -65,7 +64,7 @@ def verify(
     if plan is None:
         plan = solve_plan(captured, notes, chosen, type(model).__name__)
     planned, sharded = apply_plan(captured, plan, chosen)
-    values = Values.of(captured, model, without_cache(model, inputs)[0])
+    values = Values.of(captured, model, inputs)
     error = capture_error(captured, model, values)
     report = replace(compare(planned, sharded, values), plan=plan, capture_error=error)
     allowed = capture_tolerance(model)

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import transformers.integrations.moe  # noqa: F401  registers its grouped matrix product
 from torch import Tensor
 
 from tests.rule_proof import Case
@@ -34,6 +35,11 @@ def ints(high: int, *shape: int) -> Tensor:
 
 def flags(*shape: int) -> Tensor:
     return torch.rand(shape, generator=_draw) < 0.5
+
+
+def whole(*shape: int) -> Tensor:
+    """-1, 0 and 1 as bfloat16: sums up to 256 are exact."""
+    return (ints(3, *shape) - 1).bfloat16()
 
 
 def case(target: Any, *args: Any, **kwargs: Any) -> Case:
@@ -66,10 +72,10 @@ POSITIVE = words(
 )
 BINARY = words(
     """
-    add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor multiply.Tensor divide.Tensor subtract.Tensor atan2 copysign.Tensor eq.Tensor ne.Tensor
-    ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot logaddexp logaddexp2 maximum minimum
-    remainder.Tensor logical_and logical_or logical_xor rsub.Tensor xlogy.Tensor max.other min.other
-    clamp_min.Tensor clamp_max.Tensor nextafter
+    add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor multiply.Tensor divide.Tensor subtract.Tensor
+    atan2 copysign.Tensor eq.Tensor ne.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot
+    logaddexp logaddexp2 maximum minimum remainder.Tensor logical_and logical_or logical_xor rsub.Tensor
+    xlogy.Tensor max.other min.other clamp_min.Tensor clamp_max.Tensor nextafter
     """
 )
 BITWISE = words(
@@ -201,6 +207,11 @@ MATMUL = [
     case(aten.einsum, "ij,jk,kl->il", [f(3, 4), f(4, 5), f(5, 2)]),
 ]
 
+
+EXPERTS = [
+    case(aten._grouped_mm, whole(8, 16), whole(3, 16, 24), torch.tensor([2, 5, 8], dtype=torch.int32)),
+    case(torch.ops.transformers.grouped_mm_fallback, f(8, 4), f(3, 4, 6), torch.tensor([2, 2, 8])),
+]
 
 IMAGES = [
     case(aten.conv1d, f(2, 4, 8), f(6, 4, 3), f(6), [2], [1]),
@@ -469,4 +480,4 @@ UPDATES = [
     case(aten.diagonal_scatter, f(4, 6, 6), f(4, 5), 1, 1, 2),
 ]
 
-CASES: list[Case] = [*POINTWISE, *MATMUL, *ATTENTION, *IMAGES, *REDUCTIONS, *VIEWS, *LOOKUP, *UPDATES]
+CASES: list[Case] = [*POINTWISE, *MATMUL, *ATTENTION, *EXPERTS, *IMAGES, *REDUCTIONS, *VIEWS, *LOOKUP, *UPDATES]

@@ -18,7 +18,8 @@ from tests.rule_proof import Case, ProofError, program, prove, required
 RANKS = (2, 3)
 BY_FUNCTION: dict[str, list[Case]] = defaultdict(list)
 for _case in CASES:
-    BY_FUNCTION[RULES.get(_case.target, RULES["pointwise"]).__name__].append(_case)
+    _function = RULES.get(_case.target) or RULES.get(str(_case.target)) or RULES["pointwise"]
+    BY_FUNCTION[_function.__name__].append(_case)
 
 
 @pytest.mark.parametrize("name", sorted(BY_FUNCTION))
@@ -36,8 +37,10 @@ def test_every_rule_has_a_case_that_splits_something():
 
 
 def test_every_operator_in_the_table_has_a_case():
-    entered = {target.overloadpacket for target in RULES if target != "pointwise"}
-    assert not {str(packet) for packet in entered - {each.target.overloadpacket for each in CASES}}
+    def packet(target: Any) -> str:
+        return ".".join(str(target).split(".")[:2])
+
+    assert not {packet(t) for t in RULES if t != "pointwise"} - {packet(c.target) for c in CASES}
 
 
 def test_many_pointwise_operators_are_proved():
@@ -46,7 +49,7 @@ def test_many_pointwise_operators_are_proved():
 
 
 def test_operators_that_write_into_their_operands_have_no_rule():
-    assert [t for t in RULES if t != "pointwise" and t._schema.is_mutable] == [aten.detach_.default]
+    assert [t for t in RULES if not isinstance(t, str) and t._schema.is_mutable] == [aten.detach_.default]
 
 
 # What must fail. Each takes the operator and gives a rule that is nearly right.
