@@ -84,4 +84,6 @@ def _named(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], dict
             named |= dict(sorted(value.items()))
         elif value is not parameter.default:
             named[name] = value
+    if named.get("use_cache") is False:  # captures are without a cache, said or unsaid
+        del named["use_cache"]
     return positional, named

@@ -7,11 +7,12 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 from __future__ import annotations
 
 import copy
+import inspect
 import linecache
 import traceback
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,10 @@ def _dims(value: Any) -> Any:
 
 
 def _export(bare: nn.Module, args: Any, kwargs: Any, shapes: Any) -> torch.export.ExportedProgram:
-    if shapes is not None:
-        shapes = {**_named(bare, args, shapes[0]), **shapes[1]}
     with ExitStack() as stack:
+        stack.enter_context(_named(bare, kwargs))
+        if shapes is not None:
+            shapes = dict(inspect.signature(bare.forward).bind(*shapes[0], **shapes[1]).arguments)
         stack.enter_context(warnings.catch_warnings())
         warnings.simplefilter("ignore")
         stack.enter_context(compat.quiet_export())
@@ -110,9 +112,28 @@ def _export(bare: nn.Module, args: Any, kwargs: Any, shapes: Any) -> torch.expor
     return program
 
 
-def _named(bare: nn.Module, args: tuple, dims: tuple) -> dict[str, Any]:
-    names = list(compat.positional_names(bare.forward, len(args)))
-    return dict(zip(names, dims, strict=True))
+@contextmanager
+def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Names what `**kwargs` takes in forward's signature: without, torch.export refuses symbolic sizes."""
+    own, signature = bare.forward, inspect.signature(bare.forward)
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
+    if not more:
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    *named, rest = signature.parameters.values()
+    forward.__signature__ = signature.replace(parameters=[*named, *more, rest])  # type: ignore[attr-defined]
+    held = vars(bare).get("forward")
+    bare.forward = forward
+    try:
+        yield
+    finally:
+        del bare.forward
+        if held is not None:
+            bare.forward = held
 
 
 def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import sympy
@@ -44,11 +43,6 @@ def quiet_export() -> Iterator[None]:
     finally:
         for x, level in zip(loggers, levels, strict=True):
             x.setLevel(level)
-
-
-def positional_names(forward: Callable[..., Any], count: int) -> list[str]:
-    """Names of the first `count` positional parameters, `*args` as one name each way torch.export wants it."""
-    return list(inspect.signature(forward).parameters)[:count]
 
 
 def shape_env(graph: fx.Graph) -> ShapeEnv | None:

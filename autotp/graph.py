@@ -66,7 +66,7 @@ class Capture:
             low, high = self.ranges.get(symbol, (0, size))
             if not low <= size <= high:
                 return f"size {size} is outside the captured range [{low}, {high}]"
-        broken = next((g for g in self.guards if g.subs(bound) == sympy.false), None)
+        broken = next((g for g in self.guards if substitute(g, bound) == sympy.false), None)
         return None if broken is None else f"the captured program needs {broken}"
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ class Capture:
         )
         bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
         sizes = [expression(n) for n in value.shape]
-        return tuple(n if isinstance(n, int) else int(n.subs(bound)) for n in sizes)
+        return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
 
     def digest(self) -> str:
         """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank."""
@@ -104,7 +104,8 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         if isinstance(size, sympy.Symbol):
             size = bound.setdefault(size, int(has))
         elif not isinstance(size, int):
-            size = int(size.subs(bound)) if not size.subs(bound).free_symbols else int(has)
+            value = substitute(size, bound)
+            size = int(has) if value.free_symbols else int(value)
         if size != has:
             return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
     return None
@@ -170,5 +171,10 @@ def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
     """The size that the example inputs had; used for costs only, never for legality."""
     if isinstance(size, int):
         return size
-    value = size.subs(hints)
+    value = substitute(size, hints)
     return int(value) if value.is_number else 1
+
+
+def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
+    """The expression with these sizes in place of their symbols."""
+    return expression.subs(list(values.items()))

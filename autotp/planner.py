@@ -162,7 +162,7 @@ class Builder:
 
     def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
         op, results = self.ops[node], self._results(node)
-        held = [frozenset(s) for s in slots]
+        held: list[frozenset[Any]] = [frozenset(s) for s in slots]
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}

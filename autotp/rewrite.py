@@ -115,7 +115,7 @@ class Rewriter:
 
     def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
         self.held[(node, index), layout] = new
-        self.out.layouts[new] = layout
+        self.out.layouts[new] = new.meta["layout"] = layout
         self.out.origin[new] = (node, index)
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:

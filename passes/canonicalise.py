@@ -72,7 +72,7 @@ class InlineRegions(Pass):
             if carries & {a for a in node.args if isinstance(a, fx.Node)}:
                 results = [_detach(program.graph, r) for r in results]
         for user in list(node.users):
-            user.replace_all_uses_with(results[user.args[1]])
+            user.replace_all_uses_with(results[int(str(user.args[1]))])
             program.graph.erase_node(user)
         program.graph.erase_node(node)
 

@@ -17,7 +17,7 @@ INDEXED = re.compile(r"\.\d+(@\d+)?$")
 def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
     """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block."""
     names = {leaf.node: leaf.name for leaf in program.leaves}
-    found: dict[fx.Node, fx.Node] = {}
+    found: dict[Any, fx.Node] = {}
     for level in range(4):
         for blocks in _instances(program, level, found).values():
             first: dict[Any, list[fx.Node]] = {}
@@ -25,7 +25,7 @@ def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
                 signature, members = _signature(path, nodes, names, grads)
                 twins = first.setdefault(signature, members)
                 found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: found.get(n, n) for n in program.graph.nodes}
+    return {n: found[n] if n in found else n for n in program.graph.nodes}
 
 
 def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
