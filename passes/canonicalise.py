@@ -163,6 +163,7 @@ class TileSlices(Pass):
             n.replace_all_uses_with(pieces[span])
             graph.erase_node(n)
         whole.meta = {**cuts[0].meta, "val": [pieces[p].meta["val"] for p in points]}
+        whole.meta["tiles"] = dim, points
         whole.meta["nn_module_stack"] = source.meta.get("nn_module_stack") or whole.meta.get("nn_module_stack")
         return True
 

@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import autotp
@@ -60,14 +61,22 @@ def test_a_module_that_no_library_wrote_is_equal_and_split(name, tp):
     assert matrices <= {"head.weight"}  # of the conv net: 8 rows
 
 
+UNEVEN = ("lm_head.weight", "model.embed_tokens.weight", "*.up_proj.weight", "*.gate_proj.weight")
+
+
 @pytest.mark.parametrize("tp", [2, 4])
 def test_an_uneven_vocabulary_and_width_are_split(tp):
-    plan, program, sharded = planned("llama-uneven", tp)
-    assert equal(compare(program, sharded, values("llama-uneven")))
-    assert split(plan)
-    shapes = {p.name: p.local for p in plan.parameters}
-    assert shapes["lm_head.weight"][0] == -(-257 // tp)
-    assert shapes["model.layers.0.mlp.up_proj.weight"][0] == -(-129 // tp)
+    model, inputs = build("llama-uneven")
+    report = autotp.verify(model, tp, inputs, pins={pattern: Shard(0) for pattern in UNEVEN})
+    assert equal(report) and report.plan is not None
+    assert split(report.plan)
+    shapes = {p.name: p.local for p in report.plan.parameters}
+    assert shapes["lm_head.weight"][0] == shapes["model.embed_tokens.weight"][0] == -(-257 // tp)
+    assert (
+        shapes["model.layers.1.mlp.up_proj.weight"][0]
+        == shapes["model.layers.1.mlp.down_proj.weight"][1]
+        == -(-129 // tp)
+    )
 
 
 @pytest.mark.parametrize("name", TWELVE)

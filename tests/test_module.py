@@ -370,7 +370,8 @@ def test_two_ranks_use_it_like_the_original(pool):
 
 def training(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Two clipped AdamW steps of six heads and an odd vocabulary on four ranks."""
-    model = transformer("llama-tied", hidden_size=48, num_attention_heads=6, num_key_value_heads=6, vocab_size=257)
+    six = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6, "vocab_size": 257}
+    model = transformer("llama-tied", **six).double()  # Adam's first steps blow rounding up
     sharded = autotp.compile(model, example_inputs=inputs_of(model), mesh=mesh_of(group))
     meshes = {p.device_mesh for p in sharded.parameters()}
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, foreach=True) for m in (model, sharded)]
@@ -395,8 +396,8 @@ def training(rank: int, world: int, group: Any) -> dict[str, Any]:
 def test_optimizers_and_clipping_work_on_the_shards(pool):
     for found in pool.run(training, timeout=150):
         assert found["meshes"] == 1 and found["part"] < 0.5, found
-        assert max(found["norms"]) < 1e-6 and max(found["gradients"]) < 1e-5, found
-        assert found["state"] < 1e-6, found
+        assert max(found["norms"]) < 1e-10 and max(found["gradients"]) < 1e-10, found
+        assert found["state"] < 1e-8, found
 
 
 def sharding_data(rank: int, world: int, group: Any) -> dict[str, Any]:

@@ -1,0 +1,87 @@
+"""The Python in README.md and docs/*.md runs: one script per document, the guide on four ranks.
+
+A block that opens with "```python notest" is a fragment and is not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
+DOCUMENTS = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+ON_RANKS = ["docs/guide.md"]
+
+
+def run_blocks(document: str, **given: Any) -> int:
+    """Run a document's blocks one after another, in one namespace; how many there were."""
+    text, names, count = (ROOT / document).read_text(), {"__name__": "document", **given}, 0
+    for found in BLOCK.finditer(text):
+        if found.group(1):
+            continue
+        lines = text[: found.start(2)].count("\n")  # so that a traceback shows the document's own line
+        exec(compile("\n" * lines + found.group(2), str(ROOT / document), "exec", dont_inherit=True), names)
+        count += 1
+    return count
+
+
+def on_a_rank(rank: int, world: int, group: Any, document: str, folder: str) -> int:
+    own = Path(folder, str(rank))
+    own.mkdir()
+    back = os.getcwd()
+    os.chdir(own)
+    try:
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+            return run_blocks(document, folder=f"{folder}/checkpoint")
+    finally:
+        os.chdir(back)
+
+
+def test_every_block_is_found():
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        assert len(BLOCK.findall(text)) == text.count("```python"), document
+        assert text.count("```") % 2 == 0, document
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d not in ON_RANKS])
+def test_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(document)
+
+
+@pytest.mark.parametrize("document", ON_RANKS)
+def test_blocks_run_on_ranks(document, tmp_path, pool):
+    assert min(pool.run(on_a_rank, document, str(tmp_path), timeout=170)) > 10
+
+
+def test_a_wrong_block_is_noticed(tmp_path, monkeypatch):
+    (tmp_path / "wrong.md").write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    monkeypatch.setattr("tests.test_docs.ROOT", tmp_path)
+    with pytest.raises(AssertionError) as error:
+        run_blocks("wrong.md")
+    assert error.traceback[-1].lineno == 5  # counted from 0
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in LINK.findall(prose):
+        if "://" not in link:
+            target, _, anchor = link.partition("#")
+            where = path.parent / target if target else path
+            assert where.exists(), link
+            assert not anchor or anchor in _anchors(where.read_text()), link
