@@ -197,7 +197,8 @@ class _Real(torch.autograd.Function):
         def exchange(primitive: Primitive, ys: list[Tensor], reduction: str) -> list[Tensor]:
             return [collectives.real(primitive, ys[0], reduction, tp=tp, group=group)]
 
-        return _run([x], src, dst, [rank], tp, exchange)[0]
+        # Detached, it is no view in autograd's eyes: users may change what a model returns in place.
+        return _run([x], src, dst, [rank], tp, exchange)[0].detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

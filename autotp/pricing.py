@@ -12,7 +12,7 @@ from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
 from autotp.rules.core import Op, aten, sizes
 
 from . import conversions
-from .graph import Capture, Leaf, shape_of, size_hint, tensors
+from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from .layouts import I, Layout, Partial, R, Shard
 from .slices import to_runtime
 from .strategies import share
@@ -36,6 +36,9 @@ class Prices:
     grads: set[fx.Node]
     leaves: Mapping[fx.Node, Leaf]
     sequence: bool | None = None
+
+    def __post_init__(self) -> None:
+        self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
@@ -85,16 +88,22 @@ class Prices:
         return None if backward is None else forward + backward
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
-        """What `sequence` rules out for activations: being dealt out (False), being summed whole (True)."""
+        """What `sequence` rules out for activations: being dealt out (False), being whole or summed otherwise (True)."""
         if self.sequence is None or node in self.leaves or node not in self.grads:
             return False
-        if self.sequence:
-            return isinstance(a, Partial) and b in (I, R) and self._sequential(node)
-        return isinstance(b, Shard) and not isinstance(a, Shard)
+        if not self.sequence:
+            return isinstance(b, Shard) and not isinstance(a, Shard)
+        lengths = self._lengths(node)
+        if not lengths or node in self.outputs:
+            return False
+        if isinstance(a, Partial):
+            return not (isinstance(b, Shard) and b.dim in lengths)
+        return b == I or b == R and not (isinstance(a, Shard) and a.dim in lengths)
 
-    def _sequential(self, node: fx.Node) -> bool:
-        lengths = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
-        return any(s in lengths for s in shape_of(node))
+    def _lengths(self, node: fx.Node) -> list[int]:
+        """The dimensions of a value that run over the sequence: second dimensions of the inputs, alone or in products."""
+        found = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
 
     def _one_way(self, a: Layout, b: Layout, size: float) -> float | None:
         if a == b:

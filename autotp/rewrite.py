@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.rules.core import Op, aten, sizes
+from autotp.rules.core import Op, sizes
 
 from . import compat
 from . import conversions as convert
@@ -89,18 +89,11 @@ class Rewriter:
         self.sizes.note(new)
         if isinstance(node.meta.get("val"), list | tuple):
             for i, layout in enumerate(decision.outs):
-                item = self._piece(node, i, new, decision.ins[0], operands[0])
+                item = self.new.call_function(operator.getitem, (new, i))
                 item.meta = {**node.meta, "val": node.meta["val"][i]}
                 self._hold(node, i, item, layout)
         elif tensors(node):
             self._hold(node, 0, new, decision.outs[0])
-
-    def _piece(self, node: fx.Node, index: int, new: fx.Node, layout: Layout, operand: fx.Node) -> fx.Node:
-        """One of several results; the model's own slice where a cut made of slices is not split."""
-        dim, spans = node.meta.get("tiles", (None, ()))
-        if dim is None or isinstance(layout, Shard) and layout.dim == dim:
-            return self.new.call_function(operator.getitem, (new, index))
-        return self.new.call_function(aten.slice.Tensor, (operand, dim, *spans[index]))
 
     def _local(self, op: Op, decision: Decision, operands: list[fx.Node]) -> Any:
         rule = self.planned.rules[op.node]

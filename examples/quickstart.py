@@ -53,7 +53,7 @@ def main() -> int:
 
     outputs, gradients = [], []
     for m in (sharded, model):
-        # Not Adam, to compare exactly: it divides by the gradient's size, and a key's bias has a gradient of rounding only.
+        # Not Adam: it divides by the size of the gradient, and that of a key's bias is rounding and nothing else.
         optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
         outputs.append(m(batch))
         outputs[-1].square().mean().backward()

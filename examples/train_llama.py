@@ -47,7 +47,9 @@ def main() -> int:
         (loss, norm), (true_loss, true_norm) = (step(m, optimizer, tokens) for m, optimizer in pairs)
         worst = max(worst, abs(loss - true_loss), abs(norm - true_norm))
         if dist.get_rank() == 0:
-            print(f"step {i:2}  loss {loss:.6f}, whole {true_loss:.6f}  gradient norm {norm:.6f}, whole {true_norm:.6f}")
+            print(
+                f"step {i:2}  loss {loss:.6f}, whole {true_loss:.6f}  gradient norm {norm:.6f}, whole {true_norm:.6f}"
+            )
     right = worst <= TOLERANCE
     if dist.get_rank() == 0:
         print(f"{'Right' if right else 'WRONG'}: losses and norms differ by at most {worst:.1e}.")

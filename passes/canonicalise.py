@@ -150,7 +150,7 @@ class TileSlices(Pass):
             or any(a[1] != b[0] for a, b in zip(points, points[1:], strict=False))
         ):
             return False
-        with graph.inserting_after(source):
+        with graph.inserting_before(cuts[0]):
             whole = graph.call_function(aten.split_with_sizes.default, (source, [b - a for a, b in points], dim))
         pieces: dict[tuple[int, int], fx.Node] = {}
         for n in cuts:
@@ -163,7 +163,6 @@ class TileSlices(Pass):
             n.replace_all_uses_with(pieces[span])
             graph.erase_node(n)
         whole.meta = {**cuts[0].meta, "val": [pieces[p].meta["val"] for p in points]}
-        whole.meta["tiles"] = dim, points
         whole.meta["nn_module_stack"] = source.meta.get("nn_module_stack") or whole.meta.get("nn_module_stack")
         return True
 
