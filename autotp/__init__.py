@@ -2,13 +2,13 @@
 
 from autotp.cost import Cluster
 
+# Plan comes by way of .api: an import from .plan here would make `autotp.plan` that module to type checkers.
 from ._version import __version__
-from .api import compile, parallelize, plan
+from .api import Plan, compile, parallelize, plan
 from .errors import AutoTPError
 from .inputs import Inputs
 from .log import configure
 from .module import ShardedModule
-from .plan import Plan
 from .verify import verify
 
 configure()

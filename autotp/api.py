@@ -36,8 +36,8 @@ def plan(
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
-    Among legal plans the parameters per rank come first (at most 1.03 times the least that any legal plan reaches), then
-    the least step time by the cost model, then the least saved activations, then a fixed order.
+    Among legal plans the parameters per rank come first (at most 1.03 times the least that any legal plan reaches),
+    then the least step time by the cost model, then the least saved activations, then a fixed order.
 
     Args:
         model: any `nn.Module`; on the meta device too.
@@ -59,8 +59,8 @@ def plan(
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
-            f"autotp.plan needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
-            "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
+            f"autotp.plan needs example_inputs for {type(model).__name__}: only transformers models get theirs from "
+            "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
     return solve_plan(*capture_model(model, inputs, torch.device("cpu")), options, type(model).__name__)
 
@@ -139,7 +139,7 @@ def compile(
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
-    _refuse(backend, options, outputs, plan, (pins, cluster, sequence_parallel, objective != "training"))
+    _refuse(backend, options, outputs, plan, (pins, cluster, sequence_parallel, objective))
     degree = plan.tp if plan is not None and tp is None else tp
     ranks = Ranks.find(degree, mesh)
     degree = ranks.tp if ranks is not None else degree or 1
@@ -164,7 +164,7 @@ def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple
         raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    if plan is not None and any(x is not None and x is not False for x in planning):
+    if plan is not None and any(x not in (None, "training") for x in planning):
         raise InputError(
             "plan= is complete: it cannot be given together with pins, cluster, objective or sequence_parallel. Give "
             "them to autotp.plan, which makes the plan."

@@ -1,4 +1,4 @@
-"""The only place that imports private parts of torch, with what differs between the versions supported (2.11 - 2.13)."""
+"""The only place that imports private parts of torch, with what differs between the versions (2.11 - 2.13)."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ tree_map = pytree.tree_map
 tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
 TreeSpec = pytree.TreeSpec
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
 
 
 def fake_mode() -> FakeTensorMode:

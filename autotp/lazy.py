@@ -14,8 +14,9 @@ from .module import ShardedModule, Source
 from .plan import Plan
 
 EARLY = (
-    "this module is sharded at its first call, because autotp.compile was given no example_inputs; before that it has no "
-    "parameters, state or submodules (an optimizer built on them would be stale). Call it once, or pass example_inputs."
+    "this module is sharded at its first call, because autotp.compile was given no example_inputs; before that it has "
+    "no parameters, state or submodules (an optimizer built on them would be stale). Call it once, or pass "
+    "example_inputs."
 )
 
 
@@ -38,7 +39,7 @@ class LazyModule(ShardedModule):
         with torch.inference_mode(False), torch.enable_grad():
             made, mode = self._build(Inputs(*args, **kwargs)), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
-            self.__class__ = ShardedModule
+            self.__class__ = ShardedModule  # type: ignore[assignment]
             ShardedModule.__init__(self, *made)
         self.__dict__.update(hooks)
         if mode != made[0].training:

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
     """The value of a non-persistent meta buffer (rotary frequencies, position ids), by the model's own initialiser.
 
-    That is what building with `torch.device("meta")` relies on everywhere: `_init_weights(module)` of the
-    innermost transformers model around the buffer's module, or the module's `reset_parameters()`. It runs on a copy of the
-    module without its parameters, whose buffers are filled with a mark first: a buffer that still holds the mark was not
-    initialised.
+    That is what building with `torch.device("meta")` relies on everywhere: `_init_weights(module)` of the innermost
+    transformers model around the buffer's module, or the module's `reset_parameters()`. It runs on a copy of the
+    module without its parameters, whose buffers are filled with a mark first: a buffer that still holds the mark was
+    not initialised.
 
     Args:
         model: the model on the meta device.

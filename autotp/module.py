@@ -33,7 +33,6 @@ class Program:
 
     Attributes:
         form: of the call that it was captured with.
-        random: whether it draws random numbers, which must be the same on all ranks.
     """
 
     capture: Capture
@@ -41,7 +40,6 @@ class Program:
     graph: fx.Graph
     key: int
     form: Form
-    random: bool
 
 
 @dataclass
@@ -110,13 +108,29 @@ class ShardedModule(Part):
         key = (self._mode(), *signature(flat, spec))
         known = self._known.get(key)
         if known is None or self._source.check:
-            known = self._known[key] = self._find(flat, spec)
-        program, order = known
+            program, order = self._find(flat, spec)
+            outputs = self._first(program, [flat[i] for i in order])
+            self._known[key] = program, order
+        else:
+            program, order = known
+            outputs = self._run(program, [flat[i] for i in order])
+        return self._finish(program, outputs, [flat[i] for i in order])
+
+    def _run(self, program: Program, inputs: list[Tensor]) -> Any:
         # A capture under autocast holds its casts already.
         autocast = program.capture.state[-1] is not None
         with torch.autocast(self._source.device.type, enabled=False) if autocast else nullcontext():
-            outputs = self._programs[program.key](*[flat[i] for i in order])
-        return self._finish(program, outputs, [flat[i] for i in order])
+            return self._programs[program.key](*inputs)
+
+    def _first(self, program: Program, inputs: list[Tensor]) -> Any:
+        """Run it, and where it draws random numbers make sure that all ranks draw the same."""
+        if self._source.tp == 1:
+            return self._run(program, inputs)
+        before = state.random_state(self._source.device)
+        outputs = self._run(program, inputs)
+        if state.random_state(self._source.device) != before:
+            agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
+        return outputs
 
     def _mode(self) -> Mode:
         return mode_of(self._order, self._source.device)
@@ -134,8 +148,6 @@ class ShardedModule(Part):
                 raise StateError(
                     "a program was captured for these inputs and does not accept them; please report this."
                 )
-        if found[0].random and source.tp > 1:
-            agree(source.ranks, "the state of the random numbers", {"random": state.random_state(source.device)})
         return found
 
     def _match(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]] | None:
@@ -177,8 +189,7 @@ class ShardedModule(Part):
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         Assembler(self._parts, graph, reads, key, constants).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
-        random = any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in graph.nodes)
-        self._programs_made.append(Program(captured, sharded, graph, key, called, random))
+        self._programs_made.append(Program(captured, sharded, graph, key, called))
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers, and give the rest in the original's output class."""
@@ -204,7 +215,7 @@ class ShardedModule(Part):
         return state.full_state(self)
 
     def full_grad_dict(self) -> dict[str, Tensor]:
-        """Every parameter's gradient, whole, under the original's names; parameters without one are absent (collective)."""
+        """Every gradient, whole, under the original's names; parameters without one are absent (collective)."""
         return state.full_gradients(self)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:

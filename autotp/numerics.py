@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from . import compat
+from .errors import PlanError
 from .layouts import I, R
 from .slices import Spec, recombine
 
@@ -20,7 +21,7 @@ def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: floa
     ranks = [v.detach() for v in ranks]
     try:
         found = ranks if spec[0] in (str(I), str(R)) else [recombine(ranks, spec)]
-    except (RuntimeError, ValueError):
+    except (RuntimeError, ValueError, IndexError, PlanError):  # shapes that do not fit
         return float("inf")
     return max(relative(f, whole, scale) for f in found)
 

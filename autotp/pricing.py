@@ -88,7 +88,7 @@ class Prices:
         return None if backward is None else forward + backward
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
-        """What `sequence` rules out for activations: being dealt out (False), being whole or summed otherwise (True)."""
+        """What `sequence` rules out for activations: False being dealt out, True being whole or summed otherwise."""
         if self.sequence is None or node in self.leaves or node not in self.grads:
             return False
         if not self.sequence:
@@ -101,7 +101,7 @@ class Prices:
         return b == I or b == R and not (isinstance(a, Shard) and a.dim in lengths)
 
     def _lengths(self, node: fx.Node) -> list[int]:
-        """The dimensions of a value that run over the sequence: second dimensions of the inputs, alone or in products."""
+        """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
         found = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
 

@@ -27,7 +27,7 @@ from .slices import to_runtime
 
 @dataclass
 class Sharded:
-    """A per-rank program before the rank is known: `layouts` says how each node's results lie, `origin` what they are of."""
+    """A per-rank program before the rank is known: `layouts` says how each node lies, `origin` what it is a part of."""
 
     graph: fx.Graph
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)

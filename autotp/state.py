@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from . import compat
 from .errors import StateError
 from .layouts import I, Layout
 from .meta import fresh_buffer
@@ -147,7 +148,7 @@ def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
         )  # fmt: skip
     for name, first in loaded.items():
         _load_one(root, name, first, given[name])
-    return nn.modules.module._IncompatibleKeys(missing, unexpected)
+    return compat.IncompatibleKeys(missing, unexpected)
 
 
 def _odd(root: ShardedModule, name: str, first: str, value: Any) -> str:

@@ -17,15 +17,15 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 
-from .layouts import Layout, Segment, Shard, chunk
+from .layouts import Layout, Shard, chunk
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One DTensor of a parameter: `offset` and `segment` along the run, the piece's shape, and its sharded dimension."""
+    """One DTensor of a parameter: `offset` and `length` along the run, the piece's shape, its sharded dimension."""
 
     offset: int
-    segment: Segment
+    length: int
     shape: tuple[int, ...]
     dim: int
 
@@ -43,16 +43,23 @@ class Storage:
         """Empty for a whole parameter."""
         if not isinstance(self.layout, Shard):
             return ()
-        d, p = self.layout.dim, self.layout.partition
+        d = self.layout.dim
         out, at = [], 0
-        for s in p.segments:
-            assert isinstance(s.count, int) and isinstance(s.unit, int) and isinstance(p.repeat, int)
+        for s in self.layout.partition.segments:
+            assert isinstance(s.count, int) and isinstance(s.unit, int)
             units = (s.count * s.unit,) if s.count % self.tp == 0 or s.unit == 1 else (s.count, s.unit)
-            repeat = (p.repeat,) if p.repeat > 1 else ()
+            repeat = (self.repeat,) if self.repeat > 1 else ()
             shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
-            out.append(Piece(at, s, shape, d + len(repeat)))
+            out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
             at += s.count * s.unit
         return tuple(out)
+
+    @property
+    def repeat(self) -> int:
+        """How often the run of pieces comes along the sharded dimension."""
+        repeat = self.layout.partition.repeat if isinstance(self.layout, Shard) else 1
+        assert isinstance(repeat, int)  # a parameter's size is no symbol
+        return repeat
 
     def names(self, name: str) -> list[str]:
         """Attribute names of the pieces of the parameter `name`."""
@@ -62,15 +69,15 @@ class Storage:
         """The whole pieces of a whole parameter, as views."""
         if not isinstance(self.layout, Shard):
             return [full]
-        d, p = self.layout.dim, self.layout.partition
-        run = full.unflatten(d, (p.repeat, -1))
-        return [run.narrow(d + 1, x.offset, x.segment.length).reshape(x.shape) for x in self.pieces]
+        d = self.layout.dim
+        run = full.unflatten(d, (self.repeat, -1))
+        return [run.narrow(d + 1, x.offset, x.length).reshape(x.shape) for x in self.pieces]
 
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
         """The inverse of `cut`."""
         if not isinstance(self.layout, Shard):
             return pieces[0]
-        d, repeat = self.layout.dim, self.layout.partition.repeat
+        d, repeat = self.layout.dim, self.repeat
         runs = [
             t.reshape(*self.shape[:d], repeat, x.segment.length, *self.shape[d + 1 :])
             for t, x in zip(pieces, self.pieces, strict=True)
@@ -81,8 +88,8 @@ class Storage:
         """The rank's slice of the parameter, in the parameter's own dimensions, from its slices of the pieces."""
         if not isinstance(self.layout, Shard) or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
             return pieces[0]
-        d, repeat = self.layout.dim, self.layout.partition.repeat
-        around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat  # type: ignore[operator]
+        d, repeat = self.layout.dim, self.repeat
+        around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat
         runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])

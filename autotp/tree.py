@@ -1,4 +1,4 @@
-"""The module tree: one rank's flat program cut up along the original's modules, so that code that wraps modules works."""
+"""The module tree: one rank's flat program cut up along the original's modules, so that wrapping modules works."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Part(nn.Module):
         """Run this part of `program`; called by the parent part with the values that flow in."""
         if program not in self._programs:
             raise StateError(
-                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may be "
-                "shards. Call the whole module; to run a part alone, compile that part."
+                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
+                "be shards. Call the whole module; to run a part alone, compile that part."
             )
         return self._programs[program](*args)
 
@@ -134,9 +134,7 @@ class Assembler:
         for read in reads:
             found = BLOCK.search(read.name)
             block = read.name[: found.end() - (found.group(1) == ".")] if found else ""
-            inside = block and all(
-                any(CALL.sub("", p) == block for p in _path(u)) for u in read.node.users
-            )
+            inside = block and all(any(CALL.sub("", p) == block for p in _path(u)) for u in read.node.users)
             units.setdefault(block if inside and read.node.users else "", []).append(read)
         return units
 

@@ -1,8 +1,8 @@
 """Autocast made explicit: the casts that an operator's operands went through stand in the graph.
 
-`torch.export` records operators above autocast: the dtypes of the results show it, the casts are missing. With the casts
-in the graph, an operator may be taken apart or moved without changing what it is computed in, and the program is run with
-autocast switched off.
+`torch.export` records operators above autocast: the dtypes of the results show it, the casts are missing. With the
+casts in the graph, an operator may be taken apart or moved without changing what it is computed in, and the program is
+run with autocast switched off.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ from .base import Pass
 
 # Contractions: autocast lowers all operands, and fake tensors do not mind if they differ.
 LOWERED = frozenset(
-    "linear matmul mm bmm mv addmm addbmm baddbmm addmv addr einsum prelu scaled_dot_product_attention conv1d conv2d "
-    "conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution conv_tbc".split()
-)
+    ["linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "prelu",
+     "scaled_dot_product_attention", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d", "conv_tbc"]
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,9 @@ def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repea
             (list(p.chunk(tp, x.dim)) + [p.narrow(x.dim, 0, 0)] * tp)[rank]
             for p, x in zip(pieces, storage.pieces, strict=True)
         ]
-        wanted = torch.cat([full.narrow(dim, at, n) for at, n in spans.spans(rank, tp)] or [full.narrow(dim, 0, 0)], dim)
+        wanted = torch.cat(
+            [full.narrow(dim, at, n) for at, n in spans.spans(rank, tp)] or [full.narrow(dim, 0, 0)], dim
+        )
         assert torch.equal(storage.local(mine), wanted), (what, rank)
 
 
@@ -73,8 +75,8 @@ def equal_states(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
 
 
 def test_the_state_of_a_plain_process_is_the_originals():
-    model = transformer("gpt2")
-    sharded = autotp.compile(model, 4, example_inputs=inputs_of(model))
+    model: Any = transformer("gpt2")
+    sharded: Any = autotp.compile(model, 4, example_inputs=inputs_of(model))
     equal_states(sharded.full_state_dict(), model.state_dict())
     assert list(sharded.state_dict()) == list(model.state_dict())
     doubled = {n: 2 * t for n, t in model.state_dict().items()}
@@ -85,7 +87,7 @@ def test_the_state_of_a_plain_process_is_the_originals():
 
 def test_a_state_dict_that_does_not_fit_loads_nothing():
     model = redrawn(nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 4)))
-    sharded = autotp.compile(model, 1, example_inputs=torch.randn(3, 4))
+    sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(3, 4))
     given: dict[str, Any] = {n: t + 1 for n, t in model.state_dict().items()}
     before = {n: t.clone() for n, t in sharded.full_state_dict().items()}
     del given["0.bias"], given["1.running_mean"]
@@ -93,8 +95,11 @@ def test_a_state_dict_that_does_not_fit_loads_nothing():
     with pytest.raises(StateError) as caught:
         sharded.load_state_dict(given)
     for text in (
-        "missing: 0.bias, 1.running_mean", "unknown: extra", "2.weight is (4, 9), the model has (4, 8)", "2.bias is float",
-    ):  # fmt: skip
+        "missing: 0.bias, 1.running_mean",
+        "unknown: extra",
+        "2.weight is (4, 9), the model has (4, 8)",
+        "2.bias is float",
+    ):
         assert text in str(caught.value)
     equal_states(sharded.full_state_dict(), before)
     given |= {"2.weight": torch.zeros(4, 8), "2.bias": torch.ones(4)}
@@ -135,7 +140,7 @@ def holding(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def held(model: nn.Module, inputs: Any, mesh: DeviceMesh) -> dict[str, Any]:
-    sharded = autotp.compile(model, example_inputs=inputs, mesh=mesh)
+    sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh)
     named, original = dict(sharded.named_parameters()), dict(model.named_parameters())
     pieces = {n.rsplit("_part", 1)[0] for n in named}
     before, wanted = run(sharded, inputs), model.state_dict()
@@ -174,7 +179,7 @@ def from_meta(model: nn.Module, inputs: Any, mesh: DeviceMesh) -> float:
     """A model without weights is sharded first, and loaded then."""
     with torch.device("meta"):
         empty = type(model)(model.config).eval()
-    sharded = autotp.compile(empty, example_inputs=inputs, mesh=mesh)
+    sharded: Any = autotp.compile(empty, example_inputs=inputs, mesh=mesh)
     try:
         run(sharded, inputs)
     except StateError as error:
@@ -198,6 +203,9 @@ def test_every_way_of_holding_a_parameter_on_four_ranks(pool):
 class Rotary(nn.Module):
     """Buffers that no state dict holds, with torch's own way of initialising them."""
 
+    angles: Tensor
+    places: Tensor
+
     def __init__(self, known: bool) -> None:
         super().__init__()
         self.up = nn.Linear(8, 8)
@@ -216,10 +224,11 @@ class Rotary(nn.Module):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_buffers_that_no_state_dict_holds(known):
-    model, x = redrawn(Rotary(known)), torch.randn(3, 8)
+    x = torch.randn(3, 8)
+    model: Any = redrawn(Rotary(known))
     with torch.device("meta"):
         empty = Rotary(known)
-    sharded = autotp.compile(empty, 1, example_inputs=x)
+    sharded: Any = autotp.compile(empty, 1, example_inputs=x)
     sharded.load_state_dict(model.state_dict())
     if known:
         assert torch.equal(sharded(x), model(x))
