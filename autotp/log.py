@@ -1,4 +1,4 @@
-"""Logging: `AUTOTP_LOG=debug` shows every stage and pass with its time; `AUTOTP_LOG=some/folder` dumps graphs as well."""
+"""Logging: `AUTOTP_LOG=debug` shows stages and passes with their times; `AUTOTP_LOG=some/folder` dumps graphs too."""
 
 from __future__ import annotations
 

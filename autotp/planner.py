@@ -146,7 +146,7 @@ class Builder:
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
     def _pinned(self, name: str, layouts: list[Layout]) -> list[Layout]:
-        """What pins leave of a parameter's layouts: exact ones of an earlier plan, or the user's dimension by pattern."""
+        """What pins leave of a parameter's layouts: those of an earlier plan, or the user's dimension by pattern."""
         if name in self.pinned:
             return [self.pinned[name]]
         for pattern, dim in self.pins.items():
@@ -154,7 +154,7 @@ class Builder:
                 kept = [x for x in layouts if (x.dim if isinstance(x, Shard) else None) == dim]
                 if not kept:
                     raise PlanError(
-                        f"the pin {pattern!r} asks for Shard({dim}) of {name}, but no operator that uses it can be split "
+                        f"the pin {pattern!r} asks for Shard({dim}) of {name}, but no operator that uses it splits "
                         f"there; it can be {', '.join(sorted({str(x) for x in layouts}))}. Change or drop the pin."
                     )
                 return kept
@@ -187,7 +187,7 @@ class Builder:
 
 
 def _planned(node: fx.Node) -> bool:
-    """Operators with tensor results, and those that read a tensor: a size or an item read off a shard would be wrong."""
+    """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
 
 

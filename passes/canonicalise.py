@@ -1,4 +1,4 @@
-"""Canonicalise: one form for what the rules need to see. No arithmetic is changed, so tp=1 stays bitwise the original."""
+"""Canonicalise: one form for what the rules need to see. No arithmetic changes: tp=1 stays bitwise the original."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
                 signature, members = _signature(path, nodes, names, grads)
                 twins = first.setdefault(signature, members)
                 found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: found[n] if n in found else n for n in program.graph.nodes}
+    return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
 
 
 def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:

@@ -18,7 +18,16 @@ import autotp
 
 ROOT = Path(__file__).resolve().parent.parent
 ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
-DATA_MODULES = {"compat", "errors", "graph", "layouts", "log", "plan", "problem", "rules"}  # what a room may take from autotp
+DATA_MODULES = {
+    "compat",
+    "errors",
+    "graph",
+    "layouts",
+    "log",
+    "plan",
+    "problem",
+    "rules",
+}  # what a room may take from autotp
 PRIVATE_TORCH = "autotp/compat.py"  # the one file that may touch torch's private modules
 MAX_FILE, MAX_FUNCTION, MAX_NAMES = 350, 60, 15
 # Each is written in two halves, so that this file does not hold it.
