@@ -79,7 +79,7 @@ class Storage:
             return pieces[0]
         d, repeat = self.layout.dim, self.repeat
         runs = [
-            t.reshape(*self.shape[:d], repeat, x.segment.length, *self.shape[d + 1 :])
+            t.reshape(*self.shape[:d], repeat, x.length, *self.shape[d + 1 :])
             for t, x in zip(pieces, self.pieces, strict=True)
         ]
         return torch.cat(runs, d + 1).reshape(self.shape) if len(runs) > 1 else runs[0].reshape(self.shape)
