@@ -13,7 +13,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 
-from autotp.rules.core import aten, expression, sizes
+from autotp.rules.core import Op, aten, expression, sizes
 
 from . import compat
 from .layouts import Size
@@ -143,6 +143,15 @@ def resolve(node: fx.Node) -> Value:
     if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
         return node.args[0], int(node.args[1])  # type: ignore[arg-type]
     return node, 0
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers in this call; dropout outside training does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    args = Op.of(node).args
+    live = args.get("dropout_p", args.get("p", 1.0)) if args.get("train", True) else 0.0
+    return live is None or live > 0
 
 
 def floating(val: Any) -> bool:

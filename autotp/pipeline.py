@@ -22,7 +22,7 @@ from autotp.passes.canonicalise import CANONICAL
 from .capture import capture, skeleton
 from .describe import describe
 from .errors import InputError
-from .graph import Capture
+from .graph import Capture, draws
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .log import dump, stage
@@ -117,7 +117,9 @@ def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tup
     """A model's graph for these inputs as the model is now, and what the user should know of it."""
     inputs, note = without_cache(model, inputs)
     captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device))
-    return captured, [*([note] if note else []), *captured.notes]
+    drawn = sum(draws(n) for n in captured.graph.nodes)
+    whole = f"{drawn} operators draw random numbers (live dropout): they run whole, so that every rank draws the same"
+    return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
 
 
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
