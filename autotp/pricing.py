@@ -39,6 +39,11 @@ class Prices:
 
     def __post_init__(self) -> None:
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
+        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
+        for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
+            read = [i for i in n.all_input_nodes if tensors(i)]
+            if len(read) == 1 and read[0] in self.weights:
+                self.weights.add(n)
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
@@ -75,8 +80,7 @@ class Prices:
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
         node, i = value
-        leaf = self.leaves.get(node)
-        if leaf is not None and leaf.kind == "parameter" and isinstance(a, Shard):
+        if node in self.weights and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
         if self._forbidden(node, a, b):
             return None

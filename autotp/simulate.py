@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autotp.rules.core import aten
+
 from . import compat, conversions
 from .graph import Capture
 from .inputs import Inputs, without_cache
@@ -88,6 +90,12 @@ def _distinct(result: Any, args: Any) -> Any:
     return result
 
 
+# What torch itself has no derivative for; the rules of these operators write the same into the program of the ranks.
+DERIVABLE: dict[Any, Callable[..., Tensor]] = {
+    aten.copy.default: lambda like, value, non_blocking=False: value.to(like.dtype).expand_as(like),
+}
+
+
 def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
     """Run the captured graph itself, showing every value as it is made; returns its outputs."""
     env: dict[fx.Node, Any] = {}
@@ -98,7 +106,8 @@ def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[
             env[node] = inputs[node]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            env[node] = _distinct(node.target(*args, **kwargs), args)  # type: ignore[operator]
+            target: Any = DERIVABLE.get(node.target, node.target)
+            env[node] = _distinct(target(*args, **kwargs), args)
         observe(node, env[node])
     return None
 
