@@ -68,8 +68,7 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     results = []
     for r in range(tp):
         kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") else {})}
-        args = _at(node.args, env, r)
-        results.append(_distinct(target(*args, **kwargs), args))
+        results.append(_call(target, _at(node.args, env, r), kwargs))
     return results
 
 
@@ -83,17 +82,23 @@ def _at(args: Any, env: dict[fx.Node, Ranks], rank: Any) -> Any:
     return args
 
 
-def _distinct(result: Any, args: Any) -> Any:
-    """An alias where an operator returns its operand itself, so that every value has a gradient of its own."""
-    if isinstance(result, Tensor) and any(result is a for a in args):
-        return result.view_as(result)
-    return result
-
-
 # What torch itself has no derivative for; the rules of these operators write the same into the program of the ranks.
 DERIVABLE: dict[Any, Callable[..., Tensor]] = {
     aten.copy.default: lambda like, value, non_blocking=False: value.to(like.dtype).expand_as(like),
 }
+UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permuted, aten.empty_strided)
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result, comparable: memory that it left as it was is zero, and an operand that it returns is an
+    alias, so that every value has a gradient of its own."""
+    function: Any = DERIVABLE.get(target, target)
+    result = function(*args, **kwargs)
+    if getattr(target, "overloadpacket", None) in UNINITIALISED:
+        return torch.zeros_like(result)
+    if isinstance(result, Tensor) and any(result is a for a in args):
+        return result.view_as(result)
+    return result
 
 
 def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
@@ -106,8 +111,7 @@ def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[
             env[node] = inputs[node]
         else:
             args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
-            target: Any = DERIVABLE.get(node.target, node.target)
-            env[node] = _distinct(target(*args, **kwargs), args)
+            env[node] = _call(node.target, args, kwargs)
         observe(node, env[node])
     return None
 
