@@ -6,7 +6,7 @@ import ast
 import json
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -281,8 +281,3 @@ def _read_plan(data: dict[str, Any]) -> Plan:
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
     return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
-
-
-def without_decisions(plan: Plan) -> Plan:
-    """The plan's placements only: for another capture of the same model."""
-    return replace(plan, decisions={})

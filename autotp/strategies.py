@@ -95,11 +95,6 @@ def penalty(layouts: Iterable[Layout], tp: int) -> int:
     return total
 
 
-def grows(shape: Shape, others: Iterable[Shape]) -> bool:
-    """Whether a result has dimensions that no operand has: where new candidate splits may appear."""
-    return sorted(map(str, shape)) not in [sorted(map(str, s)) for s in others]
-
-
 def share(layout: Layout, tp: int, hint) -> float:
     """Largest part of a value that one rank holds."""
     if not isinstance(layout, Shard):
