@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,11 +33,21 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     if not (b.is_floating_point() or b.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    top = (a - b).abs().max().item() if a.numel() else 0.0
+    top = top if math.isfinite(top) else _finite_part(a, b)
+    size = largest(b) + FLOOR * scale
+    return top / size if size else math.inf if top else 0.0
+
+
+def _finite_part(a: Tensor, b: Tensor) -> float:
+    """max|a - b| where `b` is finite; inf where the non-finite values differ."""
     finite = torch.isfinite(b)
     if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
         return float("inf")
     top = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
-    return top / (largest(b) + FLOOR * scale) if top else 0.0
+    return math.inf if math.isnan(top) else top  # a NaN would be lost in max()
 
 
 def loss(outputs: Any) -> Tensor:
@@ -55,4 +66,5 @@ def largest(x: Tensor) -> float:
     x = x.detach()
     if x.dtype == torch.bool or not x.numel():
         return 0.0
-    return torch.where(torch.isfinite(x), x, 0).abs().max().item()
+    top = x.abs().max().item()
+    return top if math.isfinite(top) else torch.where(torch.isfinite(x), x, 0).abs().max().item()
