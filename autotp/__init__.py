@@ -5,6 +5,7 @@ from autotp.cost import Cluster
 # Plan comes by way of .api: an import from .plan here would make `autotp.plan` that module to type checkers.
 from ._version import __version__
 from .api import Plan, compile, parallelize, plan
+from .custom import prove_rule, register_rule
 from .errors import AutoTPError
 from .inputs import Inputs
 from .log import configure
@@ -23,5 +24,7 @@ __all__ = [
     "compile",
     "parallelize",
     "plan",
+    "prove_rule",
+    "register_rule",
     "verify",
 ]

@@ -11,6 +11,7 @@ import sympy
 import torch
 import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
 from torch import fx
+from torch._library.custom_ops import CustomOpDef
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
@@ -75,3 +76,15 @@ def _bound(x: Any, otherwise: int) -> int:
 sym_size: Any = torch.ops.aten.sym_size.int
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
+
+
+def operator(op: Any) -> Any:
+    """The overload or packet that an operator is: by itself, as a custom operator, or by name; None where unknown."""
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, str):
+        space, _, name = op.replace("::", ".").partition(".")
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops, space), packet, None) if packet else None
+        op = getattr(op, overload, None) if overload else op
+    return op if isinstance(op, OpOverloadPacket | torch._ops.OpOverload) else None

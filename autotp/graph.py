@@ -173,7 +173,7 @@ def module_path(node: fx.Node) -> tuple[str, ...]:
 def short_name(target: Any) -> str:
     """`aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
     text = str(target)
-    return text.removesuffix(".default") if text.startswith("aten") else getattr(target, "__name__", text)
+    return text.removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", text)
 
 
 def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:

@@ -43,7 +43,7 @@ class Factor:
     """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
 
     `contracted` says what results that lack the factor become when it is split: partial sums, or None where the loop
-    must not be split then.
+    must not be split then. `label` is its letter, where an einsum string gives it one.
     """
 
     size: Size
@@ -51,6 +51,7 @@ class Factor:
     outs: tuple[Carry | None, ...]
     pieces: tuple[Size, ...] = ()
     contracted: bool = True
+    label: str = field(default="", compare=False)
 
 
 Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]
@@ -143,13 +144,14 @@ def rule(*targets: Any) -> Callable[[RuleFunction], RuleFunction]:
 
     def enter(function: RuleFunction) -> RuleFunction:
         for target in targets:
-            RULES.update(dict.fromkeys(_overloads(target), function))
+            RULES.update(dict.fromkeys(overloads(target), function))
         return function
 
     return enter
 
 
-def _overloads(target: Any) -> list[Any]:
+def overloads(target: Any) -> list[Any]:
+    """An overload itself; of a packet those overloads that do not write to their operands."""
     if not isinstance(target, OpOverloadPacket):
         return [target]
     found = [getattr(target, name) for name in target.overloads()]
@@ -158,12 +160,12 @@ def _overloads(target: Any) -> list[Any]:
 
 def rule_of(op: Op) -> Rule | None:
     """The rule of this call, or None where the operator has none (it then runs whole)."""
-    function = RULES.get(op.target) or RULES.get(str(op.target))
-    if function is None and _pointwise(op.target):
-        function = RULES["pointwise"]
+    function = function_of(op.target)
     if function is None:
         return None
     found = function(op)
+    if not isinstance(found, Rule):
+        raise RuleError(f"the rule of {op.target} gave {type(found).__name__}, should be autotp.rules.Rule")
     for f in found.factors:
         if len(f.ins) != len(op.ins) or len(f.outs) != len(op.outs):
             raise RuleError(
@@ -171,6 +173,12 @@ def rule_of(op: Op) -> Rule | None:
                 f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
             )
     return replace(found, linear=tuple(s for s in found.linear if _summable(op, s)))
+
+
+def function_of(target: Any) -> RuleFunction | None:
+    """The rule function of an operator: its entry in the table, or that of all which torch tags as pointwise."""
+    function = RULES.get(target) or RULES.get(str(target))
+    return RULES["pointwise"] if function is None and _pointwise(target) else function
 
 
 def _summable(op: Op, slots: Iterable[int]) -> bool:
@@ -203,15 +211,18 @@ def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]
         slots = zip([*places[0], *places[1]], [*op.ins, *op.outs], strict=True)
         lengths = dict.fromkeys(shape[carry.dim] for carry, shape in slots if carry is not None)
         if sum(isinstance(n, int) for n in lengths) < 2:  # of two lengths it is no loop, but broadcast
-            factors.append(Factor(next(iter(lengths)), tuple(places[0]), tuple(places[1])))
+            letter = label if isinstance(label, str) and len(label) == 1 else ""
+            factors.append(Factor(next(iter(lengths)), tuple(places[0]), tuple(places[1]), label=letter))
     return Rule(tuple(factors), **rule_fields)
 
 
 def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:
-    """The rule of an operator written as an einsum string with one term a slot; `...` stands for broadcast dims."""
+    """The rule of an operator written as an einsum string with one term a slot.
+
+    `...` stands for broadcast dimensions, `_` for a dimension that must stay whole.
+    """
     left, right = equation.replace(" ", "").split("->")
-    ins = [_term(t, s) for t, s in zip(left.split(","), op.ins, strict=True)]
-    outs = [_term(t, s) for t, s in zip(right.split(","), op.outs, strict=True)]
+    ins, outs = _terms(op, left, op.ins), _terms(op, right, op.outs)
     shapes = {x: n for t, s in zip(outs, op.outs, strict=True) for x, n in zip(t, s, strict=True)}
     for term, shape in zip(ins, op.ins, strict=True):
         for i, (label, n) in enumerate(zip(term, shape, strict=True)):
@@ -220,12 +231,22 @@ def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:
     return loops(op, ins, outs, **rule_fields)
 
 
-def _term(term: str, shape: Shape) -> list[Label]:
+def _terms(op: Op, text: str, shapes: Sequence[Shape]) -> list[list[Label]]:
+    terms = text.split(",") if shapes else []
+    if len(terms) != len(shapes):
+        raise RuleError(f"the rule of {op.target} has {len(terms)} terms in {text!r} for {len(shapes)} tensors")
+    return [_term(op, t, s) for t, s in zip(terms, shapes, strict=True)]
+
+
+def _term(op: Op, term: str, shape: Shape) -> list[Label]:
     head, dots, tail = term.partition("...")
     between = len(shape) - len(head) - len(tail)
     if between < 0 or (between and not dots):
-        raise RuleError(f"einsum term {term!r} does not fit a tensor of {len(shape)} dimensions")
-    return [*head, *(-i for i in range(between, 0, -1)), *tail]
+        raise RuleError(
+            f"the rule of {op.target} has the term {term!r} for a tensor of {len(shape)} dimensions, "
+            f"{list(map(str, shape))}. Write one letter a dimension, and `...` for any number of them."
+        )
+    return [x if x != "_" else None for x in (*head, *(-i for i in range(between, 0, -1)), *tail)]
 
 
 def local_count(name: str, slot: int, dim: int) -> Localise:

@@ -1,0 +1,65 @@
+"""A rule in words: an einsum string with one letter for each loop, as the docs and the errors show it."""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+
+from autotp.layouts import Size, divide, simplify
+
+from .core import Carry, Op, Rule, Shape
+
+BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
+
+
+def letters(rule: Rule) -> list[str]:
+    """A letter for each factor: its own label, or the next one that is free."""
+    taken = {f.label for f in rule.factors}
+    free = iter(x for x in string.ascii_letters if x not in taken)
+    return [f.label or next(free) for f in rule.factors]
+
+
+def notation(op: Op, rule: Rule) -> str:
+    """The factors of a call, such as `abk,nk,n->abn`: a letter that the right side lacks is contracted.
+
+    `_` stays whole; `(2 a)` holds the loop twice over, `(a 2)` in pairs, `(a b)` both, the outer one first; `a₀` and
+    `a₁` are pieces of one loop that is cut up; `[a]` holds the rows of every group, sorted by group.
+    """
+    ins = [_term(rule, [f.ins[i] for f in rule.factors], shape) for i, shape in enumerate(op.ins)]
+    outs = [_term(rule, [f.outs[i] for f in rule.factors], shape) for i, shape in enumerate(op.outs)]
+    return f"{','.join(ins)}->{','.join(outs)}"
+
+
+def linear(op: Op, rule: Rule) -> str:
+    """The operands that may be partial sums: `self + other` together, `self or other` either."""
+    sets = [" + ".join(dict.fromkeys(op.names[i] for i in sorted(slots))) for slots in rule.linear]
+    return " or ".join(dict.fromkeys(sets))
+
+
+def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
+    loops = list(zip(letters(rule), rule.factors, carries, strict=True))
+    return "".join(
+        _dim([(name, f.size, c) for name, f, c in loops if c is not None and c.dim == dim], length)
+        for dim, length in enumerate(shape)
+    )
+
+
+def _dim(loops: list[tuple[str, Size, Carry]], length: Size) -> str:
+    """The loops that one dimension holds, the outermost first, with numbers for what lies between them."""
+    if len(loops) > 1:
+        loops = [x for x in loops if x[1] != 1] or loops[:1]
+    if len(loops) == 1 and loops[0][2].piece is not None:
+        return loops[0][0] + str(loops[0][2].piece).translate(BELOW)
+    if len(loops) == 1 and getattr(loops[0][2], "groups", None) is not None:
+        return f"[{loops[0][0]}]"
+    parts: list[str] = []
+    outside: Size = 1
+    for name, size, carry in sorted(loops, key=lambda x: str(x[2].repeat).zfill(20)):
+        gap = divide(carry.repeat, outside)
+        if gap is None:
+            return "|".join(x[0] for x in loops)  # either, not both
+        parts += [str(gap)] * (gap != 1) + [name]
+        outside = simplify(carry.repeat * size)
+    inside = divide(length, outside)
+    parts += [str(inside)] * (inside not in (1, None)) if loops else ["_"]
+    return parts[0] if len(parts) == 1 else f"({' '.join(parts)})"
