@@ -13,6 +13,7 @@ from autotp.graph import Capture, differentiable
 from autotp.rules.core import Op, aten, expression, is_tensor, sizes
 
 from .base import Pass
+from .examples import DropExamples
 
 
 @dataclass(frozen=True)
@@ -199,5 +200,5 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropIdentities(), TileSlices(), RebindSizes(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
 )  # fmt: skip

@@ -191,8 +191,9 @@ def _summable(op: Op, slots: Iterable[int]) -> bool:
 
 def _pointwise(target: Any) -> bool:
     schema = getattr(target, "_schema", None)
-    tagged = torch.Tag.pointwise in getattr(target, "tags", ())
-    return tagged and schema is not None and not schema.is_mutable and "generator" not in str(schema)
+    if torch.Tag.pointwise not in getattr(target, "tags", ()) or schema is None or schema.is_mutable:
+        return False
+    return "generator" not in str(schema) and all(str(r.type) == "Tensor" for r in schema.returns)
 
 
 Label = Any
@@ -247,6 +248,11 @@ def _term(op: Op, term: str, shape: Shape) -> list[Label]:
             f"{list(map(str, shape))}. Write one letter a dimension, and `...` for any number of them."
         )
     return [x if x != "_" else None for x in (*head, *(-i for i in range(between, 0, -1)), *tail)]
+
+
+def broadcast(op: Op, n: int) -> list[list[Label]]:
+    """Labels 0 to n - 1 for the operands' dimensions, aligned at the last one; None where a dimension has size 1."""
+    return [[d if size != 1 else None for d, size in enumerate(s, start=n - len(s))] for s in op.ins]
 
 
 def local_count(name: str, slot: int, dim: int) -> Localise:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autotp.layouts import divide
 
-from .core import Carry, Factor, Op, Rule, aten, local_count, loops, rule, with_factors
+from .core import Carry, Factor, Op, Rule, aten, einsum, local_count, loops, rule, with_factors
 from .views import THROUGH
 
 
@@ -13,23 +15,23 @@ from .views import THROUGH
 def convolution(op: Op) -> Rule:
     """Input channels are contracted where there are no groups; with groups, whole groups split."""
     rank, groups = len(op.ins[1]), op.args["groups"]
-    if len(op.ins[0]) != rank:
-        return Rule()
     space, bias = [None] * (rank - 2), op.ins[2:]
+    batch, channel = ["b"][: len(op.ins[0]) - rank + 1], len(op.ins[0]) - rank + 1
     addends = frozenset({2} if bias else ())
+    linear = (frozenset({0, *addends}),)
     transposed = "transpose" in str(op.target) or op.args.get("transposed")
     if groups == 1:
         weight = ["i", "o", *space] if transposed else ["o", "i", *space]
-        ins = [["b", "i", *space], weight, *[["o"] for _ in bias]]
-        return loops(op, ins, [["b", "o", *space]], addends=addends, empty=False)
-    batch = loops(op, [["b", None, *space], [None] * rank, *[[None] for _ in bias]], [["b", None, *space]], empty=False)
-    x, w, y = (divide(s[d], groups) for s, d in ((op.ins[0], 1), (op.ins[1], 0), (op.outs[0], 1)))
+        ins = [[*batch, "i", *space], weight, *[["o"] for _ in bias]]
+        return loops(op, ins, [[*batch, "o", *space]], linear=linear, addends=addends, empty=False)
+    whole = [*batch, None, *space]
+    base = loops(op, [whole, [None] * rank, *[[None] for _ in bias]], [whole], linear=linear, empty=False)
+    x, w, y = (divide(s[d], groups) for s, d in ((op.ins[0], channel), (op.ins[1], 0), (op.outs[0], channel)))
     if x is None or w is None or y is None:
-        return batch
-    channels = Factor(
-        groups, (Carry(1, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in bias]), (Carry(1, unit=y),)
-    )
-    return with_factors(Rule(batch.factors, localise=local_count("groups", 1, 0), empty=False), [channels])
+        return base
+    ins = (Carry(channel, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in bias])
+    channels = Factor(groups, ins, (Carry(channel, unit=y),), label="g")
+    return with_factors(replace(base, localise=local_count("groups", 1, 0)), [channels])
 
 
 @rule(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)
@@ -38,12 +40,35 @@ def convolution(op: Op) -> Rule:
 @rule(aten.max_pool1d_with_indices, aten.max_pool2d_with_indices, aten.max_pool3d_with_indices)
 @rule(aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_nearest3d, aten.upsample_linear1d)
 @rule(aten.upsample_bilinear2d, aten.upsample_bicubic2d, aten.upsample_trilinear3d)
+@rule(aten._upsample_bilinear2d_aa, aten._upsample_bicubic2d_aa)
+@rule(aten._upsample_nearest_exact1d, aten._upsample_nearest_exact2d, aten._upsample_nearest_exact3d)
 def positions(op: Op) -> Rule:
-    """What comes before the one, two or three dimensions of positions is free."""
+    """What comes before the one, two or three dimensions of positions is free; all but maxima are linear."""
     name = op.target.overloadpacket.__name__
-    space = next(n for n in (1, 2, 3) if f"{n}d" in name)
-    labels = [*range(len(op.ins[0]) - space), *[None] * space]
-    return loops(op, [labels], [labels] * len(op.outs), empty=False)
+    space = "_" * next(n for n in (1, 2, 3) if f"{n}d" in name)
+    results = ",".join([f"...{space}"] * len(op.outs))
+    return einsum(op, f"...{space}->{results}", linear=() if "max" in name else THROUGH, empty=False)
+
+
+@rule(aten.grid_sampler.default)
+def grid_sampler(op: Op) -> Rule:
+    """Images are read at the grid's positions, which are independent of each other."""
+    to = "xyz"[: len(op.ins[0]) - 2]
+    return einsum(op, f"bc{'_' * len(to)},b{to}_->bc{to}", linear=THROUGH, empty=False)
+
+
+@rule(aten.im2col.default, aten.col2im.default)
+def columns(op: Op) -> Rule:
+    """Every channel becomes a window of rows, and back."""
+    there = op.target is aten.im2col.default
+    image, rows = (op.ins[0], op.outs[0]) if there else (op.outs[0], op.ins[0])
+    window = divide(rows[-2], image[-3])
+    if window is None:
+        return Rule()
+    batch = [Factor(image[0], (Carry(0),), (Carry(0),))] * (len(rows) - 2)
+    one, many = Carry(len(image) - 3), Carry(len(rows) - 2, unit=window)
+    channels = Factor(image[-3], (one if there else many,), (many if there else one,))
+    return Rule((*batch, channels), THROUGH, empty=False)
 
 
 @rule(aten.pixel_shuffle, aten.pixel_unshuffle)

@@ -22,7 +22,7 @@ def embedding(op: Op) -> Rule:
     if op.args["scale_grad_by_freq"]:
         return Rule()  # the backward counts how often each id occurs among all
     base = loops(op, [[None, "h"], ids], [[*ids, "h"]])
-    vocabulary = Factor(op.ins[0][0], (Carry(0), None), (None,))
+    vocabulary = Factor(op.ins[0][0], (Carry(0), None), (None,), label="v")
     return with_factors(Rule(base.factors, localise=_local_embedding), [vocabulary])
 
 
@@ -62,7 +62,7 @@ def index_select(op: Op) -> Rule:
     return loops(op, [labels, ["i"]], [[x if x is not None else "i" for x in labels]], linear=(frozenset({0}),))
 
 
-@rule(aten.gather.default)
+@rule(aten.gather.default, aten.take_along_dim.default)
 def gather(op: Op) -> Rule:
     """Dimensions other than the looked-up one split where operand and index have the same length."""
     d = op.dim() if op.ins[0] else 0

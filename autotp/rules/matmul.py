@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import string
+
 from autotp.layouts import divide
 
-from .core import Carry, Factor, Op, Rule, aten, einsum, loops, rule, with_factors
+from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, loops, rule, with_factors
 
 
 @rule(aten.linear)
@@ -14,25 +16,41 @@ def linear(op: Op) -> Rule:
     return einsum(op, equation, linear=(frozenset({0, 2} if bias else {0}),), addends=frozenset({2} if bias else ()))
 
 
+EITHER = (frozenset({0}), frozenset({1}))
+
+
 @rule(aten.mm)
 def mm(op: Op) -> Rule:
-    return einsum(op, "mk,kn->mn", linear=(frozenset({0}), frozenset({1})))
+    return einsum(op, "mk,kn->mn", linear=EITHER)
 
 
 @rule(aten.bmm)
 def bmm(op: Op) -> Rule:
-    return einsum(op, "bmk,bkn->bmn", linear=(frozenset({0}), frozenset({1})))
+    return einsum(op, "bmk,bkn->bmn", linear=EITHER)
+
+
+ADDED = {"linear": (frozenset({0, 1}), frozenset({0, 2})), "addends": frozenset({0})}
 
 
 @rule(aten.addmm)
 def addmm(op: Op) -> Rule:
     """`beta` and `alpha` scale the addend and the product; both stay linear."""
-    return einsum(op, "mn"[2 - len(op.ins[0]) :] + ",mk,kn->mn", addends=frozenset({0}))
+    return einsum(op, "mn"[2 - len(op.ins[0]) :] + ",mk,kn->mn", **ADDED)
 
 
 @rule(aten.baddbmm)
 def baddbmm(op: Op) -> Rule:
-    return einsum(op, "bmn"[3 - len(op.ins[0]) :] + ",bmk,bkn->bmn", addends=frozenset({0}))
+    return einsum(op, "bmn"[3 - len(op.ins[0]) :] + ",bmk,bkn->bmn", **ADDED)
+
+
+@rule(aten.addbmm)
+def addbmm(op: Op) -> Rule:
+    return einsum(op, "mn"[2 - len(op.ins[0]) :] + ",bmk,bkn->mn", **ADDED)
+
+
+@rule(aten.addmv)
+def addmv(op: Op) -> Rule:
+    return einsum(op, "m"[1 - len(op.ins[0]) :] + ",mk,k->m", **ADDED, empty=op.ins[0] == op.outs[0])
 
 
 @rule(aten.matmul)
@@ -42,17 +60,22 @@ def matmul(op: Op) -> Rule:
     result = "..." * (a > 2 or b > 2) + "m" * (a > 1) + "n" * (b > 1)
     if not result.startswith("..."):
         left, right = left.replace("...", ""), right.replace("...", "")
-    return einsum(op, f"{left},{right}->{result}", linear=(frozenset({0}), frozenset({1})))
+    return einsum(op, f"{left},{right}->{result}", linear=EITHER)
 
 
 @rule(aten.mv)
 def mv(op: Op) -> Rule:
-    return einsum(op, "mk,k->m")
+    return einsum(op, "mk,k->m", linear=EITHER)
 
 
 @rule(aten.dot)
 def dot(op: Op) -> Rule:
-    return einsum(op, "k,k->")
+    return einsum(op, "k,k->", linear=EITHER)
+
+
+@rule(aten.cdist)
+def distances(op: Op) -> Rule:
+    return einsum(op, "...m_,...n_->...mn", empty=False)
 
 
 @rule(aten.einsum.default)
@@ -66,9 +89,32 @@ def torch_einsum(op: Op) -> Rule:
     return einsum(op, equation, linear=tuple(frozenset({i}) for i in range(len(op.ins))))
 
 
+@rule(aten.inner)
+def inner(op: Op) -> Rule:
+    a, b = (len(s) for s in op.ins)
+    if not a or not b:
+        return einsum(op, "...,...->...", linear=EITHER)
+    left, right = string.ascii_lowercase[: a - 1], string.ascii_uppercase[: b - 1]
+    return einsum(op, f"{left}z,{right}z->{left}{right}", linear=EITHER)
+
+
+@rule(aten.linalg_vecdot, aten.vdot)
+def vecdot(op: Op) -> Rule:
+    n = len(op.outs[0]) + 1
+    d = op.args.get("dim", -1) % n
+    return loops(op, broadcast(op, n), [[x for x in range(n) if x != d]], linear=EITHER)
+
+
+@rule(aten.bilinear)
+def bilinear(op: Op) -> Rule:
+    bias = len(op.ins) > 3
+    addends = frozenset({3} if bias else ())
+    return einsum(op, f"...i,...j,oij{',o' * bias}->...o", addends=addends, empty=False)
+
+
 @rule(aten.outer)
 def outer(op: Op) -> Rule:
-    return einsum(op, "m,n->mn", linear=(frozenset({0}), frozenset({1})))
+    return einsum(op, "m,n->mn", linear=EITHER)
 
 
 @rule(aten.scaled_dot_product_attention.default)
@@ -100,4 +146,4 @@ def _head_factor(op: Op) -> list[Factor]:
         Carry(len(s) - 3, unit=u) if len(s) > 2 and (s[-3] != 1 or i < 3) else None
         for i, (s, u) in enumerate(zip(op.ins, units, strict=True))
     ]
-    return [Factor(op.ins[1][-3], tuple(ins), (Carry(len(op.outs[0]) - 3, unit=group),))]
+    return [Factor(op.ins[1][-3], tuple(ins), (Carry(len(op.outs[0]) - 3, unit=group),), label="h")]

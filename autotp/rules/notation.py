@@ -14,9 +14,9 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 def letters(rule: Rule) -> list[str]:
     """A letter for each factor: its own label, or the next one that is free."""
-    taken = {f.label for f in rule.factors}
-    free = iter(x for x in string.ascii_letters if x not in taken)
-    return [f.label or next(free) for f in rule.factors]
+    labels = [f.label for f in rule.factors]
+    free = iter(x for x in string.ascii_letters if x not in labels)
+    return [x if x and x not in labels[:i] else next(free) for i, x in enumerate(labels)]
 
 
 def notation(op: Op, rule: Rule) -> str:

@@ -29,6 +29,8 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
         return tuple(frozenset({i}) for i in range(len(op.slots)))
     if packet is aten.where and op.names == ["condition", "self", "other"]:
         return (frozenset({1, 2}),)
+    if packet is aten.where and len(op.slots) == 2 and op.args["other" if op.names[1] == "self" else "self"] == 0:
+        return (frozenset({1}),)
     if packet is aten.masked_fill and op.args["value"] == 0:
         return (frozenset({0}),)
     return ()
@@ -53,7 +55,9 @@ def pointwise(op: Op) -> Rule:
 @rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten.resolve_conj, aten.resolve_neg)
 @rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.square, aten.float_power, aten.true_divide)
 @rule(aten.softplus, aten.mish, aten.clip, aten.ldexp, aten.fill, aten.floor_divide)
-@rule(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute)
+@rule(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute, aten.isclose, aten.isreal)
+@rule(aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal, aten.fix, aten.special_expit)
+@rule(aten.arccos, aten.arcsin, aten.arctan, aten.arccosh, aten.arcsinh, aten.arctanh, aten.arctan2)
 def untagged(op: Op) -> Rule:
     """Pointwise too, though torch does not tag them all."""
     return pointwise(op)
@@ -84,9 +88,9 @@ def prelu(op: Op) -> Rule:
     return einsum(op, "...,...->..." if op.ins[1] in ((), (1,)) else "bc...,c->bc...")
 
 
-@rule(aten.bucketize.Tensor)
+@rule(aten.bucketize.Tensor, aten.isin.Tensor_Tensor)
 def bucketize(op: Op) -> Rule:
-    return einsum(op, "...,k->...", whole=("k",))
+    return einsum(op, "...,_->...")
 
 
 @rule(aten.dropout, aten.native_dropout, aten.alpha_dropout, aten.feature_dropout)

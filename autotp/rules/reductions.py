@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, divide, simplify
 
-from .core import Carry, Factor, Op, Rule, aten, local_count, loops, rule
+from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, local_count, loops, rule
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -29,6 +29,19 @@ def _labels(op: Op) -> tuple[list, list]:
 def total(op: Op) -> Rule:
     labels, out = _labels(op)
     return loops(op, [labels], [out], linear=(frozenset({0}),))
+
+
+@rule(aten.nansum, aten.count_nonzero)
+def counted(op: Op) -> Rule:
+    """A sum over elements, in which the operator itself is not linear."""
+    labels, out = _labels(op)
+    return loops(op, [labels], [out])
+
+
+@rule(aten.histc.default)
+def histogram(op: Op) -> Rule:
+    """Counts of the parts add up, between ends that do not depend on the data."""
+    return einsum(op, "...->_") if op.args["min"] != op.args["max"] else Rule()
 
 
 @rule(aten.mean.default, aten.mean.dim)
@@ -56,7 +69,7 @@ def _local_mean(op: Op, local: Local):
     aten.amax, aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim
 )
 @rule(aten.argmax, aten.argmin, aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.var_mean, aten.median.dim)
-@rule(aten.any.dims, aten.all.dims, aten.kthvalue)
+@rule(aten.any.dims, aten.all.dims, aten.kthvalue, aten.std_mean, aten.aminmax, aten.mode, aten.nanmedian.dim)
 def whole_reduction(op: Op) -> Rule:
     labels, out = _labels(op)
     return loops(op, [labels], [out] * len(op.outs), whole=frozenset(_reduced(op)))
@@ -70,7 +83,24 @@ def along(op: Op) -> Rule:
     if not n:
         return Rule()
     labels = list(range(n))
-    return loops(op, [labels], [labels] * len(op.outs), whole=frozenset({op.args["dim"] % n}))
+    linear = (frozenset({0}),) if op.target.overloadpacket is aten.cumsum else ()
+    return loops(op, [labels], [labels] * len(op.outs), whole=frozenset({op.args["dim"] % n}), linear=linear)
+
+
+@rule(aten.linalg_cross)
+def cross(op: Op) -> Rule:
+    """Works along one dimension, which stays whole; linear in either operand."""
+    n = len(op.outs[0])
+    linear = (frozenset({0}), frozenset({1}))
+    return loops(op, broadcast(op, n), [list(range(n))], whole={op.args["dim"] % n}, linear=linear)
+
+
+@rule(aten.cosine_similarity)
+def cosine(op: Op) -> Rule:
+    """Lengths and products along one dimension, which stays whole."""
+    n = len(op.outs[0]) + 1
+    d = op.args["dim"] % n
+    return loops(op, broadcast(op, n), [[x for x in range(n) if x != d]], whole={d})
 
 
 @rule(aten.layer_norm.default, aten.rms_norm.default)
@@ -129,7 +159,8 @@ def glu(op: Op) -> Rule:
 def diff(op: Op) -> Rule:
     n = len(op.ins[0])
     labels = list(range(n))
-    return loops(op, [labels] * len(op.ins), [labels], whole=frozenset({op.args["dim"] % n}))
+    linear = (frozenset(range(len(op.ins))),)
+    return loops(op, [labels] * len(op.ins), [labels], whole=frozenset({op.args["dim"] % n}), linear=linear)
 
 
 @rule(aten._weight_norm.default)

@@ -66,6 +66,7 @@ def _product(sizes: Iterable[Size]) -> Size:
 
 @rule(aten.view.default, aten.reshape, aten._unsafe_view, aten.flatten, aten.unflatten, aten.ravel)
 @rule(aten.view_as, aten.reshape_as, aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
+@rule(aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
 def reshape(op: Op) -> Rule:
     found = atoms(op.ins[0], op.outs[0])
     sizes = [n for n, _, _ in found]
@@ -103,8 +104,8 @@ def _local_expand(op: Op, local: Local):
 
 
 @rule(
-    aten.permute, aten.transpose.int, aten.t, aten.movedim, aten.swapaxes, aten.numpy_T, aten.swapdims, aten.adjoint,
-    aten.mT,
+    aten.permute, aten.transpose.int, aten.t, aten.movedim, aten.moveaxis, aten.swapaxes, aten.numpy_T, aten.swapdims,
+    aten.adjoint, aten.mT,
 )  # fmt: skip
 def permute(op: Op) -> Rule:
     n = len(op.ins[0])
@@ -129,13 +130,21 @@ def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
 
 @rule(aten.view_as_real, aten.view_as_complex)
 def complex_pairs(op: Op) -> Rule:
-    equation = "...->...c" if op.target is aten.view_as_real.default else "...c->..."
-    return einsum(op, equation, whole=("c",), linear=THROUGH)
+    return einsum(op, "...->..._" if op.target is aten.view_as_real.default else "..._->...", linear=THROUGH)
 
 
 @rule(aten.one_hot)
 def one_hot(op: Op) -> Rule:
-    return einsum(op, "...->...c", whole=("c",)) if op.args["num_classes"] > 0 else Rule()
+    return einsum(op, "...->..._") if op.args["num_classes"] > 0 else Rule()
+
+
+@rule(aten.meshgrid)
+def meshgrid(op: Op) -> Rule:
+    """Every operand is a dimension of every result; "xy" swaps the first two."""
+    labels = list(range(len(op.ins)))
+    order = [1, 0, *labels[2:]] if op.args.get("indexing") == "xy" and len(labels) > 1 else labels
+    ins = [[i] if s else [] for i, s in enumerate(op.ins)]
+    return loops(op, ins, [[i if op.ins[i] else None for i in order]] * len(op.outs))
 
 
 @rule(aten.diagonal, aten.unfold)
@@ -230,7 +239,7 @@ def stack(op: Op) -> Rule:
     )
 
 
-@rule(aten.repeat.default)
+@rule(aten.repeat.default, aten.tile.default)
 def repeat(op: Op) -> Rule:
     """Each dimension holds the operand's loop `repeats` times over."""
     new = len(op.outs[0]) - len(op.ins[0])

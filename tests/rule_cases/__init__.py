@@ -7,9 +7,11 @@ from .draw import aten, case, f, flags, ints
 from .images import IMAGES
 from .lookup import LOOKUP, UPDATES
 from .pointwise import POINTWISE
-from .reductions import REDUCTIONS
-from .views import VIEWS
+from .reductions import LOSSES, REDUCTIONS
+from .views import FACTORIES, VIEWS
 
-CASES: list[Case] = [*POINTWISE, *MATMUL, *ATTENTION, *EXPERTS, *IMAGES, *REDUCTIONS, *VIEWS, *LOOKUP, *UPDATES]
+CASES: list[Case] = [
+    *POINTWISE, *MATMUL, *ATTENTION, *EXPERTS, *IMAGES, *REDUCTIONS, *LOSSES, *VIEWS, *FACTORIES, *LOOKUP, *UPDATES,
+]  # fmt: skip
 
 __all__ = ["CASES", "aten", "case", "f", "flags", "ints"]

@@ -46,6 +46,6 @@ def case(target: Any, *args: Any, **kwargs: Any) -> Case:
     return Case(target if hasattr(target, "_schema") else target.default, args, kwargs)
 
 
-def frozen(target: Any, *args: Any, **kwargs: Any) -> Case:
-    """A case whose last two tensors are statistics, which have no gradient."""
-    return replace(case(target, *args, **kwargs), frozen=2)
+def frozen(count: int, target: Any, *args: Any, **kwargs: Any) -> Case:
+    """A case whose last `count` tensors have no gradient."""
+    return replace(case(target, *args, **kwargs), frozen=count)

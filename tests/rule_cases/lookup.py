@@ -13,6 +13,7 @@ LOOKUP = [
     case(aten.index_select, f(4, 6, 5), 1, ints(6, 3)),
     case(aten.gather, f(4, 6, 5), 1, ints(6, 4, 3, 2)),
     case(aten.gather, f(4, 6), -1, ints(6, 4, 6)),
+    case(aten.take_along_dim, f(4, 6), ints(6, 4, 3), 1),
     case(aten.index.Tensor, f(6, 5, 4), [ints(6, 3)]),
     case(aten.index.Tensor, f(6, 5, 4), [None, ints(5, 3, 2)]),
     case(aten.index.Tensor, f(6, 5, 4), [ints(6, 3, 1), ints(5, 4)]),

@@ -9,7 +9,7 @@ import torch
 
 from autotp.proof_case import Case
 
-from .draw import aten, case, cplx, f, flags, ints, pos
+from .draw import aten, case, cplx, f, flags, frozen, ints, pos
 
 
 def words(text: str) -> list[str]:
@@ -22,12 +22,13 @@ UNARY = words(
     hardshrink.default hardsigmoid hardtanh leaky_relu lgamma logical_not nan_to_num neg positive rad2deg
     reciprocal relu round sgn sigmoid sign signbit silu sin sinc sinh softshrink tan tanh trunc isnan isinf
     isfinite relu6 selu softplus hardswish log_sigmoid mish square alias detach clone contiguous lift_fresh_copy
-    lift_fresh negative absolute detach_ zeros_like ones_like real
+    lift_fresh negative absolute detach_ zeros_like ones_like real angle i0 isneginf isposinf fix isreal arctan
+    arcsinh special_expit special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     """
 )
 POSITIVE = words(
     """
-    acos asin atanh erfinv log log10 log1p log2 logit rsqrt sqrt
+    acos asin atanh erfinv log log10 log1p log2 logit rsqrt sqrt arccos arcsin arctanh special_ndtri
     """
 )
 BINARY = words(
@@ -35,13 +36,32 @@ BINARY = words(
     add.Tensor sub.Tensor mul.Tensor div.Tensor true_divide.Tensor multiply.Tensor divide.Tensor subtract.Tensor
     atan2 copysign.Tensor eq.Tensor ne.Tensor ge.Tensor gt.Tensor le.Tensor lt.Tensor fmax fmin fmod.Tensor hypot
     logaddexp logaddexp2 maximum minimum remainder.Tensor logical_and logical_or logical_xor rsub.Tensor
-    xlogy.Tensor max.other min.other clamp_min.Tensor clamp_max.Tensor nextafter
+    xlogy.Tensor max.other min.other clamp_min.Tensor clamp_max.Tensor nextafter arctan2 greater.Tensor
+    greater_equal.Tensor less.Tensor less_equal.Tensor not_equal.Tensor isclose special_xlog1py gelu_backward
+    sigmoid_backward tanh_backward
     """
 )
 BITWISE = words(
     """
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor gcd lcm __and__.Tensor
-    __or__.Tensor __xor__.Tensor ldexp.Tensor
+    __or__.Tensor __xor__.Tensor ldexp.Tensor bitwise_right_shift.Tensor
+    """
+)
+UNDERIVED_UNARY = words(
+    """
+    special_airy_ai special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_modified_bessel_i0
+    special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    """
+)
+UNDERIVED_BINARY = words(
+    """
+    special_chebyshev_polynomial_t special_chebyshev_polynomial_u special_chebyshev_polynomial_v
+    special_chebyshev_polynomial_w special_hermite_polynomial_h special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v
+    special_shifted_chebyshev_polynomial_w special_zeta igamma igammac heaviside logit_backward
+    silu_backward
     """
 )
 
@@ -56,6 +76,13 @@ POINTWISE = [
     *(case(_op(name), pos(4, 3)) for name in POSITIVE),
     *(case(_op(name), f(4, 1, 3), f(6, 1)) for name in BINARY),
     *(case(_op(name), ints(5, 4, 3), ints(5, 3)) for name in BITWISE),
+    *(frozen(1, _op(name), pos(4, 3)) for name in UNDERIVED_UNARY),
+    *(frozen(2, _op(name), 1 + pos(4, 1, 3), 1 + pos(6, 1)) for name in UNDERIVED_BINARY),
+    case(aten.arccosh, 1 + pos(4, 3)),
+    case(aten.mvlgamma, 3 + pos(4, 3), 2),
+    case(aten.polygamma, 1, pos(4, 3)),
+    case(aten.threshold_backward, f(4, 3), f(3), 0.1),
+    case(aten.native_dropout_backward, f(4, 3), flags(4, 3), 2.0),
     case(aten.add.Tensor, f(4, 3), 2.0),
     case(aten.add.Tensor, f(4, 3), f(4, 3), alpha=3),
     case(aten.add.Tensor, f(4, 3), f()),
@@ -101,12 +128,14 @@ POINTWISE = [
     replace(case(aten.copy, f(4, 3), f(3)), reference=lambda x, src: src.expand_as(x).clone()),
     case(aten.copy, ints(5, 4, 3), f(3)),
     case(aten.bucketize.Tensor, f(4, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)),
+    case(aten.isin.Tensor_Tensor, ints(9, 4, 3), ints(9, 4)),
     case(aten.masked_fill.Scalar, f(4, 3), flags(3), 0),
     case(aten.masked_fill.Scalar, f(4, 3), flags(4, 1), -1e9),
     case(aten.masked_fill.Tensor, f(4, 3), flags(4, 3), f()),
     case(aten.where.self, flags(4, 1), f(4, 3), f(3)),
     case(aten.where.self, flags(4, 1), flags(4, 3), flags(3)),
     case(aten.where.ScalarOther, flags(4, 1), f(4, 3), 0.0),
+    case(aten.where.ScalarOther, flags(4, 1), f(4, 3), 2.0),
     case(aten.where.ScalarSelf, flags(4, 1), 0.0, f(4, 3)),
     case(aten.where.Scalar, flags(4, 3), 1.0, 0.0),
     case(aten.prelu, f(2, 4, 3), f(4)),

@@ -51,8 +51,8 @@ REDUCTIONS = [
     case(aten.native_layer_norm, f(2, 3, 4), [4], f(4), f(4), 1e-5),
     case(aten.group_norm, f(2, 6, 5), 3, f(6), f(6)),
     case(aten.group_norm, f(2, 8, 3, 3), 4),
-    frozen(aten.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), **NORM),
-    frozen(aten.batch_norm, f(4, 6), None, None, f(6), pos(6), **NORM),
+    frozen(2, aten.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), **NORM),
+    frozen(2, aten.batch_norm, f(4, 6), None, None, f(6), pos(6), **NORM),
     case(aten.instance_norm, f(2, 6, 5), f(6), f(6), None, None, True, 0.1, 1e-5, False),
     case(aten.instance_norm, f(2, 6, 3, 3), None, None, None, None, True, 0.1, 1e-5, False),
     case(aten._weight_norm, f(6, 4, 3), pos(6, 1, 1)),
@@ -65,6 +65,43 @@ REDUCTIONS = [
     *(case(op, cplx(4, 6, 5), None, [1]) for op in (aten.fft_ifftn, aten.fft_irfftn)),
     case(aten.fft_fftn, f(4, 6)),
     case(aten.kthvalue, f(4, 3, 5), 2, 1),
+    case(aten.mode, f(4, 3, 5), 1),
+    case(aten.nanmedian.dim, f(4, 3, 5), 1),
+    case(aten.std_mean.correction, f(4, 3, 5), [1], correction=1),
+    case(aten.aminmax, f(4, 3, 5), dim=1),
+    case(aten.nansum, f(4, 3, 5), [1]),
+    case(aten.count_nonzero.dim_IntList, ints(2, 4, 3, 5), [1]),
+    case(aten.count_nonzero, flags(4, 3)),
+    frozen(1, aten.histc, pos(4, 6), 5, 0, 1),
+    frozen(1, aten.histc, pos(4, 6), 5),
+    case(aten.linalg_cross, f(4, 6, 3), f(4, 6, 3)),
+    case(aten.linalg_cross, f(4, 3, 5), f(1, 3, 5), dim=1),
+    case(aten.cosine_similarity, f(4, 6, 3), f(6, 3), 2),
+    case(aten.cosine_similarity, f(4, 6, 3), f(4, 1, 3), 0),
     case(aten.diff, f(4, 6)),
     case(aten.diff, f(4, 6), 1, 0, f(1, 6)),
+]
+
+LOSSES = [
+    *(
+        frozen(op is aten.soft_margin_loss, op, f(4, 6), pos(4, 6), reduction=reduction)
+        for op in (
+            aten.mse_loss,
+            aten.l1_loss,
+            aten.smooth_l1_loss,
+            aten.huber_loss,
+            aten.soft_margin_loss,
+            aten.kl_div,
+        )
+        for reduction in (0, 1, 2)
+    ),
+    *(frozen(1, aten.binary_cross_entropy, pos(4, 6), pos(4, 6), pos(4, 6), r) for r in (0, 1, 2)),
+    case(aten.binary_cross_entropy_with_logits, f(4, 6), pos(4, 6), None, None, 1),
+    frozen(1, aten.binary_cross_entropy_with_logits, f(4, 6), pos(4, 6), None, pos(4, 6), 1),
+    case(aten.poisson_nll_loss, f(4, 6), pos(4, 6), True, False, 1e-8, 1),
+    case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 0),
+    case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 1),
+    frozen(1, aten.cross_entropy_loss, f(4, 5, 3), ints(5, 4, 3), pos(5), 2, 1, 0.1),
+    case(aten.cross_entropy_loss, f(4, 5, 3), pos(4, 5, 3), None, 2),
+    case(aten.nll_loss_nd, f(4, 5, 3), ints(5, 4, 3), None, 2),
 ]

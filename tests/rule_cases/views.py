@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import torch
+
 from .draw import aten, case, cplx, f, ints
 
 VIEWS = [
@@ -44,6 +48,7 @@ VIEWS = [
     case(aten.t, f(4)),
     case(aten.movedim.int, f(4, 6, 5), 0, -1),
     case(aten.movedim.intlist, f(4, 6, 5), [0, 1], [-1, 0]),
+    case(aten.moveaxis.int, f(4, 6, 5), 0, -1),
     case(aten.swapaxes, f(4, 6, 5), 0, -1),
     case(aten.swapdims, f(4, 6, 5), 0, -1),
     case(aten.numpy_T, f(4, 6)),
@@ -52,6 +57,14 @@ VIEWS = [
     case(aten.mT, f(4, 6, 5)),
     case(aten.view_as_real, cplx(4, 6)),
     case(aten.view_as_complex, f(4, 6, 2)),
+    case(aten.atleast_1d, f(4, 6)),
+    case(aten.atleast_2d, f(6)),
+    case(aten.atleast_3d, f(4, 6)),
+    case(aten.meshgrid, [f(4), f(6), f(3)]),
+    case(aten.meshgrid.indexing, [f(4), f(6), f(3)], indexing="xy"),
+    case(aten.meshgrid.indexing, [f(4), f()], indexing="ij"),
+    case(aten.tile, f(4, 3), [2, 1, 3]),
+    case(aten.tile, f(4, 3), [2]),
     case(aten.one_hot, ints(5, 4, 3), 5),
     case(aten.diagonal, f(4, 6, 6), 1, -2, -1),
     case(aten.diagonal, f(4, 6, 4), 0, 2, 0),
@@ -99,4 +112,18 @@ VIEWS = [
     case(aten.pad, f(2, 4, 6), [1, 2], "reflect"),
     case(aten.tril, f(4, 6, 6), 1),
     case(aten.triu, f(4, 6, 6)),
+]
+
+FACTORIES = [
+    case(aten.zeros, [4, 6]),
+    case(aten.ones, [4, 6], dtype=torch.int64),
+    case(aten.full, [4, 6], 2.0, dtype=torch.float64),
+    replace(case(aten.empty.memory_format, [4, 6]), values=False),
+    case(aten.arange, 6),
+    case(aten.arange.start_step, 0, 6, 2),
+    case(aten.eye, 4),
+    case(aten.eye.m, 4, 6),
+    case(aten.linspace, 0, 1, 6),
+    case(aten.tril_indices, 4, 6),
+    case(aten.triu_indices, 4, 6),
 ]
