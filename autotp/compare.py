@@ -175,10 +175,12 @@ class _Proof:
         if node in self.sharded.origin:
             self.held[node] = [_watched(v) for v in ranks]
 
-    def _spec(self, layout: Layout) -> Spec:
-        def number(size: Size) -> int:
+    def _spec(self, layout: Layout, node: fx.Node | None = None) -> Spec:
+        def number(size: Size | str) -> Any:
             if isinstance(size, int):
                 return size
+            if isinstance(size, str) and node is not None:
+                return self.expected.values[self.sharded.origin[self.sharded.ends[node]]]
             return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
 
         return to_runtime(layout, number)
@@ -189,7 +191,7 @@ class _Proof:
         if whole is None:
             return 0.0
         self.compared += 1
-        spec = self._spec(self.sharded.layouts[node])
+        spec = self._spec(self.sharded.layouts[node], node)
         error = layout_error(ranks, spec, whole.detach())
         if error <= TOLERANCE:
             return error
@@ -235,7 +237,7 @@ class _Proof:
             return 0.0
         ranks = [v.grad if v.grad is not None else torch.zeros_like(v) for v in self.held[node]]
         self.compared += 1
-        return layout_error(ranks, self._spec(self.sharded.layouts[node].dual), whole.grad, self.expected.largest)
+        return layout_error(ranks, self._spec(self.sharded.layouts[node].dual, node), whole.grad, self.expected.largest)
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
         """The value itself, unless an operand of its operator arrives in another layout than was decided."""

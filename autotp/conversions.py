@@ -43,6 +43,21 @@ def place(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
     return slices.place(x, src, rank, tp)
 
 
+def own_rows(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rows of the rank's own groups, zeros for the others."""
+    return slices.mask(x, src if src[0] == "G" else dst, rank, tp)
+
+
+def collect_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rows of the rank's own groups from everybody's slices."""
+    return slices.mask(slices.collect(x, src, tp), dst, rank, tp)
+
+
+def deal_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """Everybody's slices of the rows of the rank's own groups."""
+    return slices.deal(slices.mask(x, src, rank, tp), dst, tp)
+
+
 def pad(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
     """The rank's slice, as large as the largest."""
     return slices.pad(x, src, rank, tp)
@@ -95,6 +110,7 @@ class Kind:
     post: Local = nothing
 
 
+# "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
 # "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
 KINDS: dict[tuple[str, str], Kind] = {
     ("I", "R"): Kind("f"),
@@ -111,6 +127,14 @@ KINDS: dict[tuple[str, str], Kind] = {
     ("R", "P"): Kind("keep_first_r", keep_first),
     ("R", "S"): Kind("shard_r", take),
     ("S", "P"): Kind("zero_pad", place),
+    ("I", "G"): Kind("group_i", own_rows),
+    ("R", "G"): Kind("group_r", own_rows),
+    ("P", "G"): Kind("group_p", nothing, "all_reduce", own_rows),
+    ("S", "G"): Kind("group_s", pad, "all_gather", collect_own),
+    ("G", "S"): Kind("ungroup_s", deal_own, "reduce_scatter", trim),
+    ("G", "I"): Kind("ungroup_i", own_rows, "all_reduce"),
+    ("G", "R"): Kind("ungroup_r", own_rows, "all_reduce"),
+    ("G", "P"): Kind("ungroup_p", own_rows),
 }
 
 
@@ -245,10 +269,19 @@ keep_first_i = _function("I", "P")
 keep_first_r = _function("R", "P")
 shard_r = _function("R", "S")
 zero_pad = _function("S", "P")
+group_i = _function("I", "G")
+group_r = _function("R", "G")
+group_p = _function("P", "G")
+group_s = _function("S", "G")
+ungroup_s = _function("G", "S")
+ungroup_i = _function("G", "I")
+ungroup_r = _function("G", "R")
+ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 __all__ = [
     "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
-    "function_for", "g", "g_star", "gather", "keep_first_i", "keep_first_r", "kind_of", "local_size", "recombine",
-    "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split", "to_runtime", "zero_pad",
+    "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
+    "kind_of", "local_size", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
+    "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
 ]  # fmt: skip

@@ -126,11 +126,11 @@ class Partition:
         return tuple(pieces) if at == len(run) else None
 
     @staticmethod
-    def join(parts: Sequence[Partition], tp: int) -> Partition | None:
+    def join(parts: Sequence[Dealt], tp: int) -> Partition | None:
         """The partition of a concatenation; None where a part repeats a symbolic or large number of times."""
         run: list[Segment] = []
         for p in parts:
-            if not isinstance(p.repeat, int) or p.repeat > 64:
+            if not isinstance(p, Partition) or not isinstance(p.repeat, int) or p.repeat > 64:
                 return None
             run += p.segments * p.repeat
         return Partition.of(run, 1, tp)
@@ -161,6 +161,40 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
         return segment
     units = math.gcd(segment.count, -(-segment.count // tp))
     return Segment(segment.count // units, simplify(units * segment.unit))
+
+
+@dataclass(frozen=True)
+class Groups:
+    """How rows that are sorted by group are dealt: a rank owns the rows of its groups, as many as the data says.
+
+    Every rank keeps all rows in their places. Those of other ranks' groups hold nothing that may be read, and their
+    gradients are zero: so row by row operators run as they are, and only a sum over the rows needs them masked.
+
+    Attributes:
+        ends: name of the value that holds the row after each group's last, [groups].
+        of: how the groups are dealt, one segment.
+    """
+
+    ends: str
+    of: Partition
+
+    def lift(self, repeat: Size, unit: Size, tp: int) -> Groups | None:
+        """The same rows where they are a dimension by themselves, otherwise None; likewise `lower`."""
+        return self if repeat == unit == 1 else None
+
+    lower = lift
+
+    def cut(self, lengths: Sequence[Size], tp: int) -> None:
+        """Where a boundary falls only the data knows."""
+
+    def even(self, tp: int) -> bool:
+        return True  # in what every rank stores
+
+    def full(self, tp: int) -> bool:
+        return self.of.full(tp)
+
+
+Dealt = Partition | Groups  # how a loop may be dealt
 
 
 @dataclass(frozen=True)
@@ -216,6 +250,17 @@ class Shard(Layout):
 
     def __str__(self) -> str:
         return f"S({self.dim})"
+
+
+@dataclass(frozen=True)
+class Grouped(Layout):
+    """The rows of a rank's groups along dimension `dim`, in their places among all rows; its gradient likewise."""
+
+    dim: int
+    partition: Groups
+
+    def __str__(self) -> str:
+        return f"G({self.dim})"
 
 
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters

@@ -14,7 +14,7 @@ import sympy
 from rich.console import RenderableType
 
 from .errors import PlanError
-from .layouts import I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
+from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
 from .report import render, renderable
 
 SCHEMA = 1
@@ -31,7 +31,7 @@ class Decision:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     factor: int | None = None
-    loop: Partition | None = None
+    loop: Dealt | None = None
 
 
 @dataclass(frozen=True)
@@ -216,8 +216,12 @@ def asdict_shallow(plan: Plan) -> dict[str, Any]:
 def _plain(x: Any) -> Any:
     if isinstance(x, Shard):
         return {"dim": x.dim, "partition": _plain(x.partition)}
+    if isinstance(x, Grouped):
+        return {"dim": x.dim, "groups": _plain(x.partition)}
     if isinstance(x, Layout):
         return str(x)
+    if isinstance(x, Groups):
+        return {"ends": x.ends, "of": _plain(x.of)}
     if isinstance(x, Partition):
         return {"repeat": _size(x.repeat), "segments": [[_size(s.count), _size(s.unit)] for s in x.segments]}
     if isinstance(x, Mapping):
@@ -246,12 +250,22 @@ def _expression(x: ast.AST) -> Any:
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
 
 
+def _read_loop(x: Any) -> Dealt | None:
+    return _read_groups(x) if x and "ends" in x else _read_partition(x) if x else None
+
+
+def _read_groups(x: Any) -> Groups:
+    return Groups(x["ends"], _read_partition(x["of"]))
+
+
 def _read_partition(x: Any) -> Partition:
     return Partition(tuple(Segment(_read_size(c), _read_size(u)) for c, u in x["segments"]), _read_size(x["repeat"]))
 
 
 def _read_layout(x: Any) -> Layout:
     if isinstance(x, dict):
+        if "groups" in x:
+            return Grouped(x["dim"], _read_groups(x["groups"]))
         return Shard(x["dim"], _read_partition(x["partition"]))
     return {"I": I, "R": R, "P": P, "P(max)": Partial("max")}[x]
 
@@ -262,7 +276,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
             tuple(map(_read_layout, ins)),
             tuple(map(_read_layout, outs)),
             factor,
-            _read_partition(loop) if loop else None,
+            _read_loop(loop),
         )
         for name, (ins, outs, factor, loop) in data["decisions"].items()
     }

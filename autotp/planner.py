@@ -137,7 +137,8 @@ class Builder:
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
         if leaf.kind == "parameter":
-            layouts += [Shard(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
+            dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
+            layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
             layouts = self._pinned(leaf.name, layouts)
         stored = self.prices.bytes(val) if leaf.kind == "parameter" else 0.0
         choices = [
@@ -168,7 +169,9 @@ class Builder:
         choices: dict[tuple, Choice] = {}
         for got in signatures(self.rules[node], ins, outs, held, results, self.candidates):
             if got[:2] not in choices:
-                seconds, saved = self.prices.operator(op, *got[:2], split=got[2] is not None)
+                rule = self.rules[node]
+                split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
+                seconds, saved = self.prices.operator(op, *got[:2], split)
                 choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, penalty([*got[0], *got[1]], self.tp), *got[2:])
         return Item(node.name, list(choices.values()), held, results, count)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
-from autotp.rules.core import Op, aten, sizes
+from autotp.rules.core import Factor, Op, aten, sizes
 
 from . import conversions
 from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
@@ -62,20 +63,35 @@ class Prices:
             node.meta["flops"] = node_flops(node)
         return node.meta["flops"]
 
-    def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: bool) -> tuple[float, float]:
-        """(seconds, bytes of activations saved for the backward) of one rank's call under these layouts."""
+    def operator(
+        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
+    ) -> tuple[float, float]:
+        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split."""
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
         moved = sum(self.bytes(v) * self.share(x) for v, x in zip(vals, [*ins, *outs], strict=False))
-        part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split else 1.0
+        part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split is not None else 1.0
         dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
-        seconds = op_seconds(self.flops(op.node) * part, moved, dtype, self.cluster)
+        if split is not None:
+            moved *= 1 + 2 * split.copies  # read once more, and written
+        flops = self.flops(op.node)
+        part *= self._waste(op, split, outs) if flops and split is not None else 1.0
+        seconds = op_seconds(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads:
             return seconds, 0.0
         # the backward does about twice the arithmetic and moves about twice the bytes of the forward
         return 3 * seconds, sum(self.bytes(v) * self.share(x) for v, x in zip(results, outs, strict=True))
+
+    def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
+        """What dealing out a product's columns adds to its arithmetic, as columns are computed in whole tiles."""
+        last, out = len(op.outs[0]) - 1, outs[0]
+        if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
+            return 1.0
+        columns, tile = size_hint(op.outs[0][last], self.program.hints), self.cluster.matmul_tile
+        held = columns * self.share(out)
+        return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
-from .layouts import Layout, Partition
+from .layouts import Dealt, Layout
 
 ValueId = Hashable
 
@@ -21,7 +21,7 @@ class Choice:
     stored: float = 0.0  # bytes of parameters held
     penalty: int = 0  # breaks ties: segments, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
-    loop: Partition | None = None  # how that factor's loop is dealt
+    loop: Dealt | None = None  # how that factor's loop is dealt
 
 
 @dataclass

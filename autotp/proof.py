@@ -19,7 +19,6 @@ from .layouts import Layout, Partial
 from .plan import Decision
 from .proof_case import TOLERANCE, Case, Program, RuleOf, choices, program, required
 from .rewrite import Rewriter
-from .slices import to_runtime
 
 __all__ = ["Case", "Program", "choices", "program", "prove", "required"]
 
@@ -130,10 +129,10 @@ def _gradients(
     return [next(found) if x.requires_grad else None for x in operands]
 
 
-def _summands(x: Tensor, layout: Layout, tp: int, seed: int) -> list[Tensor]:
+def _summands(p: Program, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
     if isinstance(layout, Partial) and x.dtype == torch.bool:
         raise _Differs("a truth value has no summands")
-    return slices.split(x, to_runtime(layout), tp, seed)
+    return slices.split(x, p.spec(layout), p.planned.tp, seed)
 
 
 def _prove(p: Program, decision: Decision, case: Case, expected: _Expected) -> None:
@@ -143,15 +142,15 @@ def _prove(p: Program, decision: Decision, case: Case, expected: _Expected) -> N
     p.planned.decisions[p.node] = decision
     sharded = _Forced(p.planned, None, "full").run()
     held = [
-        [part.clone().requires_grad_(s in grads) for part in _summands(x, layout, tp, i)]
+        [part.clone().requires_grad_(s in grads) for part in _summands(p, x, layout, i)]
         for i, (x, layout, s) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True))
     ]
     placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
     got = simulate.run(sharded, tp, dict(zip(placeholders, held, strict=True)))
     for i, (y, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
-        _compare(f"result {i}", [rank[i].detach() for rank in got], layout, y, case)
+        _compare(f"result {i}", [rank[i].detach() for rank in got], p.spec(layout), y, case)
     duals = [
-        [None] * tp if g is None else slices.split(g, conversions.dual(to_runtime(x)), tp, 7)
+        [None] * tp if g is None else slices.split(g, conversions.dual(p.spec(x)), tp, 7)
         for g, x in zip(expected.given, decision.outs, strict=True)
     ]
     for rank in range(tp):
@@ -165,11 +164,10 @@ def _prove(p: Program, decision: Decision, case: Case, expected: _Expected) -> N
             if g is not None or any(x is not None for x in parts):
                 raise _Differs(f"{p.operand(i)} has a gradient on some ranks and none on others")
             continue
-        _compare(f"the gradient of {p.operand(i)}", parts, layout.dual, g, case)  # type: ignore[arg-type]
+        _compare(f"the gradient of {p.operand(i)}", parts, p.spec(layout.dual), g, case)
 
 
-def _compare(what: str, parts: list[Tensor], layout: Layout, whole: Tensor, case: Case) -> None:
-    spec = to_runtime(layout)
+def _compare(what: str, parts: list[Tensor], spec: slices.Spec, whole: Tensor, case: Case) -> None:
     joined = slices.recombine(parts, spec)
     if joined.shape != whole.shape or joined.dtype != whole.dtype:
         raise _Differs(f"{what} is {joined.dtype} {list(joined.shape)}, should be {whole.dtype} {list(whole.shape)}")

@@ -13,10 +13,11 @@ from autotp.rules.core import Factor, Op, Rule, rule_of
 from . import compat
 from .capture import Capture, Leaf
 from .graph import differentiable, short_name
-from .layouts import Partition, Segment, divide
+from .layouts import Layout, Partition, Segment, divide
 from .plan import Decision
 from .planner import Planned
 from .problem import ValueId
+from .slices import Spec, to_runtime
 from .strategies import Candidates, place, signatures
 
 TOLERANCE = 1e-10  # in float64
@@ -57,6 +58,12 @@ class Program:
         """The name of an operand, numbered where one argument holds several."""
         name = self.op.names[slot]
         return name if self.op.names.count(name) == 1 else f"{name}[{slot - self.op.names.index(name)}]"
+
+    def spec(self, layout: Layout) -> Spec:
+        """A layout at run time; that of rows by group holds the operand which says where the groups end."""
+        carries = [c for f in (self.rule.factors if self.rule else ()) for c in (*f.ins, *f.outs) if c is not None]
+        ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
+        return to_runtime(layout, lambda size: ends if isinstance(size, str) else size)
 
 
 def program(case: Case, rule: RuleOf = rule_of) -> Program:
@@ -115,7 +122,7 @@ def choices(p: Program, tp: int) -> list[tuple[Decision, Factor | None]]:
     for factor in p.rule.factors if p.rule else ():
         for loop in loops_to_try(factor, tp) if factor.size != 1 else ():
             for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
-                part = place(carry, factor, loop, tp) if carry is not None else None
+                part = place(carry, factor, loop, tp, slots) if carry is not None else None
                 if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
                     candidates.of[value, carry.dim].append(part)
     grads = p.planned.grads

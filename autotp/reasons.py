@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch import fx
 
-from autotp.rules.core import Carry, Factor
+from autotp.rules.core import EXPERTS, Carry, Factor
 
 from .graph import resolve, short_name
 from .planner import Planned
@@ -26,6 +26,8 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
     carry = factor.ins[slot] if factor is not None else None
     if factor is None or rule is None or carry is None or carry.dim != dim:
         return ""
+    if factor.label == EXPERTS:
+        return "expert-parallel"
     if len(op.slots) == 1 and factor.outs[0] is not None:
         return role(planned, user, factor.outs[0].dim)
     if _contracts(factor):

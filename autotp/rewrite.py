@@ -16,8 +16,9 @@ from autotp.rules.core import Op, sizes
 
 from . import compat
 from . import conversions as convert
+from .errors import PlanError
 from .graph import Value, module_path, resolve, tensors
-from .layouts import I, Layout, P, Partition, R, Shard
+from .layouts import Grouped, I, Layout, P, Partition, R, Shard
 from .localise import Local, Sizes
 from .plan import Decision
 from .planner import Planned
@@ -27,11 +28,15 @@ from .slices import to_runtime
 
 @dataclass
 class Sharded:
-    """A per-rank program before the rank is known: `layouts` says how each node lies, `origin` what it is a part of."""
+    """A per-rank program before the rank is known.
+
+    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
+    """
 
     graph: fx.Graph
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     origin: dict[fx.Node, Value] = field(default_factory=dict)
+    ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """How the output at this position lies, and the (fake) whole value."""
@@ -53,6 +58,7 @@ class Rewriter:
         self.held: dict[tuple[Value, Layout], fx.Node] = {}
         self.routes = self._routes()
         self.sizes = Sizes(self.new, {})
+        self.ends: fx.Node | None = None  # of the operator that is being written
 
     def run(self) -> Sharded:
         for node in self.old.nodes:
@@ -81,6 +87,7 @@ class Rewriter:
 
     def _call(self, node: fx.Node) -> None:
         op, decision = self.planned.ops[node], self.planned.decisions[node]
+        self.ends = self._ends(op, decision)
         operands = [self.value(x, layout, node) for x, layout in zip(op.slots, decision.ins, strict=True)]
         target, args, kwargs = self._local(op, decision, operands)
         new = target if isinstance(target, fx.Node) else self.new.call_function(target, args, kwargs)
@@ -106,7 +113,7 @@ class Rewriter:
             decision.ins,
             decision.outs,
             factor,
-            decision.loop,
+            decision.loop if isinstance(decision.loop, Partition) else None,
             rule,
             self.planned.tp,
         )
@@ -117,6 +124,8 @@ class Rewriter:
         self.held[(node, index), layout] = new
         self.out.layouts[new] = new.meta["layout"] = layout
         self.out.origin[new] = (node, index)
+        if isinstance(layout, Grouped) and self.ends is not None:
+            self.out.ends[new] = self.ends
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
         """The value in this layout, converted before its first consumer and shared by all."""
@@ -128,12 +137,32 @@ class Rewriter:
         return self.held[value, layout]
 
     def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
-        src, dst = to_runtime(source, self.sizes.of), to_runtime(layout, self.sizes.of)
+        ends = self.out.ends.get(before, self.ends)
+
+        def size(n: Any) -> Any:
+            return _known(ends) if isinstance(n, str) else self.sizes.of(n)
+
+        src, dst = to_runtime(source, size), to_runtime(layout, size)
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         common = _common([module_path(u) for u in users]) if users else ()
         node.meta = {**before.meta, "conversion": (source, layout), "path": common, "ranked": True}
         self._hold(value[0], value[1], node, layout)
+
+    def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
+        """Where the groups end by which this operator's operands or results are dealt: of its own block, in a fold."""
+        rule, found = self.planned.rules[op.node], {}
+        if rule is not None and decision.factor is not None:
+            factor = rule.factors[decision.factor]
+            slots = {c.groups for c in (*factor.ins, *factor.outs) if c is not None and c.groups is not None}
+            found = {self.value(op.slots[s], decision.ins[s], op.node): None for s in slots}
+        for operand, layout in zip(op.slots, decision.ins, strict=True):
+            held = self.held.get((resolve(operand), layout))
+            if held in self.out.ends:
+                found[self.out.ends[held]] = None
+        if len(found) > 1:
+            raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
+        return next(iter(found), None)
 
     def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
         return [n for n, slot in self.consumers[value] if slot == layout]
@@ -179,6 +208,12 @@ class Rewriter:
                 conversions(produced, {x for _, x in users}, lambda a, b, k=key: self.price(k, a, b)) or []
             )
         return routes
+
+
+def _known(ends: fx.Node | None) -> fx.Node:
+    if ends is None:
+        raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
+    return ends
 
 
 def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:

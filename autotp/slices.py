@@ -1,7 +1,8 @@
 """One rank's slices of a tensor whose dimension is dealt over `tp` ranks: cutting, padding, joining.
 
-A run-time layout `spec` is `("I",)`, `("R",)`, `("P", reduction)` or `("S", dim, repeat, ((count, unit), ...))`; the
-numbers are those of `layouts.Partition` as ints or `torch.SymInt`. Everything here is one idea: the dimension is
+A run-time layout `spec` is `("I",)`, `("R",)`, `("P", reduction)`, `("S", dim, repeat, ((count, unit), ...))` or
+`("G", dim, ends, ((count, unit),))` with the tensor of ends; the numbers are those of
+`layouts.Partition` as ints or `torch.SymInt`. Everything here is one idea: the dimension is
 `repeat` runs of segments, and a rank's share of a segment is a window on it. Uneven shares are padded **per segment**
 to the largest share, rank 0's. As `torch.chunk` leaves only trailing shares short, padding then sits at the end of
 each joined segment, and the even algorithm followed by one cut serves the uneven case too.
@@ -17,16 +18,22 @@ import torch
 from torch import Tensor
 
 from .errors import PlanError
-from .layouts import Invariant, Layout, Partial, Partition, Replicate, Segment, Shard
+from .layouts import Grouped, Groups, Invariant, Layout, Partial, Partition, Replicate, Segment, Shard
 
 Spec = tuple[Any, ...]
 
 
 def to_runtime(layout: Layout, size: Callable[[Any], Any] = lambda s: s) -> Spec:
-    """`layout` as a plain tuple, each of its sizes mapped by `size` (to an int, or to the fx.Node that computes it)."""
+    """`layout` as a plain tuple, each of its sizes mapped by `size` (to an int, or to the fx.Node that computes it).
+
+    `size` maps the name of groups' ends, too.
+    """
     if isinstance(layout, Shard):
         p = layout.partition
         return "S", layout.dim, size(p.repeat), tuple((size(s.count), size(s.unit)) for s in p.segments)
+    if isinstance(layout, Grouped):
+        groups = layout.partition
+        return "G", layout.dim, size(groups.ends), tuple((size(s.count), size(s.unit)) for s in groups.of.segments)
     if isinstance(layout, Partial):
         return "P", layout.reduction
     return ("I",) if isinstance(layout, Invariant) else ("R",)
@@ -36,6 +43,8 @@ def from_runtime(spec: Spec) -> Layout:
     """The inverse of `to_runtime` for a spec of ints."""
     if spec[0] == "S":
         return Shard(spec[1], Partition(tuple(Segment(count, unit) for count, unit in spec[3]), spec[2]))
+    if spec[0] == "G":
+        return Grouped(spec[1], Groups(spec[2], Partition(tuple(Segment(count, unit) for count, unit in spec[3]))))
     if spec[0] == "P":
         return Partial(spec[1])
     return Invariant() if spec[0] == "I" else Replicate()
@@ -50,6 +59,16 @@ def take(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """The slice that `rank` owns of the whole `x`."""
     _, dim, repeat, segments = spec
     return _window(x, dim, repeat, _whole(segments), _shares(segments, rank, tp)).contiguous()
+
+
+def mask(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
+    """All rows of `x` in their places, zeros for those of groups that `rank` does not own."""
+    _, dim, ends, segments = spec
+    ((start, length),) = _shares(segments, rank, tp)
+    bounds = torch.cat([ends.new_zeros(1), ends])
+    rows = torch.arange(x.shape[dim], device=x.device)
+    mine = (rows >= bounds[start]) & (rows < bounds[start + length])
+    return torch.where(mine.view(-1, *[1] * (x.ndim - dim - 1)), x, x.new_zeros(()))
 
 
 def place(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
@@ -107,8 +126,8 @@ def split(x: Tensor, spec: Spec, tp: int, seed: int = 0) -> list[Tensor]:
     Returns:
         One tensor per rank; the same `x` for I and R.
     """
-    if spec[0] == "S":
-        return [take(x, spec, rank, tp) for rank in range(tp)]
+    if spec[0] in "SG":
+        return [(take if spec[0] == "S" else mask)(x, spec, rank, tp) for rank in range(tp)]
     if spec[0] != "P":
         return [x] * tp
     draw = torch.Generator().manual_seed(seed)
@@ -120,6 +139,8 @@ def split(x: Tensor, spec: Spec, tp: int, seed: int = 0) -> list[Tensor]:
 
 def recombine(xs: Sequence[Tensor], spec: Spec) -> Tensor:
     """The whole value from what each rank holds: slices put back, summands added, otherwise rank 0's (see `same`)."""
+    if spec[0] == "G":
+        return reduce(torch.add, [mask(x, spec, r, len(xs)) for r, x in enumerate(xs)])
     if spec[0] == "S":
         return collect(torch.stack([pad(x, spec, r, len(xs)) for r, x in enumerate(xs)]), spec, len(xs))
     if spec[0] == "P":

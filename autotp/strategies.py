@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from autotp.rules.core import Carry, Factor, Rule, Shape
 
-from .layouts import I, Layout, P, Partition, R, Shard
+from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partition, R, Shard
 from .problem import ValueId
 
 MOST = 5  # candidate partitions kept for one dimension of one value
@@ -20,7 +20,7 @@ class Candidates:
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
-        self.of: dict[Dim, list[Partition]] = defaultdict(list)
+        self.of: dict[Dim, list[Dealt]] = defaultdict(list)
         self.changed = False
 
     def seed(self, value: ValueId, shape: Shape, skip: Iterable[int] = ()) -> None:
@@ -29,7 +29,7 @@ class Candidates:
             if d not in skip and (not isinstance(n, int) or n > 1):
                 self.add((value, d), Partition.plain(n, self.tp))
 
-    def add(self, dim: Dim, partition: Partition) -> None:
+    def add(self, dim: Dim, partition: Dealt) -> None:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""
         if self.tp == 1:
             return
@@ -39,18 +39,18 @@ class Candidates:
             self.changed |= partition in ranked
             self.of[dim] = ranked
 
-    def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Partition]:
+    def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Dealt]:
         """Partitions of a factor's loop that some slot suggests."""
-        found: dict[Partition, None] = {}
+        found: dict[Dealt, None] = {}
         slots = [
             *zip(factor.ins, ins, strict=True),
             *((c, frozenset([o])) for c, o in zip(factor.outs, outs, strict=True)),
         ]
-        pieces: dict[int, dict[Partition, None]] = defaultdict(dict)
+        pieces: dict[int, dict[Dealt, None]] = defaultdict(dict)
         for carry, values in slots:
             for partition in (p for v in values if carry for p in self.of.get((v, carry.dim), ())):
                 assert carry is not None
-                low = partition.lower(carry.repeat, carry.unit, self.tp)
+                low = None if carry.groups is not None else partition.lower(carry.repeat, carry.unit, self.tp)
                 if low is not None:
                     (found if carry.piece is None else pieces[carry.piece])[low] = None
         if factor.pieces and set(pieces) == {i for i, n in enumerate(factor.pieces) if n != 0}:
@@ -61,28 +61,44 @@ class Candidates:
         return [p for p in found if not factor.pieces or p.cut(factor.pieces, self.tp)]
 
     def spread(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> None:
-        """Carry what one slot suggests to the factor's other slots."""
+        """Carry what one slot suggests to the factor's other slots.
+
+        Rows by group only go onwards, from operands: where their ends are not yet known, nothing can be dealt by them.
+        """
         for loop in self.loops(factor, ins, outs):
+            if isinstance(loop, Groups) and not self.arrives(factor, loop, ins):
+                continue
             for carry, values in (
                 *zip(factor.ins, ins, strict=True),
                 *zip(factor.outs, ([o] for o in outs), strict=True),
             ):
-                if carry is not None:
+                partition = place(carry, factor, loop, self.tp, ins) if carry is not None else None
+                if carry is not None and partition is not None:
                     for value in values:
-                        self.add((value, carry.dim), place(carry, factor, loop, self.tp))
+                        self.add((value, carry.dim), partition)
+
+    def arrives(self, factor: Factor, loop: Groups, ins: list[frozenset[ValueId]]) -> bool:
+        """Whether some operand may be dealt by these groups."""
+        slots = zip(factor.ins, ins, strict=True)
+        return any(loop in self.of.get((v, carry.dim), ()) for carry, held in slots if carry for v in held)
 
 
-def place(carry: Carry, factor: Factor, loop: Partition, tp: int) -> Partition:
-    """The partition of a slot's dimension when its factor's loop has this one."""
+def place(carry: Carry, factor: Factor, loop: Dealt, tp: int, ins: Sequence[frozenset[ValueId]] = ()) -> Dealt | None:
+    """The partition of a slot's dimension when its factor's loop has this one; None where there is none."""
     if carry.piece is not None:
         pieces = loop.cut(factor.pieces, tp)
         assert pieces is not None
         loop = pieces[carry.piece]
+    if carry.groups is not None:
+        plain = isinstance(loop, Partition) and loop.repeat == len(loop.segments) == 1
+        return Groups(min(str(v[0]) for v in ins[carry.groups]), loop) if plain else None  # type: ignore[index,arg-type]
     return loop.lift(carry.repeat, carry.unit, tp)
 
 
-def simplicity(partition: Partition, tp: int) -> tuple:
+def simplicity(partition: Dealt, tp: int) -> tuple:
     """Even before uneven, few segments before many, a plain split before a repeated one."""
+    if isinstance(partition, Groups):
+        return (False, 1, False, str(partition))
     return (not partition.even(tp), len(partition.segments), partition.repeat != 1, str(partition))
 
 
@@ -106,7 +122,7 @@ def share(layout: Layout, tp: int, hint) -> float:
     return held / max(total, 1)
 
 
-Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Partition | None]
+Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Dealt | None]
 
 
 def signatures(
@@ -131,6 +147,8 @@ def signatures(
         for loop in candidates.loops(factor, slots, results):
             if not (rule.empty or loop.full(candidates.tp)):
                 continue
+            if isinstance(loop, Groups) and (_contracts(factor) or not candidates.arrives(factor, loop, slots)):
+                continue  # a sum would add up rows that hold nothing
             got = _split(rule, factor, loop, slots, results, candidates)
             if got is not None:
                 yield (*got, index, loop)
@@ -141,7 +159,7 @@ def _contracts(factor: Factor) -> bool:
 
 
 def _split(
-    rule: Rule, factor: Factor, loop: Partition, slots: list[frozenset[ValueId]], results: list[ValueId],
+    rule: Rule, factor: Factor, loop: Dealt, slots: list[frozenset[ValueId]], results: list[ValueId],
     candidates: Candidates,
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:  # fmt: skip
     ins, outs = [], []
@@ -151,8 +169,9 @@ def _split(
                 lacks = P if side is outs or (slot in rule.addends and _contracts(factor)) else R
                 side.append(lacks)
                 continue
-            partition = place(carry, factor, loop, candidates.tp)
-            if not all(partition in candidates.of.get((v, carry.dim), ()) for v in held):
+            partition = place(carry, factor, loop, candidates.tp, slots)
+            if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in held):
                 return None
-            side.append(Shard(carry.dim, partition))
+            grouped = isinstance(partition, Groups)
+            side.append(Grouped(carry.dim, partition) if grouped else Shard(carry.dim, partition))
     return tuple(ins), tuple(outs)

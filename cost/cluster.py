@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from typing import Any
 
 from autotp.errors import InputError
@@ -31,6 +31,7 @@ class Cluster:
         switch: whether every device of a node reaches every other at full bandwidth; otherwise they form a ring.
         launch_overhead: of one kernel, s.
         source: where the numbers come from.
+        matmul_tile: columns that a matrix product computes together: fewer take as long as so many.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
@@ -49,6 +50,7 @@ class Cluster:
     switch: bool
     launch_overhead: float
     source: str
+    matmul_tile: int = 64
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -93,11 +95,11 @@ class Cluster:
         Raises:
             InputError: a field is missing, unknown or not what it must be.
         """
-        known = {f.name for f in fields(cls)}
-        missing, unknown = sorted(known - set(data)), sorted(set(data) - known)
+        known = {f.name: f.default is MISSING for f in fields(cls)}
+        missing, unknown = sorted({n for n in known if known[n]} - set(data)), sorted(set(data) - set(known))
         if missing or unknown:
             raise InputError(
-                f"a cluster description must have exactly the fields of autotp.Cluster: missing {missing}, "
+                f"a cluster description must have the fields of autotp.Cluster: missing {missing}, "
                 f"unknown {unknown}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
             )
         return cls(**data)

@@ -17,6 +17,10 @@ NVLINK_LATENCY, PCIE_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
 # NVIDIA, "Getting Started with CUDA Graphs". Small operators of a model are of that kind, eager dispatch is slower.
 CUDA_KERNEL = 4e-6
 
+# The smallest of the tiles that cuBLAS computes a matrix product in: NVIDIA, "Matrix Multiplication Background User's
+# Guide", section on tile quantization.
+CUDA_TILE = 64
+
 H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM5
     "float64": 67e12,  # FP64 tensor core
     "float32": 67e12,
@@ -47,6 +51,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 50e9,  # DGX H100 datasheet: one 400 Gb/s ConnectX-7 per device
         "switch": True,  # NVSwitch
+        "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
         "source": "NVIDIA H100 and DGX H100 datasheets; NCCL tuning.cc (latency)",
     },
@@ -61,6 +66,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 50e9,  # DGX H200 datasheet: one 400 Gb/s ConnectX-7 per device
         "switch": True,  # NVSwitch
+        "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
         "source": "NVIDIA H200 and DGX H200 datasheets; NCCL tuning.cc (latency)",
     },
@@ -75,6 +81,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # DGX A100 datasheet: one 200 Gb/s HDR adapter per device
         "switch": True,  # NVSwitch
+        "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
         "source": "NVIDIA A100 and DGX A100 datasheets; NCCL tuning.cc (latency)",
     },
@@ -89,6 +96,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # assumed as in DGX A100: one 200 Gb/s adapter per device
         "switch": False,
+        "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
         "source": "NVIDIA A100 datasheet; NCCL tuning.cc (latency); one 200 Gb/s adapter per device assumed",
     },
@@ -111,6 +119,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": NETWORK_LATENCY,
         "inter_bandwidth": 25e9,  # NVIDIA reference configuration 2-8-5-200: 200 Gb/s per device
         "switch": False,
+        "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
         "source": "NVIDIA L40S datasheet, Ada whitepaper, configuration 2-8-5-200; NCCL tuning.cc (latency)",
     },
@@ -127,6 +136,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "inter_latency": 130e-6,
         "inter_bandwidth": 1.1e9,
         "switch": True,  # any process reaches any other through the kernel
+        "matmul_tile": 16,  # [2048, 1024] by [1024, n], float32: 2 to 16 columns take as long, 24 half as long again
         "launch_overhead": 1e-6,  # dispatch of an operator on 8 elements
         "source": "measured on a two-core server with torch 2.13 and gloo",
     },

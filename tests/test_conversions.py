@@ -47,10 +47,12 @@ def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[in
             n = length(s)
             other: Spec = ("S", 1 - dim, 1, ((tp + 2, 1),))
             shape = (n, tp + 2, 2) if dim == 0 else (tp + 2, n, 2)
-            letters: dict[str, Spec] = {"I": ("I",), "R": ("R",), "P": ("P", "sum"), "S": s}
+            ends = torch.tensor([0, *range(2, tp + 1), tp + 2])  # the first group has no rows, the last one two
+            g: Spec = ("G", 1 - dim, ends, ((tp + 1, 1),))
+            letters: dict[str, Spec] = {"I": ("I",), "R": ("R",), "P": ("P", "sum"), "S": s, "G": g}
             dst = {"S": other if key[0] == "S" else s, "S'": ("S", dim, 1, ((2, 1), (n - 2, 1)))}.get(key[1])
             out.append((f"{name} dim {dim}", letters[key[0]], dst or letters[key[1]], shape))
-    return out if "S" in key else out[:1]
+    return out if {"S", "G"} & set(key) else out[:1]
 
 
 def elements(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
@@ -60,11 +62,21 @@ def elements(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     return x.index_select(spec[1], torch.tensor(index, dtype=torch.long))
 
 
+def own_rows(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
+    """The rows of a rank's groups in their places, zeros elsewhere: row by row, from the definition in `layouts`."""
+    _, dim, ends, ((count, _),) = spec
+    group = [sum(int(end) <= row for end in ends) for row in range(x.shape[dim])]
+    mine = torch.tensor([g // -(-count // tp) == rank for g in group])
+    return x * mine.view(-1, *[1] * (x.ndim - dim - 1))
+
+
 def whole_of(xs: list[Tensor], spec: Spec, reference: Tensor) -> bool:
     """Whether the ranks hold `reference` under `spec`."""
     if spec[0] == "S":
         want = [elements(reference, spec, rank, len(xs)) for rank in range(len(xs))]
         return all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(xs, want, strict=True))
+    if spec[0] == "G":
+        return all(torch.allclose(x, own_rows(reference, spec, r, len(xs))) for r, x in enumerate(xs))
     if spec[0] == "P":
         return torch.allclose(torch.stack(xs).sum(0), reference)
     return all(torch.allclose(x, reference) for x in xs)
@@ -81,6 +93,8 @@ def loss_of(ys: list[Tensor], spec: Spec, weight: Tensor) -> Tensor:
         return sum((weight * y).sum() for y in ys)  # type: ignore[return-value]
     if spec[0] == "S":
         weights = [elements(weight, spec, rank, tp) for rank in range(tp)]
+    elif spec[0] == "G":
+        weights = [own_rows(weight, spec, rank, tp) for rank in range(tp)]
     else:
         share = torch.rand(tp, *weight.shape, dtype=weight.dtype) + 0.1
         weights = [weight] * tp if spec[0] == "I" else list(weight * share / share.sum(0))
@@ -93,6 +107,8 @@ def right(src: Spec, dst: Spec, shape: tuple[int, ...], tp: int, spoil: Callable
     x, weight = torch.randn(2, *shape, dtype=torch.float64)
     xs = [t.detach().clone().requires_grad_() for t in split(x, src, tp)]
     assert whole_of(xs, src, x)
+    if src[0] == "G":  # what stands in the other rows does not count
+        xs = [(t + 1 - own_rows(torch.ones_like(x), src, r, tp)).detach().requires_grad_() for r, t in enumerate(xs)]
     ys = simulate(xs, src, dst)
     assert whole_of(ys, dst, x), "forward"
     loss = loss_of(ys, dst, weight)
@@ -116,6 +132,14 @@ WRONG = {
     ("I", "R"): Kind("summed", cv.nothing, "all_reduce"),
     ("R", "I"): Kind("summed", cv.nothing, "all_reduce"),
     ("I", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("G", "I"): Kind("no all-reduce", cv.own_rows),
+    ("G", "R"): Kind("no all-reduce", cv.own_rows),
+    ("P", "G"): Kind("no all-reduce", cv.own_rows),
+    ("G", "P"): Kind("none", lambda x, *_: torch.zeros_like(x)),
+    ("I", "G"): Kind("all rows"),
+    ("R", "G"): Kind("all rows"),
+    ("S", "G"): Kind("own slice only", cv.place),
+    ("G", "S"): Kind("own rows only", cv.own_rows, None, cv.take),
     ("R", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
 }
 

@@ -23,19 +23,22 @@ if TYPE_CHECKING:
 
 Shape = tuple[Size, ...]
 aten = torch.ops.aten
+EXPERTS = "e"  # the letter of a loop over experts
 
 
 @dataclass(frozen=True)
 class Carry:
     """Where a slot carries a factor: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
 
-    With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`).
+    With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`). With `groups`, the
+    loop runs over groups, the dimension holds their rows, sorted by group, and operand slot `groups` where each ends.
     """
 
     dim: int
     repeat: Size = 1
     unit: Size = 1
     piece: int | None = None
+    groups: int | None = None
 
 
 @dataclass(frozen=True)
@@ -43,7 +46,8 @@ class Factor:
     """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
 
     `contracted` says what results that lack the factor become when it is split: partial sums, or None where the loop
-    must not be split then. `label` is its letter, where an einsum string gives it one.
+    must not be split then. `label` is its letter, where an einsum string gives it one. `copies`: how often operands and
+    results are copied to split it, beside what the operator itself reads and writes.
     """
 
     size: Size
@@ -52,6 +56,7 @@ class Factor:
     pieces: tuple[Size, ...] = ()
     contracted: bool = True
     label: str = field(default="", compare=False)
+    copies: int = 0
 
 
 Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
-from autotp.layouts import divide
+from functools import reduce
+from typing import TYPE_CHECKING, Any
 
-from .core import Carry, Factor, Op, Rule, aten, rule
+import torch
+from torch import Tensor
+
+from autotp.layouts import chunk, divide
+
+from .core import EXPERTS, Carry, Factor, Op, Rule, aten, rule
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
 
 ALIGNMENT = 16  # bytes: torch's kernel wants rows that start at multiples of it
+ROWS = Carry(0, groups=2)
 
 
 @rule("transformers.grouped_mm_fallback.default", aten._grouped_mm.default)
 def grouped_mm(op: Op) -> Rule:
-    """`tk,ekn->tn`: columns and rows split; tokens and experts stay whole, for the groups' ends are data."""
+    """`tk,ekn->tn`: columns and rows split within each expert, or experts with the tokens that they got."""
     if [len(s) for s in op.ins] != [2, 3, 1]:
         return Rule()
-    _, k, n = op.ins[1]
+    experts, k, n = op.ins[1]
     block = ALIGNMENT // op.slots[1].meta["val"].itemsize if op.target is aten._grouped_mm.default else 1
     inner, outer = (Carry(d, unit=block) for d in (1, 2))
-    factors = [(divide(k, block), (inner, inner, None), (None,)), (divide(n, block), (None, outer, None), (inner,))]
+    # By expert, a rank reads its own rows alone, so the others may be there, and writes zeros there: also a summand.
+    rows = [(None, ROWS), (ROWS, ROWS), (ROWS, None)]
+    by_expert = [Factor(experts, (x, Carry(0), None), (y,), label=EXPERTS, copies=2) for x, y in rows]
+    within = [
+        (divide(k, block), (inner, inner, None), (None,)),
+        (divide(n, block), (None, outer, None), (inner,)),
+    ]
     linear = (frozenset({0}), frozenset({1}))
-    return Rule(tuple(Factor(size, *carries) for size, *carries in factors if size is not None), linear, empty=False)
+    found = [Factor(size, *carries) for size, *carries in within if size is not None]
+    return Rule((*by_expert, *found), linear, localise=_local_groups, empty=False)
+
+
+def _local_groups(op: Op, local: Local):
+    experts = local.in_partition(1, 0)
+    if experts is None:
+        return local.unchanged(op)
+    ((count, unit),) = local.segments(experts)[1]
+    rest = tuple(op.args.values())[len(op.slots) :]
+    return local.ranked(own_groups, str(op.target), *local.operands, count, unit, *rest)
+
+
+def own_groups(
+    kernel: str, x: Tensor, weight: Tensor, ends: Tensor, count: int, unit: int, *rest: Any, rank: int, tp: int
+) -> Tensor:
+    """The grouped product for the groups that this rank has the weights of; zeros in the rows of the others.
+
+    The rank's rows are brought to the front, for that is where the kernel wants the first group. What it leaves in
+    the rows after the last group, and in their gradients, is nobody's promise: masked on both sides.
+    """
+    start, mine = (n * unit for n in chunk(count, rank, tp))
+    before = ends[start - 1] if start else ends.new_zeros(())
+    rows = torch.arange(x.shape[0], device=x.device)
+    own = (rows < ends[start + mine - 1] - before).unsqueeze(-1)
+    front = torch.where(own, x.index_select(0, (rows + before) % x.shape[0]), 0)
+    function = reduce(getattr, kernel.split("."), torch.ops)
+    product = function(front, weight, (ends[start : start + mine] - before).to(ends.dtype), *rest)
+    return torch.where(own, product, 0).index_select(0, (rows - before) % x.shape[0])
