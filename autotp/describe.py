@@ -41,7 +41,8 @@ def describe(
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     read = [tuple(names[p] for p in f.parameters) for f in found]
     blocks = tuple(
-        Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first) for f, own in zip(found, read, strict=True)
+        Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first, _limit(f, planned))
+        for f, own in zip(found, read, strict=True)
     )
     return Plan(
         model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
@@ -94,6 +95,25 @@ def _local(found: Found, planned: Planned) -> str:
     mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
     grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
     return f"{counted(mine, 'head')}{grouped}"
+
+
+def _limit(found: Found, planned: Planned) -> str:
+    """What the number of heads forbids at this degree: heads are dealt whole."""
+    heads, tp = found.heads, planned.tp
+    if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
+        return ""
+    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    most = math.ceil(heads.count / tp)
+    if mine == heads.count and most * (tp - 1) >= heads.count:
+        without = tp - math.ceil(heads.count / most)
+        return (
+            f"{counted(heads.count, 'head')} over {tp} ranks: dealt whole, at most {most} each, they leave "
+            f"{counted(without, 'rank')} without any; every rank computes all"
+        )
+    uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
+    shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
+    told = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
+    return "; ".join(x for x in told if x)
 
 
 def _held(count: Size, place: Place, planned: Planned) -> Size:

@@ -97,6 +97,7 @@ class Block:
         detail: what it is, such as "8 heads, 4 kv heads, 64 wide"; `local`: what one rank has of that.
         parameters: names of its parameters; a tied one is in several blocks.
         first: index of the equal block in the first repeated layer; its own index where there is none.
+        limit: what the number of heads forbids at this degree; empty where nothing.
     """
 
     kind: str
@@ -105,6 +106,7 @@ class Block:
     local: str
     parameters: tuple[str, ...]
     first: int
+    limit: str = ""
 
 
 @dataclass(frozen=True)

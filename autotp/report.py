@@ -59,6 +59,8 @@ def _blocks(plan: Plan) -> Iterator[RenderableType]:
             continue
         members = [j for j, b in enumerate(plan.blocks) if b.first == i]
         yield from (Text(), _heading(block, len(members)))
+        if block.limit:
+            yield Padding(Text(f"limit: {block.limit}", style="yellow"), (0, 0, 0, 2))
         yield _weights([parameters[n] for n in block.parameters], block.module, shown)
         yield from _sent([c for c in plan.collectives if c.block in members], len(members))
         shown.update(block.parameters)
