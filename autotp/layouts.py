@@ -1,6 +1,6 @@
-"""How a value lies over the ranks of one mesh axis: partitions, the four layouts, and their duals.
+"""How a value lies over the ranks of one mesh axis: partitions, the layouts, and their duals.
 
-The four types are those of JAX `shard_map`'s varying and invariant axes and of the package `spmd-types`.
+I, R, S and P are those of JAX `shard_map`'s varying and invariant axes and of the package `spmd-types`.
 Sizes are ints or sympy expressions over the graph's input sizes.
 """
 
@@ -199,7 +199,7 @@ Dealt = Partition | Groups  # how a loop may be dealt
 
 @dataclass(frozen=True)
 class Layout:
-    """Base of the four layouts of a value on one mesh axis."""
+    """Base of the layouts of a value on one mesh axis."""
 
     @property
     def dual(self) -> Layout:
