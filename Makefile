@@ -7,6 +7,8 @@ BIN := .venv/bin
 READY := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
+# One process for each core, each with whole files: tests of one file share what they capture and plan.
+SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test check lint format golden zoo clean
@@ -19,7 +21,7 @@ demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and
 		examples/minilm_demo.py
 
 test: $(READY) ## Run the tests
-	$(PYTEST) $(ARGS)
+	$(PYTEST) $(SPREAD) $(ARGS)
 
 check: lint test ## Check everything: style, types, tests
 
