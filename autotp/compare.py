@@ -12,7 +12,7 @@ from torch import Tensor, fx
 from . import compat
 from .graph import Value, module_path, resolve, short_name
 from .layouts import I, Layout, R, Size
-from .numerics import largest, layout_error, loss
+from .numerics import backward, largest, layout_error, loss
 from .plan import Plan
 from .planner import Planned
 from .rewrite import Sharded
@@ -51,6 +51,7 @@ class Report:
         capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
             between the captured graph and the model itself; nan for a model on the meta device.
         values: values compared forward and backward.
+        forward_only: why no gradients were compared: the original has none; empty where they were.
         difference: the first operator that differs, None where all agree.
     """
 
@@ -62,6 +63,7 @@ class Report:
     values: int
     difference: Difference | None = None
     tolerance: float = TOLERANCE
+    forward_only: str = ""
 
     @property
     def ok(self) -> bool:
@@ -75,10 +77,11 @@ class Report:
         if self.difference is not None:
             d = self.difference
             return f"differs ({d.direction}) at {d.value} = {d.op} in {d.module or 'the model'}: {d.detail}"
+        none = f"no gradients, for the original has none ({self.forward_only})"
+        gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         return (
-            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, gradients within "
-            f"{self.gradient_error:.1e} (float64, {self.values} values compared); the captured graph is within "
-            f"{self.capture_error:.1e} of the model"
+            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
+            f"values compared); the captured graph is within {self.capture_error:.1e} of the model"
         )
 
 
@@ -96,9 +99,11 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     """
     given = values.doubled()
     with promoted(planned.program.graph, sharded.graph):
-        proof = _Proof(planned, sharded, _bind(planned, given), _expect(planned, given))
-        difference = proof.forward(given) or proof.backward()
-    return Report(planned.tp, None, proof.output_error, proof.gradient_error, 0.0, proof.compared, difference)
+        expected = _expect(planned, given)
+        proof = _Proof(planned, sharded, _bind(planned, given), expected)
+        difference = proof.forward(given) or (proof.backward() if not expected.failed else None)
+    errors = proof.output_error, proof.gradient_error, 0.0
+    return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed)
 
 
 @dataclass
@@ -108,6 +113,7 @@ class _Expected:
     values: dict[Value, Tensor]
     outputs: list[Any]
     largest: float  # of the gradients of the leaves
+    failed: str  # why there are no gradients
 
 
 def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
@@ -120,10 +126,9 @@ def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
                 values[node, i] = _watched(v)
 
     outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
-    total = loss(outputs)
-    if total.requires_grad:
-        total.backward()
-    return _Expected(values, outputs, max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0))
+    failed = backward(loss(outputs))
+    top = max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0)
+    return _Expected(values, outputs, top, failed)
 
 
 def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:

@@ -267,6 +267,7 @@ def _targets(op: Any) -> list[Any]:
 
 def _one(op: Any) -> Any:
     targets = _targets(op)
+    targets = [t for t in targets if function_of(t) is not None] or targets
     default = [t for t in targets if t._overloadname == "default"] or targets
     if len(default) != 1:
         raise InputError(f"{op} has the overloads {_names(targets)}: name one.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -59,6 +60,21 @@ def loss(outputs: Any) -> Tensor:
             weight = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device) + 0.5)
             total = total + (torch.where(torch.isfinite(flat), flat, 0) * weight).sum()
     return total
+
+
+NO_DERIVATIVE = re.compile(r"no autograd formula was registered|derivative for .* is not implemented")
+
+
+def backward(total: Tensor) -> str:
+    """Fill the gradients of what the value was made of; where an operator has no derivative, what torch says of it."""
+    try:
+        if total.requires_grad:
+            total.backward()
+    except RuntimeError as e:
+        if not NO_DERIVATIVE.search(str(e)):
+            raise
+        return str(e).splitlines()[0]
+    return ""
 
 
 def largest(x: Tensor) -> float:

@@ -21,14 +21,15 @@ from autotp.passes.canonicalise import CANONICAL
 
 from .capture import capture, skeleton
 from .describe import describe
-from .errors import InputError
-from .graph import Capture, draws
+from .errors import InputError, PlanError
+from .graph import Capture, draws, short_name
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .log import dump, stage
 from .plan import Plan
 from .planner import Builder, Planned, decide
 from .ranks import check_degree
+from .reasons import without_rule
 from .rewrite import Sharded, rewrite
 
 Pins = Mapping[str, Placement]
@@ -129,7 +130,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    return describe(planned, sharded, builder, name, options.objective, shapes, notes)
+    return describe(planned, sharded, builder, name, options.objective, shapes, [*notes, *without_rule(planned)])
 
 
 def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
@@ -140,12 +141,24 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
         nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
         decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
         planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        _check_rules(planned)
     else:
         planned = decide(builder)
     with stage("rewrite"):
         sharded = rewrite(planned, builder.prices.convert, outputs)
     dump("sharded", str(sharded.graph))
     return planned, sharded
+
+
+def _check_rules(planned: Planned) -> None:
+    """Refuse a plan whose operators are split by rules that are not there: a user's, which he has yet to register."""
+    for node, op in planned.ops.items():
+        index, rule = planned.decisions[node].factor, planned.rules[node]
+        if index is not None and (rule is None or index >= len(rule.factors)):
+            raise PlanError(
+                f"the plan splits {short_name(op.target)} by a rule that is not known here. Register the rules that it "
+                "was made with (autotp.register_rule) on every rank before you use it, or plan again."
+            )
 
 
 def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:

@@ -79,9 +79,11 @@ def _told(p: Program, case: Case, decision: Decision, factor: Factor | None, err
         letter = letters(rule)[decision.factor]
         summed = any(c is None for c in factor.outs)
         what = f"split along {letter}" + (", which is summed over" if summed else "")
-        why = "nothing but a sum over it" if summed else "independent of each other"
-        advice = f"The parts along {letter} must be {why}; otherwise that dimension stays whole: `_`, or no factor. "
-        advice += "Arguments that count it are for `localise` to rewrite."
+        why = f"The parts along {letter} must not depend on each other; arguments that say its length need `localise`."
+        why = f"The result must be the sum of what the parts along {letter} give." if summed else why
+        advice = f"{why} Where that is not so, the dimension must stay whole: write `_` for it, or no factor."
+        if decision.loop is not None and not decision.loop.full(tp):
+            advice += " Some rank has no element here: where the operator cannot run on that, say empty=False."
     elif partial:
         what = f"given summands of {' and '.join(partial)}"
         advice = f"It is not linear in {' and '.join(partial)}: correct `linear`."

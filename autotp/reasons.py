@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 from torch import fx
 
 from autotp.rules.core import EXPERTS, Carry, Factor
 
-from .graph import resolve, short_name
+from .graph import draws, resolve, short_name
 from .planner import Planned
 from .strategies import Candidates
 
 CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
+
+
+def without_rule(planned: Planned) -> list[str]:
+    """A note of the operators that run whole because they have no rule; what reads no tensor has nothing to split."""
+    found: Counter[str] = Counter()
+    for node, op in planned.ops.items():
+        writes = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
+        if planned.tp > 1 and planned.rules[node] is None and op.slots and not writes and not draws(node):
+            found[short_name(node.target)] += 1
+    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in found.items())
+    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if found else []
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
@@ -32,10 +44,10 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
         return role(planned, user, factor.outs[0].dim)
     if _contracts(factor):
         return "row-parallel" if sum(c is not None for c in factor.ins) > 1 else "vocabulary-parallel"
-    if not any(_contracts(f) for f in rule.factors):
-        return "elementwise"
-    active = any(c and not _weight(planned, s) for c, s in zip(factor.ins, op.slots, strict=True))
-    return "expert-parallel" if active else "column-parallel"
+    others = [c for c, s, n in zip(factor.ins, op.slots, op.ins, strict=True) if n and not _weight(planned, s)]
+    if any(_contracts(f) for f in rule.factors):
+        return "expert-parallel" if any(others) else "column-parallel"
+    return "column-parallel" if others and not any(others) else "elementwise"
 
 
 def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 Shape = tuple[Size, ...]
 aten = torch.ops.aten
-EXPERTS = "e"  # the letter of a loop over experts
+EXPERTS = "experts"  # the label of a loop over experts
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Factor:
     """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
 
     `contracted` says what results that lack the factor become when it is split: partial sums, or None where the loop
-    must not be split then. `label` is its letter, where an einsum string gives it one. `copies`: how often operands and
+    must not be split then. `label` is its letter in an einsum string, or its name. `copies`: how often operands and
     results are copied to split it, beside what the operator itself reads and writes.
     """
 

@@ -14,7 +14,7 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 def letters(rule: Rule) -> list[str]:
     """A letter for each factor: its own label, or the next one that is free."""
-    labels = [f.label for f in rule.factors]
+    labels = [f.label[:1] for f in rule.factors]
     free = iter(x for x in string.ascii_letters if x not in labels)
     return [x if x and x not in labels[:i] else next(free) for i, x in enumerate(labels)]
 
@@ -50,7 +50,7 @@ def _dim(loops: list[tuple[str, Size, Carry]], length: Size) -> str:
         loops = [x for x in loops if x[1] != 1] or loops[:1]
     if len(loops) == 1 and loops[0][2].piece is not None:
         return loops[0][0] + str(loops[0][2].piece).translate(BELOW)
-    if len(loops) == 1 and getattr(loops[0][2], "groups", None) is not None:
+    if len(loops) == 1 and loops[0][2].groups is not None:
         return f"[{loops[0][0]}]"
     parts: list[str] = []
     outside: Size = 1
