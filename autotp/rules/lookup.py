@@ -45,12 +45,15 @@ def local_index(ids: Tensor, segments: tuple, rank: int, tp: int) -> tuple[Tenso
 
 
 def vocabulary_embedding(weight: Tensor, ids: Tensor, segments: tuple, padding: int, *, rank: int, tp: int) -> Tensor:
-    """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others."""
+    """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others.
+
+    An id that the whole does not hold is one that no rank holds: all of them fail as the original does.
+    """
     index, mine = local_index(ids, segments, rank, tp)
-    if weight.shape[0] == 0:  # no rows here: zeros that still reach the weight in the backward
-        return weight.sum(0) + weight.new_zeros(*ids.shape, weight.shape[1])
+    known = (ids >= 0) & (ids < segments[0] * sum(count * unit for count, unit in segments[1]))
     keep = mine & (ids != padding) if padding >= 0 else mine
-    rows = aten.embedding.default(weight, index)
+    table = weight if weight.shape[0] else weight.sum(0, keepdim=True)  # no rows here: zeros that reach the weight
+    rows = aten.embedding.default(table, torch.where(known, index, table.shape[0]))
     masked = torch.where(keep.unsqueeze(-1), rows, 0)
     return masked if padding < 0 else masked + torch.where((mine & ~keep).unsqueeze(-1), rows.detach(), 0)
 
