@@ -33,6 +33,7 @@ def plan(
     cluster: str | Cluster | None = None,
     objective: str = "training",
     sequence_parallel: bool | None = None,
+    check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
@@ -48,6 +49,8 @@ def plan(
         cluster: the machines to price for: a `Cluster` or the name of a preset; default "h100".
         objective: "training" (forward and backward count).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
+        check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
+            does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
 
     Returns:
         The `Plan`; print it to read it.
@@ -62,7 +65,8 @@ def plan(
             f"autotp.plan needs example_inputs for {type(model).__name__}: only transformers models get theirs from "
             "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
-    return solve_plan(*capture_model(model, inputs, torch.device("cpu")), options, type(model).__name__)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
+    return solve_plan(captured, notes, options, type(model).__name__)
 
 
 def parallelize(
@@ -94,7 +98,7 @@ def parallelize(
     inputs = None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
-    captured = _capture(model, inputs, ranks)[0] if inputs is not None else None
+    captured = _capture(model, inputs, ranks, False)[0] if inputs is not None else None
     return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, outputs, check))
 
 
@@ -113,6 +117,7 @@ def compile(
     backend: str = "eager",
     options: Mapping[str, Any] | None = None,
     check: bool | None = None,
+    check_capture: bool | None = None,
 ) -> ShardedModule:
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`.
 
@@ -132,6 +137,7 @@ def compile(
         options: options of the backend; none for "eager".
         check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
             feeds tp ranks different batches). Otherwise input shapes and dtypes are compared where they are new.
+        check_capture: see `autotp.plan`.
 
     Returns:
         The `ShardedModule`.
@@ -149,7 +155,7 @@ def compile(
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
 
     def build(inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
-        captured, notes = _capture(model, inputs, ranks)
+        captured, notes = _capture(model, inputs, ranks, check_capture)
         agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_parameters(model, check)})
         found = plan or _solve(captured, notes, chosen, type(model).__name__, ranks)
         return _shard(model, found, ranks, chosen, captured, outputs, check)
@@ -176,8 +182,8 @@ def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
         raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
 
 
-def _capture(model: nn.Module, inputs: Inputs, ranks: Ranks | None) -> tuple[Capture, list[str]]:
-    return together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks)))
+def _capture(model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None) -> tuple[Capture, list[str]]:
+    return together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks), check))
 
 
 def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, ranks: Ranks | None) -> Plan:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import sympy
 import torch
 import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
 from torch import fx
 from torch._library.custom_ops import CustomOpDef
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._logging._internal import LazyTraceHandler
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import _trace
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 
@@ -26,6 +30,12 @@ tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
 TreeSpec = pytree.TreeSpec
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of nested containers by their place, such as `logits` or `['more'][0]`."""
+    pairs = pytree.tree_flatten_with_path(tree)[0]
+    return {pytree.keystr(path).removeprefix(".") or "0": leaf for path, leaf in pairs}
 
 
 def fake_mode() -> FakeTensorMode:
@@ -47,13 +57,100 @@ def quiet_export() -> Iterator[None]:
             x.setLevel(level)
 
 
+def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any) -> torch.export.ExportedProgram:
+    """`torch.export.draft_export` that follows the values of the inputs, but not those of weights, which are fake.
+
+    Without this torch would allocate every weight and compute with whatever is in that memory.
+    """
+    fakify: Any = vars(_trace)["_fakify_params_buffers"]
+    dispatch = _only_known(FakeTensorMode._dispatch_impl)
+
+    def without_values(mode: FakeTensorMode, module: torch.nn.Module) -> Any:
+        _keep_values(mode, False)
+        try:
+            return fakify(mode, module)
+        finally:
+            _keep_values(mode, True)
+
+    with (
+        mock.patch.object(LazyTraceHandler, "emit", _to_nowhere),
+        mock.patch.object(_trace, "_fakify_params_buffers", without_values),
+        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
+    ):
+        program = torch.export.draft_export(module, args, kwargs, **options)
+    values = [v for n in program.graph.nodes for v in tree_leaves(n.meta.get("val")) if isinstance(v, FakeTensor)]
+    for mode in {id(v.fake_mode): v.fake_mode for v in values}.values():  # or passes would compute with values too
+        mode.propagate_real_tensors = False
+        _keep_values(mode, False)
+    return program
+
+
+def _to_nowhere(handler: Any, record: logging.LogRecord) -> None:
+    """Torch logs every draft into a file that it neither closes nor removes; it wants to know the file's name."""
+    if handler.stream is None:
+        handler.stream = io.StringIO()
+        handler.stream.name = ""
+
+
+def _keep_values(mode: FakeTensorMode, keep: bool) -> None:
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.copy_data = converter.describer.copy_data = keep
+
+
+def _only_known(dispatch: Any) -> Any:
+    """A dispatch of fake tensors under which what is made of an unknown value is unknown.
+
+    Torch's own leaves memory there that nothing was written to: inside a cast, and where a known value is overwritten
+    with an unknown one.
+    """
+    overwritten: dict[int, Any] = {}  # real storages with something unknown in them
+
+    def known(value: FakeTensor) -> bool:
+        real = value.real_tensor
+        if real is not None and real.untyped_storage()._cdata in overwritten:
+            value.real_tensor = None
+        return value.real_tensor is not None
+
+    def forget(value: Any) -> None:
+        if isinstance(value, FakeTensor) and value.real_tensor is not None:
+            storage = value.real_tensor.untyped_storage()
+            overwritten[storage._cdata] = storage
+            value.real_tensor = None
+
+    def guarded(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        knowing = [known(x) for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        found = dispatch(self, func, types, args, kwargs)
+        if not all(knowing):
+            for schema, value in zip(func._schema.arguments, args, strict=False):
+                if schema.alias_info is not None and schema.alias_info.is_write:
+                    forget(value)
+            for value in tree_leaves(found):
+                forget(value)
+        return found
+
+    return guarded
+
+
+def draft_failures(program: torch.export.ExportedProgram) -> list[Any]:
+    """What `draft_export` reports that it guessed or decided."""
+    report: Any = getattr(program, "_report", None)
+    return report.failures if report is not None else []
+
+
+def decided_by_values(program: torch.export.ExportedProgram) -> set[str]:
+    """The conditions that a draft export decided by the values of its inputs, as torch writes them in assertions."""
+    env = shape_env(program.graph)
+    asserts = [a for found in (env.deferred_runtime_asserts if env else {}).values() for a in found]
+    return {str(a.expr) for a in asserts if str(a.msg).startswith("propagate_real_tensors")}
+
+
 def shape_env(graph: fx.Graph) -> ShapeEnv | None:
     """The shape environment that the symbolic sizes of this graph belong to."""
     for node in graph.nodes:
         for val in pytree.tree_leaves(node.meta.get("val")):
             sizes = val.shape if isinstance(val, torch.Tensor) else [val]
             for size in sizes:
-                if isinstance(size, torch.SymInt):
+                if isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat):
                     return size.node.shape_env
     return None
 

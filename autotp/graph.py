@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import sympy
 import torch
@@ -17,6 +17,9 @@ from autotp.rules.core import Op, aten, expression, sizes
 
 from . import compat
 from .layouts import Size
+
+if TYPE_CHECKING:
+    from .conditions import Conditions
 
 Value = tuple[fx.Node, int]  # a node and which of its results
 CUTS = (aten.detach.default, aten.detach_.default)
@@ -49,6 +52,8 @@ class Capture:
     aliases: dict[str, str] = field(default_factory=dict)
     state: tuple[Any, ...] = ()  # (training, parameter dtype, autocast) that it was captured in
     notes: list[str] = field(default_factory=list)
+    conditions: Conditions | None = None  # what must hold of the values of the inputs
+    error: float = float("nan")  # largest relative difference from the model, where it was compared
 
     @property
     def inputs(self) -> list[Leaf]:
@@ -67,6 +72,8 @@ class Capture:
             if not low <= size <= high:
                 return f"size {size} is outside the captured range [{low}, {high}]"
         broken = next((g for g in self.guards if substitute(g, bound) == sympy.false), None)
+        if broken is None and self.conditions is not None:
+            broken = self.conditions.broken(values)
         return None if broken is None else f"the captured program needs {broken}"
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:

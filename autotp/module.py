@@ -110,7 +110,8 @@ class ShardedModule(Part):
         if known is None or self._source.check:
             program, order = self._find(flat, spec)
             outputs = self._first(program, [flat[i] for i in order])
-            self._known[key] = program, order
+            if program.capture.conditions is None:  # else every call is asked whether it meets them
+                self._known[key] = program, order
         else:
             program, order = known
             outputs = self._run(program, [flat[i] for i in order])
@@ -138,7 +139,8 @@ class ShardedModule(Part):
     def _find(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
         source = self._source
-        agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, source.check))
+        values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
+        agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
         if found is None:
             captured, sharded = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))

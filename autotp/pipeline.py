@@ -31,6 +31,7 @@ from .planner import Builder, Planned, decide
 from .ranks import check_degree
 from .reasons import without_rule
 from .rewrite import Sharded, rewrite
+from .selfcheck import Trial
 
 Pins = Mapping[str, Placement]
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
@@ -104,20 +105,33 @@ def _one(values: list[Any]) -> Any:
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
 
 
-def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode) -> Capture:
-    """Capture and canonicalise a skeleton."""
+def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None) -> Capture:
+    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it."""
+
+    def finish(program: Capture) -> None:
+        program.state = mode
+        casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
+        run_passes(program, (*CANONICAL, *casts))
+        if trial is not None and not trial.skip:
+            with stage("self-check"):
+                program.error = trial.compare(program)
+
     with stage("capture"):
-        program = capture(bare, inputs, device)
-    program.state = mode
-    casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
-    run_passes(program, (*CANONICAL, *casts))
-    return program
+        return capture(bare, inputs, device, finish, trial)
 
 
-def capture_model(model: nn.Module, inputs: Inputs, device: torch.device) -> tuple[Capture, list[str]]:
-    """A model's graph for these inputs as the model is now, and what the user should know of it."""
+def capture_model(
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None
+) -> tuple[Capture, list[str]]:
+    """A model's graph for these inputs as the model is now, and what the user should know of it.
+
+    `check` is `check_capture` of the public functions.
+    """
     inputs, note = without_cache(model, inputs)
-    captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device))
+    trial = Trial.of(model, inputs, device, check)
+    captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device), trial)
+    if trial.skip:
+        captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
     drawn = sum(draws(n) for n in captured.graph.nodes)
     whole = f"{drawn} operators draw random numbers (live dropout): they run whole, so that every rank draws the same"
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]

@@ -6,18 +6,17 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autotp.cost import Cluster
 
-from . import compat
 from .compare import Difference, Report, compare
 from .errors import InputError, PlanError
 from .graph import Capture
-from .numerics import loss, relative
 from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
 from .plan import Plan
-from .simulate import Values, reference
+from .selfcheck import Trial
+from .simulate import Values
 
 __all__ = ["Difference", "Report", "Values", "compare", "verify"]
 
@@ -60,58 +59,19 @@ def verify(
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     chosen = Options.of_plan(plan) if plan else Options.read(tp, pins, cluster, objective, sequence_parallel)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"))
+    real = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=real or None)
     if plan is None:
         plan = solve_plan(captured, notes, chosen, type(model).__name__)
     planned, sharded = apply_plan(captured, plan, chosen)
-    values = Values.of(captured, model, inputs)
-    error = capture_error(captured, model, values)
-    report = replace(compare(planned, sharded, values), plan=plan, capture_error=error)
-    allowed = capture_tolerance(model)
-    if error > allowed and report.ok:
-        detail = f"the captured graph is off by {error:.1e} (rounding allows {allowed:.1e}): it is not deterministic?"
-        return replace(report, difference=Difference("capture", "output", "the graph", "", error, detail))
-    return report
-
-
-def capture_tolerance(model: nn.Module) -> float:
-    """What rounding may make of the difference between the captured graph and the model, in its least exact dtype."""
-    kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
-    return max((1e4 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds), default=1e-3)
+    compared = compare(planned, sharded, Values.of(captured, model, inputs))
+    return replace(compared, plan=plan, capture_error=captured.error)
 
 
 def capture_error(program: Capture, model: nn.Module, values: Values) -> float:
-    """Largest relative difference of outputs and parameter gradients between the captured graph and the model."""
-    if any(p.is_meta for p in model.parameters()):
-        return float("nan")
-    state = torch.random.get_rng_state()
-    its, mine = _parameters(model), _parameters(model)
-    buffers = {n: b.detach().clone() for n, b in model.named_buffers()}
-    args, kwargs = compat.tree_map(_copy, (values.inputs.args, dict(values.inputs.kwargs)))
-    own = torch.func.functional_call(model, (its, buffers), args, kwargs)
-    torch.random.set_rng_state(state)
-    given = {n: _copy(v) for n, v in values.given.items()}
-    given |= {x.node: mine[program.aliases.get(x.name, x.name)] for x in program.leaves if x.kind == "parameter"}
-    found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
-    kept = [v for i, v in enumerate(found) if i not in program.mutations]
-    both = zip(kept, compat.tree_leaves(own), strict=True)
-    pairs = [(a, b) for a, b in both if isinstance(a, Tensor) and isinstance(b, Tensor)]
-    ours, theirs = _gradients([a for a, _ in pairs], mine), _gradients([b for _, b in pairs], its)
-    scale = max((g.abs().max().item() for g in theirs.values() if g.numel()), default=0.0)
-    errors = [relative(a.detach(), b.detach()) for a, b in pairs]
-    return max([*errors, *(relative(ours[n], theirs[n], scale) for n in theirs)], default=0.0)
+    """Largest relative difference of outputs, buffers and gradients between a captured graph and the model.
 
-
-def _copy(value: Any) -> Any:
-    return value.detach().clone() if isinstance(value, Tensor) else value
-
-
-def _parameters(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.detach().clone().requires_grad_(p.requires_grad) for n, p in model.named_parameters()}
-
-
-def _gradients(outputs: list[Tensor], parameters: dict[str, Tensor]) -> dict[str, Tensor]:
-    total = loss(outputs)
-    if total.requires_grad:
-        total.backward()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters.items()}
+    Raises:
+        CaptureError: it is more than rounding allows.
+    """
+    return Trial.of(model, values.inputs, torch.device("cpu")).compare(program)

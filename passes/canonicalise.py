@@ -14,6 +14,7 @@ from autotp.rules.core import Op, aten, expression, is_tensor, sizes
 
 from .base import Pass
 from .examples import DropExamples
+from .strides import LayOut
 
 
 @dataclass(frozen=True)
@@ -200,5 +201,5 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(), LayOut(),
 )  # fmt: skip

@@ -4,32 +4,30 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import fx
+from torch import Tensor, fx
 
-from autotp.rules.core import aten
+from autotp import compat
+from autotp.rules.core import Op, aten
+
+DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
 def functionalise(graph: fx.Graph, state: set[str]) -> bool:
-    """Rewrite `x.add_(y)` to `add(x, y)` with later uses of `x` redirected, where no view of `x` can notice.
+    """Rewrite `x.add_(y)` to `add(x, y)` with later uses of `x` redirected, where nothing else can notice the write.
 
     Operators that write to a buffer (names of placeholders in `state`) stay: they write to the module's own buffer.
-    Returns whether every other in-place operator could be rewritten.
+
+    Args:
+        graph: of an export whose fake values share memory where the real ones do.
+        state: names of the placeholders that hold buffers.
+
+    Returns: whether every other in-place operator could be rewritten.
     """
-    done = True
-    for node in list(graph.nodes):
-        if not mutates(node):
-            continue
-        target = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
-        if target is not None and target.op == "placeholder" and target.name in state:
-            continue
-        twin = _twin(node.target)
-        if target is None or twin is None or target.op == "placeholder" or _aliased(target):
-            done = False
-            continue
-        node.target = twin
-        order = {n: i for i, n in enumerate(graph.nodes)}
-        target.replace_all_uses_with(node, delete_user_cb=lambda user, n=node, o=order: o[user] > o[n])
-    return done
+    writes = [n for n in graph.nodes if mutates(n) and not _to_state(n, state)]
+    if writes:
+        _drop_inert_dropouts(graph)
+    shared = _Memory(graph)
+    return all(shared.rewrite(n) for n in writes)
 
 
 def mutates(node: fx.Node) -> bool:
@@ -38,25 +36,67 @@ def mutates(node: fx.Node) -> bool:
     return node.op == "call_function" and schema is not None and schema.is_mutable
 
 
-def _twin(target: Any) -> Any:
-    name, overload = str(target).split(".")[1], str(target).split(".")[-1]
+def written(node: fx.Node) -> fx.Node | None:
+    """The operand that an in-place operator writes to."""
+    return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """The memory that each value lies in; equal numbers are shared memory."""
+    return {n: {v.untyped_storage()._cdata for v in _tensors(n)} for n in graph.nodes}
+
+
+def _to_state(node: fx.Node, state: set[str]) -> bool:
+    target = written(node)
+    return target is not None and target.op == "placeholder" and target.name in state
+
+
+def _drop_inert_dropouts(graph: fx.Graph) -> None:
+    """Dropout outside training returns its operand itself; fake tensors believe that it makes a copy."""
+    for n in list(graph.nodes):
+        if n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"]):
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
+
+
+class _Memory:
+    """Which values of a graph share memory, while in-place operators are rewritten."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.of = memory(graph)
+
+    def rewrite(self, node: fx.Node) -> bool:
+        """Make one in-place operator functional; False where another value sees what it writes."""
+        target, twin = written(node), _twin(node)
+        if target is None or twin is None or len(self.of[target]) != 1 or self._seen(target, node):
+            return False
+        node.target = twin
+        for later in (n for n, i in self.order.items() if i >= self.order[node] and self.of[n] & self.of[target]):
+            self.of[later] = {*(self.of[later] - self.of[target]), id(node)}  # new memory, that only this write fills
+        target.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[node])
+        return True
+
+    def _seen(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether a leaf holds the memory of `target`, or another of its names is read after the write."""
+        names = [n for n in self.order if n is not target and n is not write and self.of[n] & self.of[target]]
+        before = [n for n in names if self.order[n] < self.order[write]]
+        leaf = any(n.op in ("placeholder", "get_attr") for n in [*before, target])
+        return leaf or any(self.order[user] > self.order[write] for n in before for user in n.users)
+
+
+def _twin(node: fx.Node) -> Any:
+    """The functional operator that makes the same values in the same dtype; None where there is none."""
+    name, overload = str(node.target).split(".")[1], str(node.target).split(".")[-1]
     packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
-    return getattr(packet, overload, None)
+    twin = getattr(packet, overload, None)
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        same = twin is not None and twin(*args, **kwargs).dtype == node.meta["val"].dtype
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    return twin if same else None
 
 
-def _aliased(node: fx.Node) -> bool:
-    """Whether the value shares memory with another: a view of something, or viewed by something."""
-    return any(_view(n) for n in (node, *node.users))
-
-
-def _view(node: fx.Node) -> bool:
-    schema = getattr(node.target, "_schema", None)
-    if schema is None:
-        return node.op == "call_function"
-    aliases = any(a.alias_info is not None and not a.alias_info.is_write for a in schema.arguments)
-    return aliases or node.target in (
-        aten.reshape.default,
-        aten.contiguous.default,
-        aten.flatten.using_ints,
-        aten.to.dtype,
-    )
+def _tensors(node: fx.Node) -> list[Tensor]:
+    return [v for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]

@@ -1,0 +1,126 @@
+"""One attempt to export a skeleton: what is traced, for which arguments, and how."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from autotp.passes.functionalise import functionalise
+
+from . import compat
+from .conditions import Conditions
+
+
+@dataclass
+class Attempt:
+    """What one export is of; the rungs of the ladder change it.
+
+    Attributes:
+        bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
+        symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
+        draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
+        contexts: what to trace in.
+    """
+
+    bare: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    symbolic: bool = True
+    draft: bool = False
+    contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
+
+    def run(self) -> tuple[ExportedProgram, Conditions | None]:
+        """Export; in-place operators are functional afterwards, but for those that write to a buffer."""
+        with ExitStack() as stack:
+            for context in (*self.contexts, _named(self.bare, self.kwargs)):
+                stack.enter_context(context)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for context in (compat.quiet_export(), _silent(), _unmoved(), torch.enable_grad()):
+                stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
+            export = compat.draft_export if self.draft else torch.export.export
+            program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
+            conditions = Conditions.of(program, self.symbolic) if self.draft else None
+            buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
+            if not functionalise(program.graph, buffers):
+                program = program.run_decompositions({})
+        return program, conditions
+
+    def _shapes(self) -> dict[str, Any] | None:
+        if not self.symbolic:
+            return None
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
+        return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+
+
+def _dims(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return None
+    free = 2 if value.ndim <= 3 else 1
+    return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+
+
+@contextmanager
+def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+    """Within this context `bare` is called through `forward`, with this signature."""
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    held = vars(bare).get("forward")
+    bare.forward = forward
+    try:
+        yield
+    finally:
+        del bare.forward
+        if held is not None:
+            bare.forward = held
+
+
+@contextmanager
+def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Names what `**kwargs` takes in forward's signature: without, torch.export refuses symbolic sizes."""
+    own, signature = bare.forward, inspect.signature(bare.forward)
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
+    if not more:
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    *named, rest = signature.parameters.values()
+    with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
+        yield
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """`module.to(dtype)` within a forward, to what the module is already, does nothing (on fake tensors it fails)."""
+    apply = nn.Module._apply
+
+    def same(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        held = [*self.parameters(recurse), *self.buffers(recurse)]
+        made = [fn(t) for t in held]
+        equal = all(a.dtype == b.dtype and a.device == b.device for a, b in zip(made, held, strict=True))
+        return self if equal else apply(self, fn, recurse)
+
+    with mock.patch.object(nn.Module, "_apply", same):
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the whole graph on stderr when an export fails; what else was written there appears on success."""
+    written = io.StringIO()
+    with redirect_stderr(written):
+        yield
+    sys.stderr.write(written.getvalue())
