@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format golden zoo clean
+.PHONY: help demo test check lint format golden docs zoo clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,6 +36,9 @@ format: $(READY) ## Rewrite the files in the project's style
 
 golden: $(READY) ## Rewrite tests/golden from what the code prints now; read the diff before you commit it
 	$(PYTEST) --update-golden $(ARGS)
+
+docs: $(READY) ## Prove every operator rule and write the table in docs/rules.md
+	$(BIN)/python -m tests.rule_table
 
 zoo: $(READY) ## Run the slow tests over many architectures
 	$(PYTEST) -m zoo $(ARGS)

@@ -9,7 +9,7 @@ from torch import fx
 
 from autotp.rules.core import EXPERTS, Carry, Factor
 
-from .graph import draws, resolve, short_name
+from .graph import draws, resolve, short_name, tensors
 from .planner import Planned
 from .strategies import Candidates
 
@@ -17,11 +17,12 @@ CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may
 
 
 def without_rule(planned: Planned) -> list[str]:
-    """A note of the operators that run whole because they have no rule; what reads no tensor has nothing to split."""
+    """A note of the operators that make tensors of tensors and run whole because they have no rule."""
     found: Counter[str] = Counter()
     for node, op in planned.ops.items():
-        writes = getattr(node.target, "_schema", None) is not None and node.target._schema.is_mutable
-        if planned.tp > 1 and planned.rules[node] is None and op.slots and not writes and not draws(node):
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
+        if whole and not writes and not draws(node):
             found[short_name(node.target)] += 1
     names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in found.items())
     return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if found else []

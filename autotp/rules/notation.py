@@ -13,17 +13,17 @@ BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 
 
 def letters(rule: Rule) -> list[str]:
-    """A letter for each factor: its own label, or the next one that is free."""
+    """A letter for each factor: that of its label, or the next one that is free."""
     labels = [f.label[:1] for f in rule.factors]
     free = iter(x for x in string.ascii_letters if x not in labels)
-    return [x if x and x not in labels[:i] else next(free) for i, x in enumerate(labels)]
+    return [x or next(free) for x in labels]
 
 
 def notation(op: Op, rule: Rule) -> str:
     """The factors of a call, such as `abk,nk,n->abn`: a letter that the right side lacks is contracted.
 
     `_` stays whole; `(2 a)` holds the loop twice over, `(a 2)` in pairs, `(a b)` both, the outer one first; `a₀` and
-    `a₁` are pieces of one loop that is cut up; `[a]` holds the rows of every group, sorted by group.
+    `a₁` are pieces of one loop that is cut up; `{a}` holds the rows of every group, sorted by group.
     """
     ins = [_term(rule, [f.ins[i] for f in rule.factors], shape) for i, shape in enumerate(op.ins)]
     outs = [_term(rule, [f.outs[i] for f in rule.factors], shape) for i, shape in enumerate(op.outs)]
@@ -46,12 +46,13 @@ def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
 
 def _dim(loops: list[tuple[str, Size, Carry]], length: Size) -> str:
     """The loops that one dimension holds, the outermost first, with numbers for what lies between them."""
+    loops = [x for i, x in enumerate(loops) if x[0] not in [y[0] for y in loops[:i]]]  # one loop in several roles
     if len(loops) > 1:
         loops = [x for x in loops if x[1] != 1] or loops[:1]
     if len(loops) == 1 and loops[0][2].piece is not None:
         return loops[0][0] + str(loops[0][2].piece).translate(BELOW)
     if len(loops) == 1 and loops[0][2].groups is not None:
-        return f"[{loops[0][0]}]"
+        return "{" + loops[0][0] + "}"
     parts: list[str] = []
     outside: Size = 1
     for name, size, carry in sorted(loops, key=lambda x: str(x[2].repeat).zfill(20)):

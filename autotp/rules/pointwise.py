@@ -11,8 +11,8 @@ if TYPE_CHECKING:
 
 LINEAR_IN_FIRST = {
     aten.neg, aten.negative, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach,
-    aten.lift_fresh_copy, aten.real, aten.imag, aten.conj, aten._conj, aten.conj_physical, aten.resolve_conj,
-    aten.resolve_neg,
+    aten.lift_fresh_copy, aten.real, aten.imag, aten.conj, aten._conj, aten.conj_physical, aten._conj_physical,
+    aten.resolve_conj, aten.resolve_neg,
 }  # fmt: skip
 TOGETHER = {aten.add, aten.sub, aten.rsub, aten.subtract, aten.complex}  # linear in both operands at once
 PRODUCT = {aten.mul, aten.multiply}  # linear in either operand

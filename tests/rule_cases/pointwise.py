@@ -44,7 +44,7 @@ BINARY = words(
 BITWISE = words(
     """
     bitwise_and.Tensor bitwise_or.Tensor bitwise_xor.Tensor bitwise_left_shift.Tensor gcd lcm __and__.Tensor
-    __or__.Tensor __xor__.Tensor ldexp.Tensor bitwise_right_shift.Tensor
+    __or__.Tensor __xor__.Tensor ldexp.Tensor bitwise_right_shift.Tensor __lshift__.Tensor __rshift__.Tensor
     """
 )
 UNDERIVED_UNARY = words(
@@ -124,7 +124,8 @@ POINTWISE = [
     case(aten.frexp.Tensor, f(4, 3)),
     case(aten.complex, f(4, 3), f(3)),
     case(aten.polar, pos(4, 3), f(3)),
-    *(case(op, cplx(4, 3)) for op in (aten.conj, aten._conj, aten.conj_physical, aten.resolve_conj, aten.resolve_neg)),
+    *(case(op, cplx(4, 3)) for op in (aten.conj, aten._conj, aten.conj_physical, aten._conj_physical)),
+    *(case(op, cplx(4, 3)) for op in (aten.resolve_conj, aten.resolve_neg)),
     replace(case(aten.copy, f(4, 3), f(3)), reference=lambda x, src: src.expand_as(x).clone()),
     case(aten.copy, ints(5, 4, 3), f(3)),
     case(aten.bucketize.Tensor, f(4, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)),

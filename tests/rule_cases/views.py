@@ -27,6 +27,7 @@ VIEWS = [
         ]
     ),
     case(aten.reshape, f(4, 6).t(), [4, 6]),
+    case(aten.reshape, f(4, 6, 5), [4, 3, -1, 5]),
     case(aten._unsafe_view, f(4, 6), [24]),
     case(aten._reshape_copy, f(4, 6), [24]),
     case(aten.view_copy, f(4, 6), [24]),
