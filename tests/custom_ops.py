@@ -56,6 +56,16 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("autotp_tests::halve", mutates_args=(), tags=torch.Tag.pointwise)
+def halve(x: Tensor) -> Tensor:
+    return x / 2
+
+
+@halve.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
 @torch.library.custom_op("autotp_tests::fill", mutates_args=("x",))
 def fill(x: Tensor) -> None:
     x.fill_(1.0)

@@ -228,6 +228,10 @@ def test_one_rank_proves_nothing():
         autotp.prove_rule(project, f(4, 6), f(6, 5), tp=1)
 
 
+def test_an_operator_that_is_tagged_pointwise_has_a_rule():
+    assert autotp.prove_rule("autotp_tests::halve", f(4, 6)).rule == "ab->ab"
+
+
 def test_operators_of_torch_can_be_proved():
     assert autotp.prove_rule("aten::mm", f(4, 6), f(6, 5)).rule == "mk,kn->mn"
     assert autotp.prove_rule(aten.add.Tensor, f(4, 6), f(6)).rule == "ab,b->ab"

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from autotp.layouts import divide
 
-from .core import Carry, Factor, Op, Rule, aten, einsum, local_count, loops, rule, with_factors
+from .core import Carry, Factor, Op, Rule, aten, einsum, local_count, rule, with_factors
 from .views import THROUGH
 
 
@@ -14,24 +14,25 @@ from .views import THROUGH
 @rule(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)
 def convolution(op: Op) -> Rule:
     """Input channels are contracted where there are no groups; with groups, whole groups split."""
-    rank, groups = len(op.ins[1]), op.args["groups"]
-    space, bias = [None] * (rank - 2), op.ins[2:]
-    batch, channel = ["b"][: len(op.ins[0]) - rank + 1], len(op.ins[0]) - rank + 1
-    addends = frozenset({2} if bias else ())
+    space, bias, channel = "_" * (len(op.ins[1]) - 2), len(op.ins) > 2, len(op.ins[0]) - len(op.ins[1]) + 1
+    addends, batch = frozenset({2} if bias else ()), "b" * channel
     linear = (frozenset({0, *addends}),)
-    transposed = "transpose" in str(op.target) or op.args.get("transposed")
-    if groups == 1:
-        weight = ["i", "o", *space] if transposed else ["o", "i", *space]
-        ins = [[*batch, "i", *space], weight, *[["o"] for _ in bias]]
-        return loops(op, ins, [[*batch, "o", *space]], linear=linear, addends=addends, empty=False)
-    whole = [*batch, None, *space]
-    base = loops(op, [whole, [None] * rank, *[[None] for _ in bias]], [whole], linear=linear, empty=False)
+    if op.args["groups"] == 1:
+        weight = "io" if "transpose" in str(op.target) or op.args.get("transposed") else "oi"
+        equation = f"{batch}i{space},{weight}{space}{',o' * bias}->{batch}o{space}"
+        return einsum(op, equation, linear=linear, addends=addends, empty=False)
+    base = einsum(op, f"{batch}_{space},__{space}{',_' * bias}->{batch}_{space}", linear=linear, empty=False)
+    return with_factors(replace(base, localise=local_count("groups", 1, 0)), _groups(op, channel))
+
+
+def _groups(op: Op, channel: int) -> list[Factor]:
+    """Groups of channels, those of the operands with those of the result."""
+    groups = op.args["groups"]
     x, w, y = (divide(s[d], groups) for s, d in ((op.ins[0], channel), (op.ins[1], 0), (op.outs[0], channel)))
     if x is None or w is None or y is None:
-        return base
-    ins = (Carry(channel, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in bias])
-    channels = Factor(groups, ins, (Carry(channel, unit=y),), label="g")
-    return with_factors(replace(base, localise=local_count("groups", 1, 0)), [channels])
+        return []
+    ins = (Carry(channel, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in op.ins[2:]])
+    return [Factor(groups, ins, (Carry(channel, unit=y),), label="g")]
 
 
 @rule(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, simplify
 
-from .core import Op, Rule, aten, einsum, loops, rule
+from .core import Op, Rule, aten, einsum, rule
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -37,10 +37,8 @@ def _local_mean(op: Op, local: Local):
 @rule(aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 def cross_entropy(op: Op) -> Rule:
     """Classes stay whole; examples split, but for a mean: how many of them count, the targets say."""
-    n, reduction = len(op.ins[0]), op.args["reduction"]
-    if n == 1 or reduction == MEAN:
+    if len(op.ins[0]) == 1 or op.args["reduction"] == MEAN:
         return Rule()
-    labels = [0, None, *range(2, n)]
-    target = labels if len(op.ins[1]) == n else [0, *range(2, n)]
-    outs = [[0, *range(2, n)] if reduction == NONE else []]
-    return loops(op, [labels, target, *[[None]] * len(op.ins[2:])], outs)
+    target = "n_..." if len(op.ins[1]) == len(op.ins[0]) else "n..."
+    kept = "n..." if op.args["reduction"] == NONE else ""
+    return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{kept}")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autotp.layouts import Size, divide, simplify
 
-from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, local_count, loops, rule
+from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, local_count, loops, rule, with_factors
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -103,30 +104,22 @@ def cosine(op: Op) -> Rule:
     return loops(op, broadcast(op, n), [[x for x in range(n) if x != d]], whole={d})
 
 
-@rule(aten.layer_norm.default, aten.rms_norm.default)
+@rule(aten.layer_norm.default, aten.rms_norm.default, aten.native_layer_norm.default)
 def layer_norm(op: Op) -> Rule:
-    n, normed = len(op.ins[0]), len(op.args["normalized_shape"])
-    labels = [i if i < n - normed else None for i in range(n)]
-    return loops(op, [labels, *[[None] * len(s) for s in op.ins[1:]]], [labels])
-
-
-@rule(aten.native_layer_norm.default)
-def native_layer_norm(op: Op) -> Rule:
-    n, normed = len(op.ins[0]), len(op.args["normalized_shape"])
-    labels = [i if i < n - normed else None for i in range(n)]
-    return loops(op, [labels, *[[None] * len(s) for s in op.ins[1:]]], [labels] * 3)
+    normed = "_" * len(op.args["normalized_shape"])
+    results = ",".join([f"...{normed}"] * len(op.outs))
+    return einsum(op, f"...{normed}{f',{normed}' * len(op.ins[1:])}->{results}")
 
 
 @rule(aten.group_norm.default)
 def group_norm(op: Op) -> Rule:
     """Whole groups split with their channels; the batch too."""
-    groups = op.args["num_groups"]
-    per = divide(op.ins[0][1], groups)
-    ins = [Carry(1, unit=per or 1), *[Carry(0, unit=per or 1)] * (len(op.ins) - 1)]
-    space = [None] * (len(op.ins[0]) - 1)
-    batch = loops(op, [["b", *space], *[[None]] * (len(op.ins) - 1)], [["b", *space]])
-    channels = Factor(groups, tuple(ins), (Carry(1, unit=per or 1),))
-    return Rule((*batch.factors, channels), localise=local_count("num_groups", 0, 1), empty=False)
+    groups, whole = op.args["num_groups"], "b" + "_" * (len(op.ins[0]) - 1)
+    unit = divide(op.ins[0][1], groups) or 1
+    ins = (Carry(1, unit=unit), *[Carry(0, unit=unit)] * len(op.ins[1:]))
+    channels = Factor(groups, ins, (Carry(1, unit=unit),), label="g")
+    base = einsum(op, f"{whole}{',_' * len(op.ins[1:])}->{whole}", empty=False)
+    return with_factors(replace(base, localise=local_count("num_groups", 0, 1)), [channels])
 
 
 @rule(aten.instance_norm.default)
@@ -134,8 +127,8 @@ def instance_norm(op: Op) -> Rule:
     """Every channel of every example is on its own, unless the examples share running statistics."""
     if not op.args["use_input_stats"] or op.slot("running_mean") is not None:
         return Rule()
-    space = [None] * (len(op.ins[0]) - 2)
-    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]], empty=False)
+    space = "_" * (len(op.ins[0]) - 2)
+    return einsum(op, f"bc{space}{',c' * len(op.ins[1:])}->bc{space}", empty=False)
 
 
 @rule(aten.batch_norm.default)
@@ -143,8 +136,7 @@ def batch_norm(op: Op) -> Rule:
     """With running statistics every channel is on its own; in training they are shared state, so it runs whole."""
     if op.args["training"]:
         return Rule()
-    space = [f"s{i}" for i in range(len(op.ins[0]) - 2)]
-    return loops(op, [["b", "c", *space], *[["c"]] * (len(op.ins) - 1)], [["b", "c", *space]], empty=False)
+    return einsum(op, f"bc...{',c' * len(op.ins[1:])}->bc...", empty=False)
 
 
 @rule(aten.glu.default)
