@@ -9,6 +9,8 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.rules.core import Op, aten
 
+# What cuts a part out of a value -> what puts one in.
+PARTS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
@@ -21,19 +23,29 @@ def functionalise(graph: fx.Graph, state: set[str]) -> bool:
         graph: of an export whose fake values share memory where the real ones do.
         state: names of the placeholders that hold buffers.
 
-    Returns: whether every other in-place operator could be rewritten.
+    Returns: whether every other in-place operator could be rewritten; those in regions (under `no_grad`) cannot.
     """
+    if any(mutates(n) for region in regions(graph) for n in region.nodes):
+        return False
     writes = [n for n in graph.nodes if mutates(n) and not _to_state(n, state)]
     if writes:
         _drop_inert_dropouts(graph)
     shared = _Memory(graph)
-    return all(shared.rewrite(n) for n in writes)
+    return all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes)
 
 
 def mutates(node: fx.Node) -> bool:
     """Whether the operator writes to an operand."""
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def regions(graph: fx.Graph) -> list[fx.Graph]:
+    """The graphs of wrapped regions, and of those within."""
+    owner, found = graph.owning_module, []
+    for module in owner.modules() if owner is not None else ():
+        found += [module.graph] if isinstance(module, fx.GraphModule) and module.graph is not graph else []
+    return found
 
 
 def written(node: fx.Node) -> fx.Node | None:
@@ -76,6 +88,35 @@ class _Memory:
             self.of[later] = {*(self.of[later] - self.of[target]), id(node)}  # new memory, that only this write fills
         target.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[node])
         return True
+
+    def rewrite_part(self, write: fx.Node) -> bool:
+        """Make `x[...].copy_(y)` functional: the part is put into its whole, and the result is used from there on."""
+        part = whole = written(write)
+        views: list[fx.Node] = []
+        while whole is not None and whole.target in PARTS:
+            views.append(whole)
+            whole = written(whole)
+        if write.target is not aten.copy_.default or not views or whole is None or write.users:
+            return False
+        if whole.op != "call_function" or self._seen(whole, write):
+            return False
+        with write.graph.inserting_before(write):
+            made = self._call(write, aten.copy.default, part, write.args[1])
+            for view in views:
+                made = self._call(write, PARTS[view.target], view.args[0], made, *view.args[1:])
+        for later in (n for n, i in self.order.items() if i > self.order[write] and self.of[n] & self.of[whole]):
+            self.of[later] = {*(self.of[later] - self.of[whole]), id(made)}
+        whole.replace_all_uses_with(made, delete_user_cb=lambda user: self.order[user] > self.order[write])
+        write.graph.erase_node(write)
+        del self.order[write]
+        return True
+
+    def _call(self, write: fx.Node, target: Any, *args: Any) -> fx.Node:
+        """A new node in place of `write`, with memory of its own."""
+        node = write.graph.call_function(target, args)
+        node.meta = {**write.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]))}
+        self.order[node], self.of[node] = self.order[write], {id(node)}
+        return node
 
     def _seen(self, target: fx.Node, write: fx.Node) -> bool:
         """Whether a leaf holds the memory of `target`, or another of its names is read after the write."""
