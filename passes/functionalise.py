@@ -10,7 +10,7 @@ from autotp import compat
 from autotp.rules.core import Op, aten
 
 # What cuts a part out of a value -> what puts one in.
-PARTS = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+PARTS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
@@ -31,7 +31,10 @@ def functionalise(graph: fx.Graph, state: set[str]) -> bool:
     if writes:
         _drop_inert_dropouts(graph)
     shared = _Memory(graph)
-    return all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes)
+    done = all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes)
+    for node in [n for n in reversed(graph.nodes) if n in writes and not n.users and not mutates(n)]:
+        graph.erase_node(node)  # written and never read, such as an initial value drawn at random
+    return done
 
 
 def mutates(node: fx.Node) -> bool:
