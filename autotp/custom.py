@@ -197,9 +197,9 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
     if not gradients:
         case = replace(case, frozen=len(call.operands))
         call = program(case)
-    exercised = prove(case, tp)
-    missed = _told(call, required(call) - exercised)
     rule = call.rule or Rule()
+    every = required(call) | {("factor", i) for i in range(len(rule.factors))}
+    missed = _told(call, every - prove(case, tp))
     return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, missed)
 
 
@@ -232,8 +232,9 @@ def _has_derivative(case: Case) -> bool:
         return x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
 
     args, kwargs = compat.tree_map_only(Tensor, wanted, (case.args, case.kwargs))
-    results = [y for y in compat.tree_leaves(case.target(*args, **kwargs)) if isinstance(y, Tensor) and y.requires_grad]
     try:
+        made = compat.tree_leaves(case.target(*args, **kwargs))
+        results = [y for y in made if isinstance(y, Tensor) and y.requires_grad]
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of operators without an autograd kernel
             torch.autograd.backward(results, [torch.ones_like(y) for y in results])
