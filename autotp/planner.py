@@ -18,7 +18,7 @@ from autotp.rules.core import Op, Rule, rule_of
 from . import compat
 from .errors import PlanError
 from .graph import Capture, Value, differentiable, resolve, shape_of, tensors
-from .layouts import I, Layout, Partition, R, Shard
+from .layouts import Grouped, I, Layout, Partition, R, Shard
 from .plan import Decision
 from .pricing import Prices
 from .problem import Choice, Item, Problem, Solution, Use
@@ -58,6 +58,7 @@ class Builder:
         self.same = fold(self.program, self.grads)
         nodes = list(self.program.graph.nodes)
         self.calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and _planned(n)]
+        self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
         self.rules: dict[fx.Node, Rule | None] = {}
         for n in self.calls:
@@ -168,12 +169,17 @@ class Builder:
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
         for got in signatures(self.rules[node], ins, outs, held, results, self.candidates):
-            if got[:2] not in choices:
+            if got[:2] not in choices and self._knows_ends(node, *got[:2]):
                 rule = self.rules[node]
                 split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
                 seconds, saved = self.prices.operator(op, *got[:2], split)
                 choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, penalty([*got[0], *got[1]], self.tp), *got[2:])
         return Item(node.name, list(choices.values()), held, results, count)
+
+    def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
+        """Whether rows dealt by group are so where it is known already where the groups end."""
+        ends = {x.partition.ends for side in layouts for x in side if isinstance(x, Grouped)}
+        return all(self.order[name] < self.order[node.name] for name in ends)
 
     def _uses(self, index: dict[fx.Node, int], outputs: list[fx.Node]) -> list[Use]:
         """Instances of a value grouped by who consumes them."""

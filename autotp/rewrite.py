@@ -160,9 +160,21 @@ class Rewriter:
             held = self.held.get((resolve(operand), layout))
             if held in self.out.ends:
                 found[self.out.ends[held]] = None
+        names = {x.partition.ends for x in (*decision.ins, *decision.outs) if isinstance(x, Grouped)}
+        if not found and names:
+            found = {self.value(self._twin(name, op.node), R, op.node): None for name in names}
         if len(found) > 1:
             raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
         return next(iter(found), None)
+
+    def _twin(self, name: str, node: fx.Node) -> fx.Node:
+        """Of the nodes that stand folded under `name`, the one in the block of `node`."""
+        same = self.planned.same
+        peers = [n for n in self.old.nodes if same.get(n) is same[node]]
+        found = [n for n in self.old.nodes if n in same and same[n].name == name]
+        if len(found) != len(peers):
+            raise PlanError(f"it is not known where the groups end by which the rows of {node.name} are dealt.")
+        return found[peers.index(node)]
 
     def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
         return [n for n, slot in self.consumers[value] if slot == layout]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Shard
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autotp
 from autotp.plan import Plan
@@ -48,6 +48,15 @@ def test_grouped_mm(tp: int, pins: dict | None):
     if pins:
         assert dims(report.plan) == {("gate_up_proj", 0), ("down_proj", 0)}
         assert {p.role for p in report.plan.parameters if ".experts." in p.name} == {"expert-parallel"}
+
+
+@pytest.mark.parametrize("pins", [None, BY_EXPERT], ids=["as priced", "by expert"])
+def test_experts_with_biases(pins: dict | None):
+    """A bias row is looked up for every token, before it is known where the groups end."""
+    sizes = {k: v for k, v in SIZES.items() if k not in ("moe_intermediate_size", "num_experts")}
+    config = GptOssConfig(**sizes, num_local_experts=4, use_cache=False, attn_implementation="eager")  # type: ignore
+    report = autotp.verify(redrawn(GptOssForCausalLM(config)), 2, TOKENS, pins=pins)
+    assert report, report
 
 
 def test_batched_mm():
