@@ -15,7 +15,7 @@ from autotp.api import plan as make_plan
 from autotp.describe import describe
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
-from autotp.layouts import Shard
+from autotp.layouts import Partition, Shard
 from autotp.plan import Plan
 from tests.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.plans import communicating, planned_for, stages
@@ -63,7 +63,7 @@ def test_symbolic_sizes_are_read_back():
     plan = planned_for("llama", 2)
     read = Plan.from_json(damage(plan, decisions={"x": [[], [], 0, size("2*s0*(s1 + 3) - 1")]}))
     loop = read.decisions["x"].loop
-    assert loop is not None and str(loop.repeat) == "2*s0*(s1 + 3) - 1"
+    assert isinstance(loop, Partition) and str(loop.repeat) == "2*s0*(s1 + 3) - 1"
     assert all(s.is_positive and s.is_integer for s in loop.repeat.free_symbols)  # type: ignore[union-attr]
 
 

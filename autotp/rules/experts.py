@@ -61,6 +61,7 @@ def own_groups(
     rows = torch.arange(x.shape[0], device=x.device)
     own = (rows < ends[start + mine - 1] - before).unsqueeze(-1)
     front = torch.where(own, x.index_select(0, (rows + before) % x.shape[0]), 0)
-    function = reduce(getattr, kernel.split("."), torch.ops)
+    operators: Any = torch.ops
+    function = reduce(getattr, kernel.split("."), operators)
     product = function(front, weight, (ends[start : start + mine] - before).to(ends.dtype), *rest)
     return torch.where(own, product, 0).index_select(0, (rows - before) % x.shape[0])
