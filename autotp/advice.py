@@ -8,7 +8,7 @@ import traceback
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from .errors import CaptureError
 
@@ -52,6 +52,11 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "or return it as an output.",
     ),
     (
+        r"writes to the parameter",
+        "A parameter is changed by the optimizer alone. Compute the changed value and use that (`weight.clamp(...)` in "
+        "place of `weight.clamp_(...)`), or change the weights outside the forward, before they are sharded.",
+    ),
+    (
         r"self-check",
         "The forward depends on something that is no tensor and changes between calls (a counter, Python's random, "
         "the time, a global), or writes to what it should only read. Pass it as an argument, or make it a buffer; "
@@ -87,12 +92,13 @@ def recurs(error: Exception, failures: list[tuple[str, Exception]]) -> bool:
     return "value" in kinds_of(error) and here is not None and (here.filename, here.lineno) in places
 
 
-def capture_error(model: nn.Module, failures: list[tuple[str, Exception]]) -> CaptureError:
+def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str = "") -> CaptureError:
     """The error for a model that no rung could capture.
 
     Args:
         model: it, or its skeleton.
         failures: what was tried, "" for the model as it is, and why it failed; at least one.
+        fails: says so where the model itself fails too.
     """
     error = failures[0][1]
     where = _frame(error)
@@ -104,7 +110,16 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]]) -> Ca
         lines.append(f"Tried with {name}: {'the same' if told == _first_line(error) else told}")
     text = _text(error)
     way_out = next(advice for pattern, advice in WAYS_OUT if re.search(pattern, text))
+    if fails:
+        way_out = f"It is not the capture: {fails}. Correct the inputs or the model until it runs on them."
     return CaptureError("\n".join([*lines, way_out]))
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that made a node, as `file:line: code`; "" where the export does not tell."""
+    found = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [place for place in found if not place[0].startswith(NOT_THE_USERS)]
+    return "{}:{}: {}".format(*own[-1]) if own else ""
 
 
 def _text(error: Exception) -> str:

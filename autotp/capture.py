@@ -17,6 +17,7 @@ from torch import Tensor, fx, nn
 from autotp.rules.core import expression
 
 from . import compat
+from .errors import CaptureError
 from .exporter import Attempt
 from .graph import Capture, Leaf
 from .inputs import Inputs
@@ -74,9 +75,10 @@ def capture(
         return Attempt(bare, *compat.tree_map_only(Tensor, lambda t: _example(t, device), given))
 
     def export(attempt: Attempt) -> Capture:
-        program, conditions = attempt.run()
-        found = _read(program, bare.training)
-        found.aliases, found.conditions = aliases(bare), conditions
+        made = attempt.run()
+        found = _read(made.program, bare.training)
+        found.mutations |= made.written
+        found.aliases, found.conditions = aliases(bare), made.conditions
         return found
 
     return climb(start, export, finish, trial)
@@ -95,9 +97,6 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
         name = getattr(spec.arg, "name", "")
         kind = kinds.get(spec.kind.name, spec.kind.name)
         leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
-    mutations = {
-        i: s.target for i, s in enumerate(signature.output_specs) if s.kind.name == "BUFFER_MUTATION" and s.target
-    }
     environment = compat.shape_env(program.graph)
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for leaf in leaves:
@@ -107,6 +106,21 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
                 symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
     hints, ranges, guards = compat.read_shape_env(environment)
     return Capture(
-        program.graph, leaves, mutations, program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
+        program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
         dict(program.constants), symbols, hints, ranges, guards, training,
     )  # fmt: skip
+
+
+def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
+    """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
+    tensors = [x.name for x in leaves if x.kind == "input" and isinstance(x.node.meta.get("val"), Tensor)]
+    found: dict[int, str | int] = {}
+    for i, spec in enumerate(program.graph_signature.output_specs):
+        target = str(spec.target)
+        if spec.kind.name == "BUFFER_MUTATION":
+            found[i] = target
+        elif spec.kind.name == "USER_INPUT_MUTATION":
+            found[i] = tensors.index(target)
+        elif spec.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(f"the forward writes to the parameter {target}")
+    return found

@@ -14,6 +14,7 @@ from autotp.passes.functionalise import memory, mutates, written
 from autotp.rules.core import aten
 
 from . import compat
+from .advice import line_of
 from .errors import CaptureError
 
 GUESSED = ("MISSING_FAKE_KERNEL", "MISMATCHED_FAKE_KERNEL")
@@ -63,16 +64,18 @@ class Conditions:
 def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic: bool) -> bool:
     """Whether a condition depends on the inputs of a call; refused where it depends on anything else that may vary."""
     needed = _needed(check)
+    lines = [line for n in [*check.all_input_nodes, *needed] if (line := line_of(n))]
+    what = f"the branch that needs {text}" + (f" ({lines[0]})" if lines else "")
     kinds = {n: _kind(program, n) for n in needed if n.op == "placeholder"}
     other = [n.name for n, kind in kinds.items() if kind not in GIVEN]
     if other:
-        raise CaptureError(f"the branch that needs {text} depends on weights ({other[0]}), not only on the inputs")
+        raise CaptureError(f"{what} depends on weights ({other[0]}), not only on the inputs")
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in needed):
-        raise CaptureError(f"the branch that needs {text} depends on random numbers")
+        raise CaptureError(f"{what} depends on random numbers")
     inputs = [n for n, kind in kinds.items() if kind == "USER_INPUT"]
     sizes = all(u.target is aten.sym_size.int for n in inputs for u in n.users if u in needed)
     if inputs and sizes and symbolic:
-        raise CaptureError(f"the branch that needs {text} depends on sizes, which are symbolic")
+        raise CaptureError(f"{what} depends on sizes, which are symbolic")
     return bool(inputs)
 
 

@@ -16,10 +16,26 @@ import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
-from autotp.passes.functionalise import functionalise
+from autotp.passes.functionalise import functionalise, memory, mutates, regions
 
 from . import compat
+from .advice import line_of
 from .conditions import Conditions
+from .errors import CaptureError
+
+
+@dataclass
+class Exported:
+    """What an attempt gives.
+
+    Attributes:
+        conditions: what must hold of the values of the inputs. written: further outputs -> names of the buffers that
+            take them; the program's own signature does not know of these.
+    """
+
+    program: ExportedProgram
+    conditions: Conditions | None
+    written: dict[int, str]
 
 
 @dataclass
@@ -40,8 +56,8 @@ class Attempt:
     draft: bool = False
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
-    def run(self) -> tuple[ExportedProgram, Conditions | None]:
-        """Export; in-place operators are functional afterwards, but for those that write to a buffer."""
+    def run(self) -> Exported:
+        """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
             for context in (*self.contexts, _named(self.bare, self.kwargs)):
                 stack.enter_context(context)
@@ -51,17 +67,29 @@ class Attempt:
                 stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
+            _refuse_writes_to_parameters(program)
             conditions = Conditions.of(program, self.symbolic) if self.draft else None
-            buffers = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind.name == "BUFFER"}
-            if not functionalise(program.graph, buffers):
-                program = program.run_decompositions({})
-        return program, conditions
+            specs = program.graph_signature.input_specs
+            buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
+            written = functionalise(program.graph, buffers.keys())
+            if written is None:
+                program, written = program.run_decompositions({}), {}
+        return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
 
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
         args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
         return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+
+
+def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
+    names = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind.name == "PARAMETER"}
+    held = {place: names[n.name] for n, places in memory(program.graph).items() if n.name in names for place in places}
+    for graph in (program.graph, *regions(program.graph)):
+        for node, places in memory(graph).items():
+            if mutates(node) and (found := places & held.keys()):
+                raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
 
 
 def _dims(value: Any) -> Any:

@@ -40,7 +40,9 @@ class Capture:
 
     graph: fx.Graph
     leaves: list[Leaf]
-    mutations: dict[int, str]  # position of the graph's output -> buffer that takes it
+    mutations: dict[
+        int, str | int
+    ]  # position of the graph's output -> buffer, or tensor among the inputs, that takes it
     in_spec: compat.TreeSpec
     out_spec: compat.TreeSpec
     constants: dict[str, Any]

@@ -77,7 +77,8 @@ def climb(
             failures.append((" and ".join(change.name for change in rung), error))
             continue
         return found
-    raise capture_error(start().bare, failures) from failures[0][1]
+    fails = trial.skip if trial is not None and not trial.skip and trial.original() is None else ""
+    raise capture_error(start().bare, failures, fails) from failures[0][1]
 
 
 def _step(
@@ -192,7 +193,7 @@ def _prove_every_index(trial: Trial) -> None:
 
 # A mask that may be left out, the input that it masks, and which dimensions of that it has.
 MASKS = (
-    (r"(?P<side>\w+_)??(attention_)?mask", r"{side}inputs?_\w+", (0, 1)),
+    (r"(?P<side>\w+?_)??(attention_)?mask", r"{side}inputs?_\w+", (0, 1)),
     (r"pixel_mask", r"pixel_values", (0, 2, 3)),
 )
 

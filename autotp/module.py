@@ -194,11 +194,15 @@ class ShardedModule(Part):
         self._programs_made.append(Program(captured, sharded, graph, key, called))
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
-        """Write what the original writes to its buffers, and give the rest in the original's output class."""
+        """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
         captured, kept = program.capture, []
         for i, value in enumerate(compat.tree_leaves(outputs)):
-            if i in captured.mutations:
-                state.write(self, captured.mutations[i], value)
+            taker = captured.mutations.get(i)
+            if isinstance(taker, str):
+                state.write(self, taker, value)
+            elif taker is not None:
+                with torch.no_grad():
+                    inputs[taker].copy_(value)
             else:
                 kept.append(self._left_sharded(program, i, value, inputs) if self._source.outputs != "full" else value)
         return compat.tree_unflatten(kept, captured.out_spec)

@@ -132,6 +132,7 @@ def capture_model(
     captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device), trial)
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
+    captured.notes += [trial.remark] if trial.remark else []
     drawn = sum(draws(n) for n in captured.graph.nodes)
     whole = f"{drawn} operators draw random numbers (live dropout): they run whole, so that every rank draws the same"
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]

@@ -21,16 +21,17 @@ from .numerics import largest, loss, relative
 from .simulate import reference
 
 LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
+GRADIENT = "the gradient of "
 PLAIN = (bool, int, float, complex, str, type(None))
 
 
 @dataclass
 class Results:
-    """What a run gave: outputs by name, buffers as they are afterwards, gradients by the name of the parameter."""
+    """What a run gave: outputs by name, buffers and inputs as they are afterwards, gradients by parameter."""
 
     outputs: dict[str, Any]
-    buffers: Mapping[str, Any]
-    gradients: Mapping[str, Tensor | None]
+    state: Mapping[str, Any]
+    gradients: Mapping[str, Tensor | None] | None
 
 
 @dataclass
@@ -38,13 +39,14 @@ class Trial:
     """A model on its example inputs, to hold captures against. A copy of it is run, never the user's own.
 
     Attributes:
-        skip: why nothing is compared; "" where it is.
+        skip: why nothing is compared; "" where it is. remark: what else the user should know.
     """
 
     model: nn.Module
     inputs: Inputs
     device: torch.device
     skip: str = ""
+    remark: str = ""
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None = None) -> Trial:
@@ -89,13 +91,13 @@ class Trial:
         return Inputs(*args, **kwargs)
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
-        """The model's outputs by name, without gradients; nothing of it is changed by that."""
-        with self._undisturbed(), torch.no_grad(), around or nullcontext():
+        """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
+        with self._undisturbed(), torch.enable_grad(), around or nullcontext():
             return compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
         """Refuse a change with which the model computes something else."""
-        wrong = _worst(_gaps("output", other, usual))
+        wrong = _worst(_gaps("output ", other, usual))
         if not wrong[0] <= self.tolerance():
             raise CaptureError(f"{what} the model computes something else: {wrong[1]} is off by {wrong[0]:.1e}")
 
@@ -105,14 +107,14 @@ class Trial:
         Raises:
             CaptureError: it is more than rounding allows.
         """
-        try:
-            self.outputs(self.mapped())  # a second call of the same model sees what the first left in attributes
-            theirs = self._original()
-        except Exception as error:  # whatever a user's forward may raise
-            first = (str(error).splitlines() or [""])[0]
-            self.skip = f"the model itself fails on the example inputs: {type(error).__name__}: {first}"
+        theirs = self.original()
+        if theirs is None:
             return float("nan")
-        error, name = _worst(_compared(self._captured(program), theirs))
+        try:
+            ours = self._captured(program, theirs.gradients is not None)
+        except Exception as error:  # whatever operators may raise
+            raise CaptureError(f"self-check: the captured graph fails where the model runs: {error}") from error
+        error, name = _worst(_compared(ours, theirs))
         allowed = self.tolerance(program)
         if not error <= allowed:
             raise CaptureError(
@@ -128,14 +130,29 @@ class Trial:
         each = (1e4 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds)
         return max(each, default=1e-3)
 
-    def _original(self) -> Results:
+    def original(self) -> Results | None:
+        """What the model gives; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
-        with self._undisturbed(), torch.enable_grad():
-            outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
-            buffers = {n: b.detach().clone() for n, b in self.copied.named_buffers()}
-        return Results(outputs, buffers, _gradients(outputs, self._wanted(inputs)))
+        try:
+            self.outputs(self.mapped())  # the call after this one sees what it leaves in attributes
+            with self._undisturbed(), torch.enable_grad():
+                return self._results(inputs)
+        except Exception as error:  # whatever a user's forward may raise
+            self.skip = f"the model itself fails on the example inputs: {_short(error)}"
+            return None
 
-    def _captured(self, program: Capture) -> Results:
+    def _results(self, inputs: Inputs) -> Results:
+        outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
+        state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _named(inputs)
+        try:
+            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)))
+        except (RuntimeError, NotImplementedError) as error:
+            self.remark = (
+                f"only the outputs of the capture were compared: the model's own backward fails: {_short(error)}"
+            )
+            return Results(outputs, state, None)
+
+    def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
         held: dict[str, Any] = {**program.constants, **dict(self.copied.named_buffers(remove_duplicate=False))}
         held |= dict(self.copied.named_parameters(remove_duplicate=False))
@@ -148,11 +165,15 @@ class Trial:
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
             found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
-        written = {program.aliases.get(n, n): found[i] for i, n in program.mutations.items()}
-        left = {program.aliases.get(x.name, x.name): given[x.node] for x in program.leaves if x.kind == "buffer"}
-        kept = [v for i, v in enumerate(found) if i not in program.mutations]
-        outputs = compat.named_leaves(compat.tree_unflatten(kept, program.out_spec))
-        return Results(outputs, left | written, _gradients(outputs, self._wanted(inputs)))
+            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in program.leaves if x.kind == "buffer"]
+            left = [given[x.node] for x in program.leaves if x.kind == "buffer"]
+            state = dict(zip(names, left, strict=True)) | _named(inputs)
+            for i, taker in program.mutations.items():
+                name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"
+                state[name] = found[i]
+            kept = [v for i, v in enumerate(found) if i not in program.mutations]
+            outputs = compat.named_leaves(compat.tree_unflatten(kept, program.out_spec))
+            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)) if backward else None)
 
     def _wanted(self, inputs: Inputs) -> dict[str, Tensor]:
         """The leaves whose gradients are compared."""
@@ -184,12 +205,17 @@ def _gradients(outputs: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict
 
 
 def _compared(found: Results, wanted: Results) -> list[tuple[float, str]]:
-    buffers = {n: found.buffers.get(n, b) for n, b in wanted.buffers.items()}  # the graph lacks those it does not read
+    state = {n: found.state.get(n, b) for n, b in wanted.state.items()}  # the graph lacks buffers that it does not read
     return [
-        *_gaps("output", found.outputs, wanted.outputs),
-        *_gaps("buffer", buffers, wanted.buffers),
-        *_gaps("the gradient of", found.gradients, wanted.gradients),
+        *_gaps("output ", found.outputs, wanted.outputs),
+        *_gaps("", state, wanted.state),
+        *_gaps(GRADIENT, found.gradients or {}, wanted.gradients or {}),
     ]
+
+
+def _named(inputs: Inputs) -> dict[str, Tensor]:
+    tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
+    return {f"input {i}": v.detach() for i, v in enumerate(tensors)}
 
 
 def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
@@ -197,13 +223,17 @@ def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Ite
     scale = max((largest(v) for v in wanted.values() if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
     for name in found.keys() | wanted.keys():
         a, b = found.get(name), wanted.get(name)
-        if kind == "the gradient of":  # one that is absent is zero
+        if kind == GRADIENT:  # one that is absent is zero
             a = torch.zeros_like(b) if a is None and b is not None else a
             b = torch.zeros_like(a) if b is None and a is not None else b
         if isinstance(a, Tensor) and isinstance(b, Tensor):
-            yield relative(a.detach(), b.detach(), scale), f"{kind} {name}"
+            yield relative(a.detach(), b.detach(), scale), kind + name
         elif isinstance(a, (*PLAIN, Tensor)) and isinstance(b, (*PLAIN, Tensor)):
-            yield 0.0 if type(a) is type(b) and a == b else float("inf"), f"{kind} {name}"
+            yield 0.0 if type(a) is type(b) and a == b else float("inf"), kind + name
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _worst(gaps: Any) -> tuple[float, str]:

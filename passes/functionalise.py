@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from typing import Any
 
 from torch import Tensor, fx
@@ -14,27 +15,64 @@ PARTS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.sel
 DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
 
 
-def functionalise(graph: fx.Graph, state: set[str]) -> bool:
+def functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     """Rewrite `x.add_(y)` to `add(x, y)` with later uses of `x` redirected, where nothing else can notice the write.
 
-    Operators that write to a buffer (names of placeholders in `state`) stay: they write to the module's own buffer.
+    What is written to a buffer becomes a further output, so that the values that are read later are others.
 
     Args:
         graph: of an export whose fake values share memory where the real ones do.
         state: names of the placeholders that hold buffers.
 
-    Returns: whether every other in-place operator could be rewritten; those in regions (under `no_grad`) cannot.
+    Returns: position of a further output -> name of the placeholder that takes it; None where some in-place operator
+        could not be rewritten, such as those in regions (under `no_grad`).
     """
     if any(mutates(n) for region in regions(graph) for n in region.nodes):
-        return False
-    writes = [n for n in graph.nodes if mutates(n) and not _to_state(n, state)]
-    if writes:
-        _drop_inert_dropouts(graph)
-    shared = _Memory(graph)
-    done = all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes)
-    for node in [n for n in reversed(graph.nodes) if n in writes and not n.users and not mutates(n)]:
+        return None
+    writes = [n for n in graph.nodes if mutates(n)]
+    if not writes:
+        return {}
+    _drop_inert_dropouts(graph)
+    taken = _lift(graph, state)
+    shared = _Memory(graph, state)
+    if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
+        _lower(graph, taken)
+        return None
+    for node in [n for n in reversed(graph.nodes) if n in writes and not n.users]:
         graph.erase_node(node)  # written and never read, such as an initial value drawn at random
-    return done
+    return taken
+
+
+def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
+    """What each buffer that is written to holds in the end becomes a further output: as yet the buffer itself, or what
+    the export copies into it last."""
+    output, order = graph.output_node(), {n: i for i, n in enumerate(graph.nodes)}
+    final: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.nodes if mutates(n)]:
+        buffer = written(node)
+        if buffer is None or buffer.op != "placeholder" or buffer.name not in state:
+            continue
+        final[buffer] = buffer
+        value = node.args[1] if node.target is aten.copy_.default and not node.users else None
+        if isinstance(value, fx.Node) and all(order[u] <= order[node] for u in buffer.users):
+            final[buffer] = value
+            graph.erase_node(node)
+    first = len(output.args[0])  # type: ignore[arg-type]
+    output.args = ((*output.args[0], *final.values()),)  # type: ignore[misc]
+    return {first + i: buffer.name for i, buffer in enumerate(final)}
+
+
+def _lower(graph: fx.Graph, taken: dict[int, str]) -> None:
+    """The reverse of `_lift`."""
+    output = graph.output_node()
+    named = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for position in sorted(taken, reverse=True):
+        value = values.pop(position)
+        if value is not named[taken[position]]:
+            with graph.inserting_before(output):
+                graph.call_function(aten.copy_.default, (named[taken[position]], value)).meta = dict(value.meta)
+    output.args = (tuple(values),)
 
 
 def mutates(node: fx.Node) -> bool:
@@ -61,11 +99,6 @@ def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     return {n: {v.untyped_storage()._cdata for v in _tensors(n)} for n in graph.nodes}
 
 
-def _to_state(node: fx.Node, state: set[str]) -> bool:
-    target = written(node)
-    return target is not None and target.op == "placeholder" and target.name in state
-
-
 def _drop_inert_dropouts(graph: fx.Graph) -> None:
     """Dropout outside training returns its operand itself; fake tensors believe that it makes a copy."""
     for n in list(graph.nodes):
@@ -77,9 +110,9 @@ def _drop_inert_dropouts(graph: fx.Graph) -> None:
 class _Memory:
     """Which values of a graph share memory, while in-place operators are rewritten."""
 
-    def __init__(self, graph: fx.Graph) -> None:
+    def __init__(self, graph: fx.Graph, state: Set[str]) -> None:
         self.order = {n: i for i, n in enumerate(graph.nodes)}
-        self.of = memory(graph)
+        self.of, self.state = memory(graph), state
 
     def rewrite(self, node: fx.Node) -> bool:
         """Make one in-place operator functional; False where another value sees what it writes."""
@@ -122,11 +155,13 @@ class _Memory:
         return node
 
     def _seen(self, target: fx.Node, write: fx.Node) -> bool:
-        """Whether a leaf holds the memory of `target`, or another of its names is read after the write."""
+        """Whether a leaf has the memory of `target` (but a buffer itself), or another of its names is read later."""
         names = [n for n in self.order if n is not target and n is not write and self.of[n] & self.of[target]]
         before = [n for n in names if self.order[n] < self.order[write]]
-        leaf = any(n.op in ("placeholder", "get_attr") for n in [*before, target])
-        return leaf or any(self.order[user] > self.order[write] for n in before for user in n.users)
+        leaves = [n for n in [*before, target] if n.op in ("placeholder", "get_attr")]
+        if target.op == "placeholder":  # one buffer may have several names
+            leaves = [n for n in leaves if n.name not in self.state]
+        return bool(leaves) or any(self.order[user] > self.order[write] for n in before for user in n.users)
 
 
 def _twin(node: fx.Node) -> Any:
