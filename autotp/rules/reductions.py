@@ -70,7 +70,16 @@ def _local_mean(op: Op, local: Local):
     aten.amax, aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim
 )
 @rule(aten.argmax, aten.argmin, aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.var_mean, aten.median.dim)
-@rule(aten.any.dims, aten.all.dims, aten.kthvalue, aten.std_mean, aten.aminmax, aten.mode, aten.nanmedian.dim)
+@rule(
+    aten.any.dims,
+    aten.all.dims,
+    aten.kthvalue,
+    aten.linalg_norm,
+    aten.std_mean,
+    aten.aminmax,
+    aten.mode,
+    aten.nanmedian.dim,
+)
 def whole_reduction(op: Op) -> Rule:
     labels, out = _labels(op)
     return loops(op, [labels], [out] * len(op.outs), whole=frozenset(_reduced(op)))

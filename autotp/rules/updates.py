@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .core import Op, Rule, aten, loops, rule
+from .core import Op, Rule, aten, einsum, loops, rule
 from .lookup import advanced
 
 
@@ -55,6 +55,15 @@ def _masked_put(op: Op) -> Rule:
         return Rule()
     dims = list(range(len(op.ins[0])))
     return loops(op, [dims, dims[: len(op.ins[1])], [None] * len(op.ins[2])], [dims])
+
+
+@rule(aten.masked_scatter.default)
+def masked_scatter(op: Op) -> Rule:
+    """Which element goes where is data; a last dimension that the mask does not tell apart moves in whole rows."""
+    value, mask, source = op.ins
+    rows = mask[-1:] == (1,) and value[-1:] == source[-1:]
+    terms = ["_" * (len(s) - 1) + "h" if rows else "_" * len(s) for s in (value, source)]
+    return einsum(op, f"{terms[0]},{'_' * len(mask)},{terms[1]}->{terms[0]}", linear=(frozenset({0, 2}),))
 
 
 @rule(aten.slice_scatter, aten.select_scatter, aten.diagonal_scatter)
