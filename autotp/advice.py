@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import linecache
 import re
+import sysconfig
 import traceback
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import fx, nn
 
 from .errors import CaptureError
 
 HERE = Path(__file__).parent
-NOT_THE_USERS = (  # files of torch, of this library (two folders are links), and generated code
-    f"{Path(torch.__file__).parent}/", f"{HERE}/", *(f"{(HERE / room).resolve()}/" for room in ("passes", "cost")), "<",
-)  # fmt: skip
+NOT_THE_USERS = (  # files of torch and numpy, of this library (two folders are links), and generated code
+    *(f"{Path(str(library.__file__)).parent}/" for library in (torch, np)),
+    f"{HERE}/",
+    *(f"{(HERE / room).resolve()}/" for room in ("passes", "cost")),
+    "<",
+)
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; installed packages may lie in there
 
 # Kind of error -> what its type, message and the user's line look like, each on a line of its own.
 KINDS: dict[str, str] = {
@@ -118,7 +124,7 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails
 def line_of(node: fx.Node) -> str:
     """The user's line that made a node, as `file:line: code`; "" where the export does not tell."""
     found = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [place for place in found if not place[0].startswith(NOT_THE_USERS)]
+    own = [place for place in found if the_users(place[0])]
     return "{}:{}: {}".format(*own[-1]) if own else ""
 
 
@@ -142,9 +148,15 @@ def _elsewhere(error: Exception, before: traceback.FrameSummary | None) -> str:
 
 
 def _frame(error: Exception) -> traceback.FrameSummary | None:
-    """The innermost line that is neither torch's nor ours."""
+    """The innermost line that is neither torch's, Python's nor ours."""
     frames = traceback.extract_tb(error.__traceback__)
-    return next((f for f in reversed(frames) if not f.filename.startswith(NOT_THE_USERS)), None)
+    return next((f for f in reversed(frames) if the_users(f.filename)), None)
+
+
+def the_users(filename: str) -> bool:
+    """Whether a file is neither torch's, Python's nor ours."""
+    builtin = filename.startswith(STANDARD) and "site-packages" not in filename
+    return not builtin and not filename.startswith(NOT_THE_USERS)
 
 
 def _code(frame: traceback.FrameSummary) -> str:

@@ -7,27 +7,17 @@ assumes of the model is proved on the model itself, where its weights are there.
 
 from __future__ import annotations
 
-import inspect
-import re
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
-from unittest import mock
-
-import torch
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from .advice import capture_error, kinds_of, recurs
+from .assumptions import Proof, every_index, masks_of_ones
 from .errors import CaptureError
-from .exporter import Attempt, forwarding
+from .exporter import Attempt
 from .graph import Capture
-from .inputs import Inputs
 from .selfcheck import Trial
-
-Proof = Callable[[Trial], None]
-Missing = dict[str, tuple[str, tuple[int, ...]]]  # a mask -> the input that tells its shape, and by which dimensions
 
 
 @dataclass(frozen=True)
@@ -39,7 +29,7 @@ class Change:
         against: the kind of error that it helps against, by `advice.kinds_of`; "" for all; "branch" for a decision on a
             value that is there with fixed sizes too.
         apply: makes the change; returns what was done, for the plan's notes, and a proof that the model computes the
-            same with it (it raises `CaptureError`), or None where it changes nothing for this model.
+            same with it, or None where it changes nothing for this model.
     """
 
     name: str
@@ -64,15 +54,18 @@ def climb(
         if not {change.against for change in rung} <= kinds:
             continue
         try:
-            found = _step(start(), rung, export, trial)
+            made = _step(start(), rung, export, trial)
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             kinds |= kinds_of(error) | ({"branch"} if STATIC in rung and recurs(error, failures) else set())
             failures.append((" and ".join(change.name for change in rung), error))
             continue
-        if found is None:
+        if made is None:
             continue
+        found, more = made
         try:
             finish(found)
+            for each in more:
+                each.compare(found)
         except CaptureError as error:
             failures.append((" and ".join(change.name for change in rung), error))
             continue
@@ -83,21 +76,19 @@ def climb(
 
 def _step(
     attempt: Attempt, rung: tuple[Change, ...], export: Callable[[Attempt], Capture], trial: Trial | None
-) -> Capture | None:
-    """The capture of one rung; None where one of its changes changes nothing."""
+) -> tuple[Capture, list[Trial]] | None:
+    """The capture of one rung, and further trials of it; None where one of its changes changes nothing."""
     made = [change.apply(attempt) for change in rung]
     done = [each for each in made if each is not None]
     if len(done) < len(made):
         return None
     proofs = [proof for _, proof in done if proof is not None]
-    for proof in proofs:
-        if trial is not None and not trial.skip:
-            proof(trial)
+    more = [proof(trial) for proof in proofs if trial is not None and not trial.skip]
     found = export(attempt)
     found.notes += [note for note, _ in done]
     if proofs and trial is not None and trial.skip:
         found.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
-    return found
+    return found, more
 
 
 # ---- sizes, and branches on values -----------------------------------------------------------------------------------
@@ -120,6 +111,16 @@ def _draft(attempt: Attempt) -> tuple[str, None]:
 CAN = "_can_set_experts_implementation"  # how a transformers model says whether it has several
 
 
+@contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    held = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, held)
+
+
 def _experts(wanted: str) -> Change:
     """Mixture-of-experts models of transformers bring several implementations; some loop over the experts that are
     hit, which cannot be exported."""
@@ -131,141 +132,19 @@ def _experts(wanted: str) -> Change:
         configs = {id(c): c for m in attempt.bare.modules() if (c := getattr(m, "config", None)) is not None}
         given = {i: getattr(c, "_experts_implementation", None) for i, c in configs.items()}
         others = [i for i, value in given.items() if value not in (None, wanted)]
-        attempt.contexts += [mock.patch.object(configs[i], "_experts_implementation", wanted) for i in others]
+        attempt.contexts += [_set(configs[i], "_experts_implementation", wanted) for i in others]
         note = f"captured with the experts implementation {wanted!r} in place of {given[others[0]]!r}" if others else ""
         return (note, None) if note else None
 
     return Change(f"the experts implementation {wanted!r}", "value", apply)
 
 
-class EveryIndex(TorchFunctionMode):
-    """`for i in hit.nonzero()` runs over every index of the flags `hit`, as numbers that can be traced.
-
-    Attributes:
-        spared: for every such loop whether it left anything out in the original.
-    """
-
-    def __init__(self, tracing: bool) -> None:
-        super().__init__()
-        self.tracing, self.spared = tracing, []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__format__ and args[0].ndim == 0:
-            return format(args[0].item(), args[1])  # a name such as f"expert_{i}"
-        found = func(*args, **(kwargs or {}))
-        flags: Any = args[0] if args else None
-        if func in (torch.Tensor.nonzero, torch.nonzero) and isinstance(found, Tensor) and _is_flags(flags):
-            if not self.tracing:
-                self.spared.append(len(found) < len(flags))  # type: ignore[arg-type]
-            return [torch.tensor([i]) for i in range(flags.shape[0])]
-        if func is torch.where and self.tracing and len(args) == 1:
-            torch._check(found[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
-        return found
-
-
-def _is_flags(value: Any) -> bool:
-    flags = isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 1
-    return flags and isinstance(value.shape[0], int)
-
-
-def _every_index(attempt: Attempt) -> tuple[str, Proof]:
-    attempt.contexts.append(EveryIndex(tracing=True))
-    note = "captured with loops over the indices that are hit (such as experts with tokens) running over all indices"
-    return note, _prove_every_index
-
-
-def _prove_every_index(trial: Trial) -> None:
-    """The model computes the same, on inputs for which each of its loops leaves something out."""
-    for cut in (lambda t: t, lambda t: t[:1], lambda t: t[:1, :1] if t.ndim > 1 else t[:1]):
-        inputs = trial.mapped(cut)
-        every = EveryIndex(tracing=False)
-        try:
-            usual, other = trial.outputs(inputs, nullcontext()), trial.outputs(inputs, every)
-        except Exception:  # the model does not take such small inputs
-            continue
-        if every.spared and all(every.spared):
-            trial.demand_equal(usual, other, "with loops over all indices, not only those that are hit,")
-            return
-    raise CaptureError("it could not be shown that a loop may run over all indices, not only those that are hit")
-
-
-# ---- masks -----------------------------------------------------------------------------------------------------------
-
-# A mask that may be left out, the input that it masks, and which dimensions of that it has.
-MASKS = (
-    (r"(?P<side>\w+?_)??(attention_)?mask", r"{side}inputs?_\w+", (0, 1)),
-    (r"pixel_mask", r"pixel_values", (0, 2, 3)),
-)
-
-
-def _masks(attempt: Attempt) -> tuple[str, Proof] | None:
-    own, signature = attempt.bare.forward, inspect.signature(attempt.bare.forward)
-    missing = _missing(signature, attempt.args, attempt.kwargs)
-    if not missing:
-        return None
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        full = _with_ones(signature, missing, args, kwargs)
-        return own(*full.args, **full.kwargs)
-
-    attempt.contexts.append(forwarding(attempt.bare, forward, signature))
-    names = ", ".join(missing)
-    note = f"captured with masks of ones for {names}: without them torch.export does not take the model's own default"
-    return note, lambda trial: _prove_masks(trial, signature, missing)
-
-
-def _given(signature: inspect.Signature, args: Any, kwargs: Any) -> dict[str, Any]:
-    return signature.bind(*args, **kwargs).arguments | kwargs
-
-
-def _missing(signature: inspect.Signature, args: Any, kwargs: Any) -> Missing:
-    """The masks that were not given."""
-    found: Missing = {}
-    given = _given(signature, args, kwargs)
-    for name, parameter in signature.parameters.items():
-        if given.get(name) is not None or parameter.default is not None:
-            continue
-        for mask, masked, dims in MASKS:
-            if match := re.fullmatch(mask, name):
-                wanted = masked.format(side=match.groupdict().get("side") or "")
-                like = [n for n, v in given.items() if isinstance(v, Tensor) and re.fullmatch(wanted, n)]
-                if like and given[like[0]].ndim > max(dims):
-                    found[name] = like[0], dims
-    return found
-
-
-def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs: Any) -> Inputs:
-    """The same call with the missing masks."""
-    bound, given = signature.bind(*args, **kwargs), _given(signature, args, kwargs)
-    for name, (like, dims) in missing.items():
-        shape = [given[like].shape[d] for d in dims]
-        bound.arguments[name] = torch.ones(shape, dtype=torch.long, device=given[like].device)
-    return Inputs(*bound.args, **bound.kwargs)
-
-
-def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -> None:
-    """The model computes the same with and without the masks, where the inputs hold padding too."""
-    inputs = trial.mapped(lambda t: _padded(t, trial.model))
-    usual = trial.outputs(inputs, nullcontext())
-    other = trial.outputs(_with_ones(signature, missing, inputs.args, inputs.kwargs), nullcontext())
-    trial.demand_equal(usual, other, "with masks of ones in place of none")
-
-
-def _padded(tensor: Tensor, model: nn.Module) -> Tensor:
-    """Token ids that end in what a model may take for padding."""
-    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    named = [getattr(getattr(model, "config", None), "pad_token_id", None), *(m.padding_idx for m in tables)]
-    words = min((m.num_embeddings for m in tables), default=0)
-    ids = sorted({i for i in (0, 1, *named) if isinstance(i, int) and 0 <= i < words})
-    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.ndim != 2 or tensor.shape[1] <= len(ids):
-        return tensor
-    return torch.cat([tensor[:, : -len(ids)], tensor.new_tensor(ids).expand(len(tensor), -1)], 1) if ids else tensor
-
+# ---- the ladder ------------------------------------------------------------------------------------------------------
 
 STATIC = Change("fixed sizes", "", _static)
 DRAFT, DECIDE = Change("draft_export", "branch", _draft), Change("draft_export", "value", _draft)
-EVERY = Change("loops over all indices", "loop", _every_index)
-ONES = Change("masks of ones", "none", _masks)
+EVERY = Change("loops over all indices", "loop", every_index)
+ONES = Change("masks of ones", "none", masks_of_ones)
 GROUPED, BATCHED = _experts("grouped_mm"), _experts("batched_mm")
 
 LADDER: tuple[tuple[Change, ...], ...] = (

@@ -101,8 +101,12 @@ class Trial:
         if not wrong[0] <= self.tolerance():
             raise CaptureError(f"{what} the model computes something else: {wrong[1]} is off by {wrong[0]:.1e}")
 
+    def on(self, inputs: Inputs) -> Trial:
+        """The same for other inputs."""
+        return Trial(self.model, inputs, self.device)
+
     def compare(self, program: Capture) -> float:
-        """The largest relative difference between a capture and the model. Where the model fails, `skip` says so.
+        """The largest relative difference between a capture and the model; nan where the model fails, see `skip`.
 
         Raises:
             CaptureError: it is more than rounding allows.
@@ -127,7 +131,7 @@ class Trial:
         """What rounding may make of a difference, in the least exact dtype that is computed in."""
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         kinds |= {d for d in program.state[-1:] if d is not None} if program is not None else set()
-        each = (1e4 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds)
+        each = (1e3 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds)
         return max(each, default=1e-3)
 
     def original(self) -> Results | None:

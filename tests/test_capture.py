@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp import ladder
+from autotp import assumptions
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.pipeline import capture_model
@@ -107,14 +107,14 @@ def test_which_masks_are_missing():
             raise NotImplementedError
 
     pixels, signature = torch.ones(2, 3, 8, 6), inspect.signature(Towers().forward)
-    found = ladder._missing(signature, (IDS, MORE, pixels), {"decoder_attention_mask": None})
+    found = assumptions._missing(signature, (IDS, MORE, pixels), {"decoder_attention_mask": None})
     assert {n: like for n, (like, _) in found.items()} == {
         "attention_mask": "input_ids", "decoder_attention_mask": "decoder_input_ids", "pixel_mask": "pixel_values",
     }  # fmt: skip
-    full = ladder._with_ones(signature, found, (IDS, MORE, pixels), {})
+    full = assumptions._with_ones(signature, found, (IDS, MORE, pixels), {})
     given = signature.bind(*full.args, **full.kwargs).arguments
     assert [tuple(given[n].shape) for n in found] == [(2, 6), (3, 9), (2, 8, 6)]
-    assert not ladder._missing(signature, (IDS, MORE, pixels, MORE, MORE), {"pixel_mask": MORE})
+    assert not assumptions._missing(signature, (IDS, MORE, pixels, MORE, MORE), {"pixel_mask": MORE})
 
 
 # ---- experts ---------------------------------------------------------------------------------------------------------
@@ -177,6 +177,20 @@ def test_a_loop_that_must_not_run_over_all_is_refused():
     told = refusal(Counting(), X)
     assert "with loops over all indices, not only those that are hit, the model computes something else" in told
     assert "for expert in (mask.sum((-1, -2)) > 0).nonzero()" in told and "The loop runs as often as" in told
+
+
+def test_a_loop_that_cannot_do_without_any_token_is_refused():
+    class Averaging(Experts):
+        def looped(self, x: Tensor, scores: Tensor, mask: Tensor) -> Tensor:
+            out = self.up(x)
+            for expert in (mask.sum((-1, -2)) > 0).nonzero():
+                _, token = torch.where(mask[int(expert.item())])
+                if token.numel() == 0:
+                    continue
+                out = out + x[token].mean(0)  # of nothing: not a number
+            return out
+
+    assert "self-check: the captured graph is not the model" in refusal(Averaging(), X)
 
 
 def test_a_loop_that_leaves_nothing_out_proves_nothing():

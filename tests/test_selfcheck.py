@@ -145,7 +145,7 @@ def test_a_wrong_graph_is_caught():
     assert trial.compare(captured) == 0.0
     norm = next(n for n in captured.graph.nodes if "batch_norm" in str(n.target))
     norm.args = tuple(a + 1e-2 if isinstance(a, float) else a for a in norm.args)
-    with pytest.raises(CaptureError, match=r"is off by [0-9.e-]+ of its largest value, and rounding allows 1.2e-03"):
+    with pytest.raises(CaptureError, match=r"is off by [0-9.e-]+ of its largest value, and rounding allows 1.2e-04"):
         trial.compare(captured)
 
 
