@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+import autotp
+from autotp.rules.core import RULES
 
 
 @torch.library.custom_op("autotp_tests::project", mutates_args=())
@@ -104,3 +109,25 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(turn(self.up(x)))
+
+
+PROJECT = {"rule": "...k,kn,n->...n", "linear": [("x", "bias"), ("w", "bias")], "addends": ["bias"]}
+
+
+@contextlib.contextmanager
+def registered(op: Any = project, **options: Any) -> Iterator[Any]:
+    """The operator has this rule here, and the table is afterwards as it was."""
+    held = dict(RULES)
+    try:
+        yield autotp.register_rule(op, **(options or PROJECT))
+    finally:
+        RULES.clear()
+        RULES.update(held)
+
+
+def f(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, dtype=torch.float64)
+
+
+def example() -> torch.Tensor:
+    return torch.randn(4, 6, 16)
