@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format golden docs zoo clean
+.PHONY: help demo test check lint format golden docs models zoo clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,7 +40,11 @@ golden: $(READY) ## Rewrite tests/golden from what the code prints now; read the
 docs: $(READY) ## Prove every operator rule and write the table in docs/rules.md
 	$(BIN)/python -m tests.rule_table
 
-zoo: $(READY) ## Run the slow tests over many architectures
+models: $(READY) ## Measure the list of architectures and write docs/models.md (hours; ARGS="--only llama" for a part)
+	$(BIN)/python -m benchmarks.models $(ARGS)
+	$(BIN)/python -m benchmarks.hand_plans $(ARGS)
+
+zoo: $(READY) ## Run the slow tests over the same list at tp=2
 	$(PYTEST) -m zoo $(ARGS)
 
 clean: ## Remove .venv and everything built

@@ -1,0 +1,1 @@
+"""Measurements over many architectures: `make models` writes docs/models.md."""

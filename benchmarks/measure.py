@@ -1,0 +1,182 @@
+"""What autotp makes of one architecture: proved or not, shares, collectives per layer, bytes against Megatron's."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Size, nn
+
+import autotp
+from autotp.cost import collective_bytes
+from autotp.inputs import MAKERS, for_model
+from autotp.plan import Block, Plan
+
+from .build import SCALE, Architecture, build, wide
+from .isolate import Record, Send
+
+ROOT = Path(__file__).resolve().parent.parent
+WORDS = 300  # characters of a reason
+LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
+RULELESS = re.compile(r"operators without a rule run whole: (.*) \(autotp")  # as a plan's notes say it
+TEXT = {"input_ids", "decoder_input_ids"}
+FEED_FORWARD = ("mlp", "experts")
+COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks for Megatron's count to apply
+ROWS, LENGTH = 4, 64 * SCALE  # tokens that wide models are planned for
+
+
+def measure(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
+    """Verify one architecture at each of `tps`; text models are also planned at `SCALE` times the width.
+
+    Args:
+        architecture: what to build. tps: degrees, one after another.
+        send: takes a part of the record as soon as it is known.
+    """
+    try:
+        model = build(architecture)
+        inputs = example(model)
+    except Exception as error:
+        return send({"failed": reason(error)})
+    send({"class": type(model).__name__, "inputs": {k: list(v.shape) for k, v in inputs.items()}})
+    for tp in tps:
+        began = time.process_time()
+        found = proved(model, inputs, tp)
+        send({"tp": {str(tp): found | {"cpu_seconds": round(time.process_time() - began, 1)}}})
+        if found["ok"] and set(inputs) <= TEXT:
+            send({"wide": {str(tp): planned(architecture, inputs, tp)}})
+    return None
+
+
+def example(model: nn.Module) -> dict[str, Any]:
+    """autotp's own example inputs, with an image and its placeholders where the model takes both and says how many."""
+    made = for_model(model)
+    if made is None:
+        raise LookupError("the config does not say what the inputs are")
+    config: Any = model.config
+    token = next((t for k in ("image_token_id", "image_token_index") if isinstance(t := getattr(config, k, 0), int)), 0)
+    if not token or set(made.kwargs) != {"input_ids"} or not hasattr(model, "get_image_features"):
+        return made.kwargs
+    ids = made.kwargs["input_ids"]
+    try:
+        pixels = MAKERS["pixel_values"](config, torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            found: Any = model.get_image_features(pixel_values=pixels)  # type: ignore[operator]
+            found = getattr(found, "pooler_output", found)
+            rows = sum(x.numel() // x.shape[-1] for x in (found if isinstance(found, (list, tuple)) else [found]))
+            both = {"input_ids": torch.cat([ids.new_full((len(ids), rows // len(ids)), token), ids], 1)}
+            model(**both, pixel_values=pixels)
+    except Exception:  # it wants the image in another form: its text alone is run
+        return made.kwargs
+    return both | {"pixel_values": pixels}
+
+
+def proved(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> Record:
+    """Verdict and figures at one degree."""
+    try:
+        report = autotp.verify(model, tp, dict(inputs))
+    except Exception as error:
+        return {"ok": False, "why": reason(error)}
+    assert report.plan is not None
+    why = None if report.ok else clean(str(report))
+    return {"ok": report.ok, "why": why, **figures(report.plan, model.config, inputs)}
+
+
+def planned(architecture: Architecture, inputs: Mapping[str, Any], tp: int) -> Record:
+    """Figures of a plan for the wide model and `ROWS` sequences of `LENGTH` tokens; nothing is computed."""
+    try:
+        model = wide(architecture)
+        long = {k: v.new_zeros(ROWS, LENGTH) for k, v in inputs.items()}
+        return figures(autotp.plan(model, tp, example_inputs=long), model.config, long)
+    except Exception as error:
+        return {"failed": reason(error)}
+
+
+def figures(plan: Plan, config: Any, inputs: Mapping[str, Any]) -> Record:
+    """Shares of the fullest rank, collectives per layer, bytes, and the operators that have no rule."""
+    inside = {name for block in plan.blocks for name in block.parameters}  # every parameter that is read
+    read = [p for p in plan.parameters if p.name in inside]
+    held = sum(Size(p.local).numel() for p in read) / max(sum(Size(p.shape).numel() for p in read), 1)
+    named = [found.group(1) for note in plan.notes if (found := RULELESS.search(note))]
+    ruleless = re.sub(r" \(\d+ times\)", "", named[0]).split(", ") if named else []
+    return {
+        "parameters": round(held, 4),
+        "flops": round(plan.totals.local_flops / max(plan.totals.flops, 1.0), 4),
+        "per_layer": per_layer(plan),
+        "bytes": round(plan.totals.forward_bytes + plan.totals.backward_bytes),
+        "megatron": megatron(plan, config, inputs),
+        "without_rule": [x for x in ruleless if not x.startswith("aten.sym_")],  # these make no tensor
+    }
+
+
+def layer(path: str) -> str:
+    """The repeated layer that a module path or a parameter's name lies in: up to the first number; "" for none."""
+    found = LAYER.match(path)
+    return found.group(1) if found else ""
+
+
+def per_layer(plan: Plan) -> list[float] | None:
+    """Collectives forward and backward in repeated layers, over the number of those."""
+    count = len({layer(p.name) for p in plan.parameters} - {""})
+    inside = [c for c in plan.collectives if layer(c.module if c.block is None else plan.blocks[c.block].module)]
+    sides = [sum(c.forward is not None for c in inside), sum(c.backward is not None for c in inside)]
+    return [round(n / count, 2) for n in sides] if count else None
+
+
+def megatron(plan: Plan, config: Any, inputs: Mapping[str, Any]) -> int | None:
+    """Bytes that a rank sends in a step by Megatron's scheme, counted from the plan's blocks (docs/models.md says how).
+
+    Returns: None for what is not a text model made of attention and feed-forward blocks.
+    """
+    attentions, others = count(plan, ("attention",)), count(plan, FEED_FORWARD)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    width, vocabulary = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
+    whole = set(inputs) <= TEXT and "input_ids" in inputs and attentions and covered(plan) >= COVERED
+    if not whole or not isinstance(width, int) or not isinstance(vocabulary, int):
+        return None
+    ids, decoder = inputs["input_ids"].numel(), inputs.get("decoder_input_ids")
+    if decoder is None:
+        logits, looked_up, rows = ids, ids, 2 * (attentions + others) * ids
+    else:
+        logits, looked_up = decoder.numel(), ids + decoder.numel()
+        above, below = attentions - others, 2 * others - attentions  # decoder layers have two attentions each
+        rows = 2 * (2 * below * ids + 3 * above * logits) + above * ids
+    kinds = {b.kind for b in plan.blocks if b.kind != "embedding" or b.detail.startswith(f"{vocabulary} ")}
+    rows += looked_up * ("embedding" in kinds) + logits * ("head" in kinds)
+    size = getattr(torch, plan.parameters[0].dtype).itemsize
+    sent = collective_bytes("all_reduce", size * width * rows, plan.tp)
+    return round(sent + collective_bytes("all_gather", size * vocabulary * logits * ("head" in kinds), plan.tp))
+
+
+def count(plan: Plan, kinds: Sequence[str]) -> int:
+    """Blocks of these kinds; those of a layer with experts count once."""
+    blocks = [b for b in plan.blocks if b.kind in kinds]
+    sparse = {layer(b.module) for b in blocks if b.kind == "experts"}
+    return len(sparse) + sum(layer(b.module) not in sparse for b in blocks)
+
+
+def covered(plan: Plan) -> float:
+    """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
+    sizes = {p.name: Size(p.shape).numel() for p in plan.parameters if len(p.shape) > 1}
+
+    def held(blocks: list[Block]) -> int:
+        return sum(sizes.get(n, 0) for n in {n for b in blocks for n in b.parameters})
+
+    ends = [b for b in plan.blocks if b.kind in ("embedding", "head")]
+    inside = [b for b in plan.blocks if b.kind in ("attention", *FEED_FORWARD)]
+    return held(inside) / max(sum(sizes.values()) - held(ends), 1)
+
+
+def reason(error: Exception) -> str:
+    """An error as one line."""
+    return clean(f"{type(error).__name__}: {error}")
+
+
+def clean(text: str) -> str:
+    """The first words of a message, without the folders of this machine."""
+    text = re.sub(r"\S*/site-packages/", "", text.replace(f"{ROOT}/", ""))
+    text = " ".join(text.split())
+    return text if len(text) <= WORDS else text[:WORDS].rsplit(" ", 1)[0] + " ..."

@@ -1,0 +1,86 @@
+"""Run autotp over the list of architectures and write benchmarks/models.json and docs/models.md.
+
+python -m benchmarks.models                          # the whole list at tp 2, 4 and 8
+python -m benchmarks.models --family decoder --tp 2  # a part; its results replace those in the file
+python -m benchmarks.models --render                 # the page from the results that are there
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import isolate
+from .build import Architecture, architectures
+from .command import add_choice, choose, each, installed, made
+from .isolate import Record
+from .measure import measure
+from .page import PAGE, render
+
+RESULTS = Path(__file__).with_name("models.json")
+LIMIT = 300.0  # seconds for one architecture at one degree
+
+
+def run(architecture: Architecture, tps: Sequence[int], limit: float = LIMIT) -> Record:
+    """The record of one architecture, from a process that is ended when it takes too long."""
+    record, why = isolate.run(measure, architecture, tps, limit=limit * len(tps))
+    left = {str(tp): {"ok": False, "why": why} for tp in tps if why and str(tp) not in record.get("tp", {})}
+    whole = {"family": architecture.family, "date": datetime.date.today().isoformat(), "tp": {}, **record}
+    return isolate.merge(whole, {"tp": left})
+
+
+def line(record: Mapping[str, Any]) -> str:
+    """One result, for the terminal."""
+    if "failed" in record:
+        return f"not built: {record['failed']}"
+    parts = []
+    for tp, result in record["tp"].items():
+        shares = f"{result['parameters']:.3f} {result['flops']:.3f}" if "flops" in result else ""
+        parts.append(f"tp={tp} {shares}{'' if result['ok'] else ' FAILED ' + result['why']}")
+    return "  ".join(parts)
+
+
+def write(results: Record) -> None:
+    """Keep the results as they are now, in the order of the list."""
+    order = {a.name: i for i, a in enumerate(architectures())}
+    models = {name: results["models"][name] for name in sorted(results["models"].keys() & order, key=order.__getitem__)}
+    found: dict[str, list[str]] = {}
+    for name, record in models.items():
+        for operator in sorted({x for r in record["tp"].values() for x in r.get("without_rule", ())}):
+            found.setdefault(operator, []).append(name)
+    ranked = sorted(found.items(), key=lambda x: (-len(x[1]), x[0]))
+    rules = {operator: [len(names), names[0]] for operator, names in ranked}
+    skipped = [a.name for a in architectures() if not installed(a)]
+    whole = {"made": results["made"], "skipped": skipped, "operators_without_rule": rules, "models": models}
+    RESULTS.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tp", type=int, nargs="+", default=[2, 4, 8], help="degrees (default: 2 4 8)")
+    parser.add_argument("--render", action="store_true", help="write docs/models.md from the results that are there")
+    add_choice(parser, LIMIT)
+    given = parser.parse_args(arguments)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    results: Record = {"made": made("benchmarks.models", arguments), "models": kept.get("models", {})}
+
+    def one(architecture: Architecture) -> str:
+        new = run(architecture, given.tp, given.limit)
+        old = results["models"].get(architecture.name, {})
+        sides = {side: {**old.get(side, {}), **new.get(side, {})} for side in ("tp", "wide")}
+        results["models"][architecture.name] = {**new, **sides}
+        write(results)
+        return line(new)
+
+    if not given.render:
+        each(choose(given), one)
+    PAGE.write_text(render())
+
+
+if __name__ == "__main__":
+    main()
