@@ -88,7 +88,8 @@ class Capture:
         return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
 
     def digest(self) -> str:
-        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank."""
+        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank, whose devices
+        are others."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
         h.update(repr(graded).encode() if graded else b"")
@@ -96,8 +97,13 @@ class Capture:
             val = n.meta.get("val")
             shape = [tuple(str(s) for s in v.shape) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
             kinds = [str(v.dtype) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
-            h.update(repr((n.op, str(n.target), str(n.args), str(n.kwargs), shape, kinds)).encode())
+            given = compat.tree_map(_without_device, (n.args, n.kwargs))
+            h.update(repr((n.op, str(n.target), str(given), shape, kinds)).encode())
         return h.hexdigest()[:16]
+
+
+def _without_device(argument: Any) -> Any:
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
 def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:

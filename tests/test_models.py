@@ -199,3 +199,17 @@ def test_the_plan_of_llama_8b_is_megatrons_with_sequence_parallelism():
         readers = {c.module.removeprefix(layer) for c in inside if c.name == "g"}
         assert readers == {"self_attn", "mlp"}
     assert split(plan)
+
+
+def test_the_digest_is_the_same_on_every_device():
+    program = captured("llama")[0]
+    before, found = program.digest(), [n for n in program.graph.nodes if "device" in n.kwargs]
+    given = {n: n.kwargs for n in found}
+    for n in found:
+        n.kwargs = {**n.kwargs, "device": torch.device("cuda", 3)}
+    assert found and program.digest() == before
+    for n in found:
+        n.kwargs = given[n]
+    found[0].kwargs = {**found[0].kwargs, "dtype": torch.float16}
+    assert program.digest() != before
+    found[0].kwargs = given[found[0]]
