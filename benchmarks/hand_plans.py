@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
@@ -42,6 +42,7 @@ from .page import PAGE, render
 
 RESULTS = Path(__file__).with_name("hand_plans.json")
 LIMIT = 200.0
+SAME = 1.03  # parameters held: times which theirs may be more and still count as split alike
 Distribute = Callable[[Any, Mapping[str, Any], int], nn.Module]
 # operator -> the primitive, and how many times its first argument the whole tensor is, in ranks
 COLLECTIVES = {
@@ -86,7 +87,8 @@ class Counted(TorchDispatchMode):
 def compare(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
     """Count both plans of one architecture, where transformers has one; for `isolate.run`.
 
-    Twice: the small model with its inputs, and, of a text model, the wide one with long inputs, as fake tensors.
+    Twice: the small model with its inputs, and, of a text model, the wide one with long inputs, as fake tensors. Where
+    autotp sends more and holds less, also its plan with the parameters pinned whole that transformers leaves whole.
     """
     try:
         model = build(architecture)
@@ -95,12 +97,21 @@ def compare(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
         return send({"failed": reason(error)})
     plan = dict(getattr(model, "_tp_plan", None) or {})
     send({"plan": plan, "parameters": sum(p.numel() for p in model.parameters())})
+    cases = {"small": (functools.partial(build, architecture), inputs)}
+    if set(inputs) <= TEXT:
+        long = {k: v.new_ones(ROWS, LENGTH) for k, v in inputs.items()}
+        cases["wide"] = functools.partial(wide, architecture), long
     for tp in tps if plan else ():
-        for side, distribute in (("theirs", theirs), ("ours", ours)):
-            send({f"small {tp}": {side: counted(distribute, functools.partial(build, architecture), inputs, tp)}})
-            if set(inputs) <= TEXT:
-                long = {k: v.new_ones(ROWS, LENGTH) for k, v in inputs.items()}
-                send({f"wide {tp}": {side: counted(distribute, functools.partial(wide, architecture), long, tp)}})
+        for name, (make, given) in cases.items():
+            case = f"{name} {tp}"
+            found = {"theirs": counted(theirs, make, given, tp), "ours": counted(ours, make, given, tp)}
+            more = ratio({case: found}, case)
+            if more is not None and more > 1 and found["theirs"]["parameters"] > SAME * found["ours"]["parameters"]:
+                pins = dict.fromkeys(found["theirs"]["whole"], Replicate())
+                found["pinned"] = counted(functools.partial(ours, pins=pins), make, given, tp)
+            for side in found.values():
+                side.pop("whole", None)
+            send({case: found})
     return None
 
 
@@ -109,13 +120,15 @@ def counted(distribute: Distribute, make: Callable[[], nn.Module], inputs: Mappi
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     try:
         module = distribute(make(), inputs, tp)
-        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in module.parameters())
+        named = dict(module.named_parameters())
+        held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in named.values())
+        whole = [n for n, p in named.items() if not isinstance(p, DTensor) or p.placements == (Replicate(),)]
         with ExitStack() as stack:
             if any(p.is_meta for p in module.parameters()):
                 inputs = _faked(module, inputs, stack)
             _step(module, inputs, tp)  # the first call compares the ranks, and may attach hooks
             forward, backward = _step(module, inputs, tp)
-        return {"parameters": held, "forward": forward, "backward": backward}
+        return {"parameters": held, "whole": whole, "forward": forward, "backward": backward}
     except Exception as error:
         return {"failed": reason(error)}
     finally:
@@ -157,10 +170,13 @@ def theirs(model: Any, inputs: Mapping[str, Any], tp: int) -> nn.Module:
     return model
 
 
-def ours(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> nn.Module:
+def ours(
+    model: nn.Module, inputs: Mapping[str, Any], tp: int, pins: Mapping[str, Replicate] | None = None
+) -> nn.Module:
     """The model under autotp's plan for these inputs."""
     inputs = dict(inputs)
-    return autotp.parallelize(model, autotp.plan(model, tp, example_inputs=inputs), example_inputs=inputs)
+    plan = autotp.plan(model, tp, example_inputs=inputs, pins=pins)
+    return autotp.parallelize(model, plan, example_inputs=inputs)
 
 
 def ratio(record: Mapping[str, Any], case: str) -> float | None:
