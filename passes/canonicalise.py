@@ -72,7 +72,7 @@ class InlineRegions(Pass):
                 }
             results = [env[r] for r in next(n for n in body.graph.nodes if n.op == "output").args[0]]
             if carries & {a for a in node.args if isinstance(a, fx.Node)}:
-                results = [_detach(program.graph, r) for r in results]
+                results = [_detach(program.graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
         for user in list(node.users):
             user.replace_all_uses_with(results[int(str(user.args[1]))])
             program.graph.erase_node(user)
