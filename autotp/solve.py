@@ -1,4 +1,4 @@
-"""The exact solver: a mixed-integer program in the tight flow form, solved by HiGHS.
+"""The exact solver: a mixed-integer program in the tight flow form.
 
 Three stages in lexicographic order: the least parameters per rank that any legal plan reaches; the least seconds within
 a slack of that; then least saved activations and the simplest partitions.
@@ -16,12 +16,9 @@ import numpy as np
 from .errors import PlanError
 from .layouts import Layout
 from .problem import Problem, Solution, Use
+from .search import Search
 
 Terms = dict[int, float]
-OPTIONS = {  # the optimum is found at the root; heuristics on sub-problems are 95% of the time and find nothing better
-    "output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7, "mip_heuristic_effort": 0.0,
-    "mip_heuristic_run_root_reduced_cost": False,
-}  # fmt: skip
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
@@ -43,17 +40,12 @@ class Program:
 
     def minimise(self, objective: Terms, what: str) -> tuple[np.ndarray, float, float]:
         """Column values, the optimum, and the bound proved for it."""
-        highs = highspy.Highs()
-        for option, value in OPTIONS.items():
-            highs.setOptionValue(option, value)
-        highs.passModel(self._model(objective))
-        highs.run()
-        if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
-            raise PlanError(
-                f"no legal plan exists ({what}): HiGHS says {highs.modelStatusToString(highs.getModelStatus())}"
-            )
-        info = highs.getInfo()
-        return np.array(highs.getSolution().col_value), info.objective_function_value, info.mip_dual_bound
+        weight = np.zeros(len(self.integer))
+        weight[list(self.stored)] = list(self.stored.values())
+        found = Search(self._model(objective), np.flatnonzero(self.integer), weight).run()
+        if found is None:
+            raise PlanError(f"no legal plan exists ({what}): the operators' rules leave no assignment that fits")
+        return found
 
     def _model(self, objective: Terms) -> highspy.HighsLp:
         n, lp = len(self.integer), highspy.HighsLp()
@@ -65,8 +57,6 @@ class Program:
         lp.a_matrix_.start_ = np.cumsum([0, *(len(terms) for terms, _, _ in self.rows)], dtype=np.int32)
         lp.a_matrix_.index_ = np.array([i for terms, _, _ in self.rows for i in terms], np.int32)
         lp.a_matrix_.value_ = np.array([x for terms, _, _ in self.rows for x in terms.values()], float)
-        kinds = highspy.HighsVarType.kContinuous, highspy.HighsVarType.kInteger
-        lp.integrality_ = [kinds[i] for i in self.integer]
         return lp
 
 
@@ -94,33 +84,13 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
     return Solution(chosen, best / MICRO, bound / MICRO, least, stored)
 
 
-def _hold(problem: Problem, picks: list[list[int]], x: np.ndarray, spare: float) -> list[tuple[Terms, float, float]]:
-    """Rows that keep every leaf at its least share, but for the smallest leaves: those may add up to `spare` bytes.
-
-    One knapsack row over all leaves would say the same a little more loosely, and makes the relaxation fractional: 0.1
-    seconds become 10.
-    """
-    held = []
-    for item, columns in zip(problem.items, picks, strict=True):
-        stored = [c.stored * item.count for c in item.choices]
-        if any(stored):
-            least = sum(s for s, i in zip(stored, columns, strict=True) if x[i] > 0.5)
-            held.append((max(stored) - least, least, stored, columns))
-    rows: list[tuple[Terms, float, float]] = []
-    for excess, least, stored, columns in sorted(held, key=lambda h: h[0]):
-        spare -= excess
-        if spare < 0:
-            rows += [({i: 1.0}, 0, 0) for s, i in zip(stored, columns, strict=True) if s > least + 0.5]
-    return rows
-
-
 def _within(
     problem: Problem, program: Program, picks: list[list[int]], limit: float
 ) -> list[tuple[Terms, float, float]]:
     """Rows for at most `limit` bytes of parameters per rank.
 
     One knapsack row says it. Its relaxation would leave every large parameter whole by a fraction, so choices that are
-    too large even when all other parameters are at their least are ruled out one by one: 10 seconds become 0.1.
+    too large even when all other parameters are at their least are ruled out one by one.
     """
     held = [(i, [c.stored * item.count for c in item.choices]) for i, item in enumerate(problem.items)]
     held = [(i, stored) for i, stored in held if any(stored)]
