@@ -25,10 +25,14 @@ def functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
         state: names of the placeholders that hold buffers.
 
     Returns: position of a further output -> name of the placeholder that takes it; None where some in-place operator
-        could not be rewritten, such as those in regions (under `no_grad`).
+        could not be rewritten; in a region (under `no_grad`) one that writes to what the region is given.
     """
-    if any(mutates(n) for region in regions(graph) for n in region.nodes):
+    if not all(_functionalise(region, set()) is not None for region in regions(graph)):
         return None
+    return _functionalise(graph, state)
+
+
+def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     writes = [n for n in graph.nodes if mutates(n)]
     if not writes:
         return {}
@@ -120,48 +124,89 @@ class _Memory:
         if target is None or twin is None or len(self.of[target]) != 1 or self._seen(target, node):
             return False
         node.target = twin
-        for later in (n for n, i in self.order.items() if i >= self.order[node] and self.of[n] & self.of[target]):
-            self.of[later] = {*(self.of[later] - self.of[target]), id(node)}  # new memory, that only this write fills
+        self._renew(target, node, node)
         target.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[node])
         return True
 
     def rewrite_part(self, write: fx.Node) -> bool:
-        """Make `x[...].copy_(y)` functional: the part is put into its whole, and the result is used from there on."""
+        """Make `x[...].add_(y)` functional: the new part is put into its whole, and other parts are cut out again.
+
+        Every later use of a name for the old memory becomes a use of what is made here.
+        """
         part = whole = written(write)
-        views: list[fx.Node] = []
+        twin, cuts = _twin(write), []
         while whole is not None and whole.target in PARTS:
-            views.append(whole)
+            cuts.append(whole)
             whole = written(whole)
-        if write.target is not aten.copy_.default or not views or whole is None or write.users:
+        if twin is None or whole is None or whole.op != "call_function" or self._leaf(whole, write):
             return False
-        if whole.op != "call_function" or self._seen(whole, write):
+        stale = {n: self._path(n, whole) for n in self._later(whole, write)}
+        if None in stale.values():
             return False
         with write.graph.inserting_before(write):
-            made = self._call(write, aten.copy.default, part, write.args[1])
-            for view in views:
-                made = self._call(write, PARTS[view.target], view.args[0], made, *view.args[1:])
-        for later in (n for n, i in self.order.items() if i > self.order[write] and self.of[n] & self.of[whole]):
-            self.of[later] = {*(self.of[later] - self.of[whole]), id(made)}
-        whole.replace_all_uses_with(made, delete_user_cb=lambda user: self.order[user] > self.order[write])
+            made = new = self._call(write, twin, part, *write.args[1:], **write.kwargs)
+            for cut in cuts:
+                made = self._call(write, PARTS[cut.target], cut.args[0], made, *cut.args[1:])
+            fresh = {whole: made, **{n: self._replay(write, made, path or []) for n, path in stale.items()}}
+        self._renew(whole, write, made)
+        for old, node in fresh.items():
+            old.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[write])
+        write.replace_all_uses_with(new)
         write.graph.erase_node(write)
         del self.order[write]
         return True
 
-    def _call(self, write: fx.Node, target: Any, *args: Any) -> fx.Node:
+    def _path(self, name: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
+        """The views that lead from the whole to this name of its memory; None where others than views do."""
+        path: list[fx.Node] = []
+        while name is not whole:
+            base = written(name)
+            if base is None or mutates(name) or not self.of[base] & self.of[name] or len(self.of[name]) != 1:
+                return None
+            path.insert(0, name)
+            name = base
+        return path
+
+    def _replay(self, write: fx.Node, made: fx.Node, path: list[fx.Node]) -> fx.Node:
+        memory = self.of[made]
+        for view in path:
+            made = self._call(write, view.target, made, *view.args[1:], **view.kwargs)
+            self.of[made] = memory
+        return made
+
+    def _renew(self, target: fx.Node, write: fx.Node, made: fx.Node) -> None:
+        """What lay in the target's memory and comes later lies in new memory, that only this write fills."""
+        for later in (n for n, i in self.order.items() if i >= self.order[write] and self.of[n] & self.of[target]):
+            self.of[later] = {*(self.of[later] - self.of[target]), id(made)}
+
+    def _call(self, write: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in place of `write`, with memory of its own."""
-        node = write.graph.call_function(target, args)
-        node.meta = {**write.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]))}
+        node = write.graph.call_function(target, args, kwargs)
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+        node.meta = {**write.meta, "val": val}
         self.order[node], self.of[node] = self.order[write], {id(node)}
         return node
 
-    def _seen(self, target: fx.Node, write: fx.Node) -> bool:
-        """Whether a leaf has the memory of `target` (but a buffer itself), or another of its names is read later."""
-        names = [n for n in self.order if n is not target and n is not write and self.of[n] & self.of[target]]
-        before = [n for n in names if self.order[n] < self.order[write]]
-        leaves = [n for n in [*before, target] if n.op in ("placeholder", "get_attr")]
+    def _names(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
+        """Other names of the target's memory from before the write."""
+        at = self.order[write]
+        return [n for n, i in self.order.items() if i < at and n is not target and self.of[n] & self.of[target]]
+
+    def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
+        """Those of the names that are read after the write."""
+        at = self.order[write]
+        return [n for n in self._names(target, write) if any(self.order[user] > at for user in n.users)]
+
+    def _leaf(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether an input or a weight has the memory of `target`, but for a buffer itself."""
+        leaves = [n for n in [*self._names(target, write), target] if n.op in ("placeholder", "get_attr")]
         if target.op == "placeholder":  # one buffer may have several names
             leaves = [n for n in leaves if n.name not in self.state]
-        return bool(leaves) or any(self.order[user] > self.order[write] for n in before for user in n.users)
+        return bool(leaves)
+
+    def _seen(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether a leaf has the memory of `target`, or another of its names is read later."""
+        return self._leaf(target, write) or bool(self._later(target, write))
 
 
 def _twin(node: fx.Node) -> Any:

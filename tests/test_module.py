@@ -167,7 +167,8 @@ def test_modes_dtypes_and_autocast(captures):
     for step, change in enumerate(
         (lambda m: m, lambda m: m.eval(), lambda m: m.train(), lambda m: m.norm.eval(), lambda m: m.to(torch.bfloat16))
     ):
-        change(model), change(sharded)
+        change(model)
+        change(sharded)
         value = x.to(next(model.parameters()).dtype)
         for _ in range(2):
             torch.manual_seed(step)
@@ -315,7 +316,8 @@ def modes(group: Any, captures: Mock, unwraps: Mock) -> dict[str, Any]:
     unwraps.reset_mock()
 
     def both(change: Any = lambda m: None, inputs: Any = inputs, context: Any = None) -> tuple[float, float]:
-        change(model), change(sharded)
+        change(model)
+        change(sharded)
         outputs = []
         for m in (model, sharded):
             m.zero_grad()
