@@ -97,9 +97,10 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     Returns:
         A `Report` without plan and capture error.
     """
-    given = values.doubled()
+    given, drawn = values.doubled(), torch.get_rng_state()
     with promoted(planned.program.graph, sharded.graph):
         expected = _expect(planned, given)
+        torch.set_rng_state(drawn)  # the ranks draw what the original drew
         proof = _Proof(planned, sharded, _bind(planned, given), expected)
         difference = proof.forward(given) or (proof.backward() if not expected.failed else None)
     errors = proof.output_error, proof.gradient_error, 0.0
@@ -263,13 +264,11 @@ class _Proof:
         found, todo, seen = [], list(node.all_input_nodes), set()
         while todo:
             n = todo.pop(0)
-            if n in seen:
-                continue
-            seen.add(n)
             if n in self.sharded.origin:
-                found.append(n)
-            else:
+                found += [n] if n not in seen else []
+            elif n not in seen:
                 todo += n.all_input_nodes
+            seen.add(n)
         return found
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:

@@ -43,6 +43,11 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def vmapped(graph: fx.Graph) -> bool:
+    """Whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
+    return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
+
+
 @contextlib.contextmanager
 def quiet_export() -> Iterator[None]:
     """Without torch's own log lines about guards and missing fake kernels."""

@@ -67,6 +67,8 @@ class Attempt:
                 stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
+            if compat.vmapped(program.graph):
+                program = program.run_decompositions({})
             _refuse_writes_to_parameters(program)
             conditions = Conditions.of(program, self.symbolic) if self.draft else None
             specs = program.graph_signature.input_specs

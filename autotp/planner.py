@@ -141,6 +141,8 @@ class Builder:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
             layouts = self._pinned(leaf.name, layouts)
+            if not node.users:  # nothing to decide: every rank holds its part
+                layouts = [min(layouts, key=self.prices.share)]
         stored = self.prices.bytes(val) if leaf.kind == "parameter" else 0.0
         choices = [
             Choice((), (x,), stored=stored * self.prices.share(x), penalty=penalty([x], self.tp)) for x in layouts

@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from autotp.rules.core import aten
 
 from . import compat, conversions
-from .graph import Capture
+from .graph import Capture, draws
 from .inputs import Inputs, without_cache
 from .rewrite import Sharded
 
@@ -66,7 +66,10 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
         return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
     results = []
+    drawn = torch.get_rng_state() if draws(node) else None
     for r in range(tp):
+        if drawn is not None:  # the generators of all ranks are in the same state
+            torch.set_rng_state(drawn)
         kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") else {})}
         results.append(_call(target, _at(node.args, env, r), kwargs))
     return results

@@ -65,7 +65,7 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
 
     Args:
         problem: items, uses and conversion costs.
-        slack: parameters per rank may exceed the least possible by this factor.
+        slack: parameters per rank may exceed the least possible by this factor, those apart that leave no choice.
 
     Returns:
         The choices with the optimum in seconds, the lower bound that HiGHS proved, and bytes of parameters per rank.
@@ -77,7 +77,8 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
     least = 0.0
     if any(program.stored.values()):
         x, least, _ = program.minimise(program.stored, "fewest parameters per rank")
-        program.rows += _within(problem, program, picks, least * slack + 0.5)
+        fixed = sum(i.choices[0].stored * i.count for i in problem.items if len(i.choices) == 1)
+        program.rows += _within(problem, program, picks, fixed + (least - fixed) * slack + 0.5)
     x, best, bound = program.minimise(_with_ties(program), "least time")
     chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
     stored = sum(v for i, v in program.stored.items() if x[i] > 0.5)

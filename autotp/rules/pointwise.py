@@ -78,9 +78,8 @@ def copy(op: Op) -> Rule:
 
 
 def _local_copy(op: Op, local: Local):
-    shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
     cast = local.emit(aten.to.dtype, (local.operand(1), op.node.meta["val"].dtype))
-    return aten.expand.default, (cast, shape), {}
+    return aten.expand_as.default, (cast, local.operand(0)), {}
 
 
 @rule(aten.prelu)
