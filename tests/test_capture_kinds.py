@@ -1,4 +1,4 @@
-"""Capture of what plain modules do: containers as inputs, `torch.vmap`, random numbers, sizes told by the data alone."""
+"""Capture of plain modules: containers as inputs, `torch.vmap`, random numbers, sizes told by the data alone."""
 
 from __future__ import annotations
 
