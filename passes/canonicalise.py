@@ -14,7 +14,7 @@ from autotp.rules.core import Op, aten, expression, is_tensor, sizes
 
 from .base import Pass
 from .examples import DropExamples
-from .strides import LayOut
+from .strides import LayOut, Reshape
 
 
 @dataclass(frozen=True)
@@ -201,5 +201,6 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(), LayOut(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(), Reshape(),
+    LayOut(),
 )  # fmt: skip

@@ -112,7 +112,7 @@ class Inverse(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.mixing, self.unread = nn.Parameter(torch.randn(HIDDEN, HIDDEN)), nn.Parameter(torch.randn(8))
+        self.mixing, self.unread = nn.Parameter(torch.randn(HIDDEN, HIDDEN)), nn.Parameter(torch.randn(1))
 
     def forward(self, x: Tensor) -> Tensor:
         return x @ torch.linalg.inv(self.mixing)
