@@ -34,9 +34,11 @@ class Search:
     integer: np.ndarray
     weight: np.ndarray
 
+    def __post_init__(self) -> None:
+        self.highs = _solver(self.model)
+
     def run(self) -> tuple[np.ndarray, float, float] | None:
         """Column values, the optimum, and the bound proved for it; None where nothing is feasible."""
-        self.highs = _solver(self.model)
         order = itertools.count()
         best: tuple[np.ndarray, float] | None = None
         root = self._relax({})
@@ -55,6 +57,29 @@ class Search:
                 if got:
                     heapq.heappush(queue, (got[1], next(order), below, got[0]))
         return None if best is None else (*best, best[1])
+
+    def below(self, cost: np.ndarray, cutoff: float) -> tuple[float, np.ndarray | None]:
+        """What no assignment is below by another objective, and an assignment below `cutoff` where there is one.
+
+        Args:
+            cost: the other objective, per column.
+            cutoff: nothing is looked for above it; the bound is at most this.
+        """
+        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        order = itertools.count()
+        root = self._relax({})
+        queue = [(root[1], next(order), Fixed(), root[0])] if root else []
+        while queue:
+            bound, nodes, fixed, x = heapq.heappop(queue)
+            column = self._branch(x)
+            if bound >= cutoff or nodes > MOST_NODES or column is None:
+                return min(bound, cutoff), x if column is None and bound < cutoff else None
+            for value in (1, 0):
+                below = {**fixed, column: value}
+                got = self._relax(below)
+                if got and got[1] < cutoff:
+                    heapq.heappush(queue, (got[1], next(order), below, got[0]))
+        return cutoff, None
 
     def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:
         """Column values and objective with some columns fixed; None where that is infeasible."""

@@ -1,7 +1,7 @@
 """The exact solver: a mixed-integer program in the tight flow form.
 
 Three stages in lexicographic order: the least parameters per rank that any legal plan reaches; the least seconds within
-a slack of that; then least saved activations and the simplest partitions.
+a slack of that; then least saved activations and the simplest partitions. A memory budget goes before all of them.
 """
 
 from __future__ import annotations
@@ -15,13 +15,19 @@ import numpy as np
 
 from .errors import PlanError
 from .layouts import Layout
-from .problem import Problem, Solution, Use
+from .problem import Problem, Solution, Use, amount
 from .search import Search
 
 Terms = dict[int, float]
+Row = tuple[Terms, float, float]
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
+EXACT = 1e-9  # of the seconds: what counts as equal
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
+
+
+class Infeasible(PlanError):
+    """No legal assignment exists."""
 
 
 @dataclass
@@ -29,28 +35,34 @@ class Program:
     """Columns, rows and the objectives of the integer program."""
 
     integer: list[bool] = field(default_factory=list)
-    rows: list[tuple[Terms, float, float]] = field(default_factory=list)
+    rows: list[Row] = field(default_factory=list)
     seconds: Terms = field(default_factory=dict)
     saved: Terms = field(default_factory=dict)
     stored: Terms = field(default_factory=dict)
+    held: Terms = field(default_factory=dict)
 
     def column(self, integer: bool) -> int:
         self.integer.append(integer)
         return len(self.integer) - 1
 
-    def minimise(self, objective: Terms, what: str) -> tuple[np.ndarray, float, float]:
-        """Column values, the optimum, and the bound proved for it."""
+    def minimise(self, objective: Terms, what: str) -> tuple[np.ndarray, float, Search]:
+        """Column values, the optimum, and the search that found it."""
         weight = np.zeros(len(self.integer))
-        weight[list(self.stored)] = list(self.stored.values())
-        found = Search(self._model(objective), np.flatnonzero(self.integer), weight).run()
+        for terms in (self.stored, self.held):
+            weight[list(terms)] += list(terms.values())
+        search = Search(self._model(objective), np.flatnonzero(self.integer), weight)
+        found = search.run()
         if found is None:
-            raise PlanError(f"no legal plan exists ({what}): the operators' rules leave no assignment that fits")
-        return found
+            raise Infeasible(f"no legal plan exists ({what}): the operators' rules leave no assignment that fits")
+        return found[0], found[1], search
+
+    def costs(self, objective: Terms) -> np.ndarray:
+        return np.array([objective.get(i, 0.0) for i in range(len(self.integer))])
 
     def _model(self, objective: Terms) -> highspy.HighsLp:
         n, lp = len(self.integer), highspy.HighsLp()
         lp.num_col_, lp.num_row_ = n, len(self.rows)
-        lp.col_cost_ = np.array([objective.get(i, 0.0) for i in range(n)])
+        lp.col_cost_ = self.costs(objective)
         lp.col_lower_, lp.col_upper_ = np.zeros(n), np.ones(n)
         lp.row_lower_, lp.row_upper_ = (np.array([r[k] for r in self.rows], float) for k in (1, 2))
         lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
@@ -68,49 +80,90 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
         slack: parameters per rank may exceed the least possible by this factor, those apart that leave no choice.
 
     Returns:
-        The choices with the optimum in seconds, the lower bound that HiGHS proved, and bytes of parameters per rank.
+        The choices with the optimum in seconds, the lower bound that was proved for it, and bytes per rank.
 
     Raises:
-        PlanError: no legal assignment exists.
+        Infeasible: no legal assignment exists. PlanError: none fits into the problem's limit.
     """
     program, picks = _build(problem)
+    if problem.limit is not None:
+        _budget(problem, program, picks, problem.limit)
     least = 0.0
     if any(program.stored.values()):
         x, least, _ = program.minimise(program.stored, "fewest parameters per rank")
         fixed = sum(i.choices[0].stored * i.count for i in problem.items if len(i.choices) == 1)
-        program.rows += _within(problem, program, picks, fixed + (least - fixed) * slack + 0.5)
-    x, best, bound = program.minimise(_with_ties(program), "least time")
+        terms = [[c.stored * i.count for c in i.choices] for i in problem.items]
+        program.rows += _within(terms, program.stored, picks, fixed + (least - fixed) * slack + 0.5)
+    x, bound = _cheapest(program)
     chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
-    stored = sum(v for i, v in program.stored.items() if x[i] > 0.5)
-    return Solution(chosen, best / MICRO, bound / MICRO, least, stored)
+    stored, held = (_sum(terms, np.round(x)) for terms in (program.stored, program.held))
+    return Solution(chosen, _sum(program.seconds, x) / MICRO, bound / MICRO, least, stored, held)
 
 
-def _within(
-    problem: Problem, program: Program, picks: list[list[int]], limit: float
-) -> list[tuple[Terms, float, float]]:
-    """Rows for at most `limit` bytes of parameters per rank.
+def _cheapest(program: Program) -> tuple[np.ndarray, float]:
+    """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
+    tie, cost = TIE, program.costs(program.seconds)
+    while True:
+        x, _, search = program.minimise(_with_ties(program, tie), "least time")
+        best = float(cost @ x)
+        bound, better = search.below(cost, best * (1 - EXACT))
+        if better is None or tie == 0:
+            # at the cutoff: nothing is cheaper by more than rounding
+            return x, best if bound >= best * (1 - EXACT) else bound
+        tie = tie / 100 if tie > 1e-12 else 0.0
+
+
+def _budget(problem: Problem, program: Program, picks: list[list[int]], limit: float) -> None:
+    """Add the rows of a memory budget.
+
+    Raises:
+        PlanError: nothing fits; it says how much the leanest plan holds, and of what.
+    """
+    x, least, _ = program.minimise(program.held, "least memory")
+    if least > limit:
+        chosen = [
+            max(zip(x[p], i.choices, strict=True), key=lambda got: got[0])[1]
+            for i, p in zip(problem.items, picks, strict=True)
+        ]
+        parts = sorted(((c.held * i.count, i) for c, i in zip(chosen, problem.items, strict=True)), key=lambda p: -p[0])
+        told = "".join(
+            f"\n  {i.label or i.name}{f' x {i.count}' if i.count > 1 else ''}: {amount(n)}" for n, i in parts[:5]
+        )
+        raise PlanError(
+            f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}. Its "
+            f"largest parts are:{told}\nGive more memory, more ranks (tp), a smaller batch, or drop pins."
+        )
+    terms = [[c.held * i.count for c in i.choices] for i in problem.items]
+    program.rows += _within(terms, program.held, picks, limit)
+
+
+def _within(terms: list[list[float]], total: Terms, picks: list[list[int]], limit: float) -> list[Row]:
+    """Rows for at most `limit` bytes, of which `terms` has what each choice of each item comes to.
 
     One knapsack row says it. Its relaxation would leave every large parameter whole by a fraction, so choices that are
-    too large even when all other parameters are at their least are ruled out one by one.
+    too large even when all others are at their least are ruled out one by one.
     """
-    held = [(i, [c.stored * item.count for c in item.choices]) for i, item in enumerate(problem.items)]
-    held = [(i, stored) for i, stored in held if any(stored)]
-    least = sum(min(stored) for _, stored in held)
-    rows: list[tuple[Terms, float, float]] = [(program.stored, 0.0, limit)]
-    for i, stored in held:
-        room = limit - (least - min(stored))
-        rows += [({column: 1.0}, 0, 0) for column, s in zip(picks[i], stored, strict=True) if s > room]
+    counted = [(i, held) for i, held in enumerate(terms) if any(held)]
+    least = sum(min(held) for _, held in counted)
+    rows: list[Row] = [(total, 0.0, limit)]
+    for i, held in counted:
+        room = limit - (least - min(held))
+        rows += [({column: 1.0}, 0, 0) for column, n in zip(picks[i], held, strict=True) if n > room]
     return rows
 
 
-def _with_ties(program: Program) -> Terms:
-    """Seconds, and ties broken by the second order: at most `TIE` of the seconds of a typical plan in all."""
+def _with_ties(program: Program, tie: float) -> Terms:
+    """Seconds, and ties broken by the second order: at most `tie` of the seconds of a typical plan in all."""
     typical = sum(abs(x) for x in program.seconds.values()) / 10
     most = sum(abs(x) for x in program.saved.values()) or 1.0
-    weight = TIE * typical / most
+    weight = tie * typical / most
     return {
         i: program.seconds.get(i, 0.0) + weight * program.saved.get(i, 0.0) for i in {*program.seconds, *program.saved}
     }
+
+
+def _sum(terms: Terms, x: np.ndarray) -> float:
+    return float(sum(v * x[i] for i, v in terms.items()))
 
 
 def _build(problem: Problem) -> tuple[Program, list[list[int]]]:
@@ -125,6 +178,7 @@ def _build(problem: Problem) -> tuple[Program, list[list[int]]]:
             program.seconds[i] = choice.seconds * item.count * MICRO
             program.saved[i] = (1e4 * choice.saved / most + 1e-3 * choice.penalty) * item.count
             program.stored[i] = choice.stored * item.count
+            program.held[i] = choice.held * item.count
             for value, layout in zip(item.outs, choice.outs, strict=True):
                 makes.setdefault(value, defaultdict(list))[layout].append(i)
     for use in problem.uses:
@@ -153,6 +207,11 @@ def _flow(problem: Problem, program: Program, picks: list[list[int]], makes: dic
     for column, (_, _, price) in zip(paid, arcs, strict=True):
         program.seconds[column] = price
         program.saved[column] = 1e-4 * use.count
+    for layout in targets:  # what nobody wants is not made on the way: a plan's program would not make it either
+        into = {column: 1.0 for column, (_, b, _) in zip(paid, arcs, strict=True) if b == layout}
+        if into:
+            asked = [i for wanted in wants.values() for i in wanted.get(layout, ())]
+            program.rows.append((into | dict.fromkeys(asked, -1.0), -np.inf, 0))
     for wanted in wants.values():
         flow = paid if len(wants) == 1 else [program.column(False) for _ in arcs]
         for f, w in zip(flow, paid, strict=True):
