@@ -32,6 +32,7 @@ def plan(
     pins: Pins | None = None,
     cluster: str | Cluster | None = None,
     objective: str = "training",
+    optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
     check_capture: bool | None = None,
 ) -> Plan:
@@ -47,7 +48,9 @@ def plan(
             it out.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements; patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster` or the name of a preset; default "h100".
-        objective: "training" (forward and backward count).
+        objective: "training" (forward and backward count), "prefill" (a forward), or "decode" (a forward of one new
+            token a sequence, against a cache as long as the example inputs).
+        optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
@@ -58,7 +61,7 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    options = Options.read(tp, pins, cluster, objective, sequence_parallel)
+    options = Options.read(tp, pins, cluster, objective, sequence_parallel, optimizer)
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
@@ -112,6 +115,7 @@ def compile(
     pins: Pins | None = None,
     cluster: str | Cluster | None = None,
     objective: str = "training",
+    optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
     outputs: str = "full",
     backend: str = "eager",
@@ -130,8 +134,8 @@ def compile(
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`. Left out: a transformers model
             gets inputs made from its config; any other module is captured at its first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
-        plan: use this plan instead of making one (then without pins, cluster, objective, sequence_parallel).
-        pins, cluster, objective, sequence_parallel: see `autotp.plan`.
+        plan: use this plan instead of making one (then without pins, cluster, objective, optimizer, sequence_parallel).
+        pins, cluster, objective, optimizer, sequence_parallel: see `autotp.plan`.
         outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
         backend: "eager".
         options: options of the backend; none for "eager".
@@ -151,7 +155,8 @@ def compile(
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    chosen = Options.of_plan(plan) if plan else Options.read(degree, pins, cluster, objective, sequence_parallel)
+    asked = pins, cluster, objective, sequence_parallel, optimizer
+    chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
 
     def build(inputs: Inputs) -> tuple[nn.Module, Plan, Source]:

@@ -26,6 +26,7 @@ from .graph import Capture, draws, short_name
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .log import dump, stage
+from .objective import TRAINING, Objective
 from .plan import Plan
 from .planner import Builder, Planned, decide
 from .ranks import check_degree
@@ -45,15 +46,14 @@ class Options:
     cluster: Cluster
     pins: Mapping[str, int | None]
     sequence: bool | None = None
-    objective: str = "training"
+    objective: Objective = TRAINING
 
     @classmethod
     def read(
-        cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None
-    ) -> Options:
+        cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None,
+        optimizer: str = TRAINING.optimizer,
+    ) -> Options:  # fmt: skip
         """Options from a public function's arguments, checked."""
-        if objective != "training":
-            raise InputError(f"objective={objective!r} is not known; this version plans for objective='training'.")
         if sequence is not None and not isinstance(sequence, bool):
             raise InputError(
                 f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
@@ -68,7 +68,7 @@ class Options:
             if not isinstance(placement, Split | Whole):
                 raise InputError(f"the pin {pattern!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
             dims[pattern] = placement.dim if isinstance(placement, Split) else None
-        return cls(check_degree(tp), Cluster.resolve(cluster), dims, sequence, objective)
+        return cls(check_degree(tp), Cluster.resolve(cluster), dims, sequence, Objective(objective, optimizer))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -77,7 +77,7 @@ class Options:
             cluster = Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
-        return cls(plan.tp, cluster, {}, None, plan.objective)
+        return cls(plan.tp, cluster, {}, None, Objective(plan.objective))
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -145,7 +145,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    return describe(planned, sharded, builder, name, options.objective, shapes, [*notes, *without_rule(planned)])
+    return describe(planned, sharded, builder, name, options.objective.name, shapes, [*notes, *without_rule(planned)])
 
 
 def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
@@ -178,7 +178,7 @@ def _check_rules(planned: Planned) -> None:
 
 def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
     pins = _pinned(captured, options.pins)
-    return Builder(captured, options.tp, options.cluster, placements or {}, pins, options.sequence)
+    return Builder(captured, options.tp, options.cluster, placements or {}, pins, options.sequence, options.objective)
 
 
 def _pinned(captured: Capture, pins: Mapping[str, int | None]) -> dict[str, int | None]:

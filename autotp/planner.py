@@ -19,6 +19,7 @@ from . import compat
 from .errors import PlanError
 from .graph import Capture, Value, differentiable, resolve, shape_of, tensors
 from .layouts import Grouped, I, Layout, Partition, R, Shard
+from .objective import TRAINING, Objective
 from .plan import Decision
 from .pricing import Prices
 from .problem import Choice, Item, Problem, Solution, Use
@@ -52,6 +53,7 @@ class Builder:
     pinned: Mapping[str, Layout] = field(default_factory=dict)
     pins: Mapping[str, int | None] = field(default_factory=dict)
     sequence: bool | None = None
+    objective: Objective = TRAINING
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -65,7 +67,9 @@ class Builder:
             self.rules[n] = rule_of(self.ops[n])
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.candidates = Candidates(self.tp)
-        self.prices = Prices(self.program, self.tp, self.cluster, self.grads, self.leaves, self.sequence)
+        self.prices = Prices(
+            self.program, self.tp, self.cluster, self.grads, self.leaves, self.sequence, self.objective
+        )
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)

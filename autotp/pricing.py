@@ -15,6 +15,7 @@ from autotp.rules.core import Factor, Op, aten, sizes
 from . import conversions
 from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from .layouts import I, Layout, Partial, R, Shard
+from .objective import TRAINING, Objective
 from .slices import to_runtime
 from .strategies import share
 
@@ -29,6 +30,7 @@ class Prices:
         program: the captured graph; sizes come from the example inputs' hints.
         grads: nodes whose values carry gradients: their operators count forward and backward.
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
+        objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
     """
 
     program: Capture
@@ -37,6 +39,7 @@ class Prices:
     grads: set[fx.Node]
     leaves: Mapping[fx.Node, Leaf]
     sequence: bool | None = None
+    objective: Objective = TRAINING
 
     def __post_init__(self) -> None:
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
@@ -56,6 +59,10 @@ class Prices:
         for s in sizes(val):
             count *= size_hint(s, self.program.hints)
         return float(count)
+
+    def held_parameter(self, stored: float, val: Tensor) -> float:
+        """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
+        return self.objective.held(stored, val)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward."""
@@ -79,7 +86,7 @@ class Prices:
         flops = self.flops(op.node)
         part *= self._waste(op, split, outs) if flops and split is not None else 1.0
         seconds = op_seconds(flops * part, moved, dtype, self.cluster)
-        if op.node not in self.grads:
+        if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
         # the backward does about twice the arithmetic and moves about twice the bytes of the forward
         return 3 * seconds, sum(self.bytes(v) * self.share(x) for v, x in zip(results, outs, strict=True))
@@ -105,7 +112,9 @@ class Prices:
         if forward is None or node not in self.grads:
             return forward
         backward = self._one_way(b.dual, a.dual, size)
-        return None if backward is None else forward + backward
+        if backward is None:
+            return None
+        return forward + backward if self.objective.training else forward
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """What `sequence` rules out for activations: False being dealt out, True being whole or summed otherwise."""
