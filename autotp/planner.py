@@ -147,10 +147,11 @@ class Builder:
             layouts = self._pinned(leaf.name, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
-        stored = self.prices.bytes(val) if leaf.kind == "parameter" else 0.0
-        choices = [
-            Choice((), (x,), stored=stored * self.prices.share(x), penalty=penalty([x], self.tp)) for x in layouts
-        ]
+        size, choices = self.prices.bytes(val), []
+        for x in layouts:
+            part = size * self.prices.share(x)
+            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind == "parameter" else (0.0, part)
+            choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
     def _pinned(self, name: str, layouts: list[Layout]) -> list[Layout]:
@@ -179,7 +180,8 @@ class Builder:
                 rule = self.rules[node]
                 split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
                 seconds, saved = self.prices.operator(op, *got[:2], split)
-                choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, penalty([*got[0], *got[1]], self.tp), *got[2:])
+                ties = penalty([*got[0], *got[1]], self.tp)
+                choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, saved, ties, *got[2:])
         return Item(node.name, list(choices.values()), held, results, count)
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
