@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
+from os import PathLike, fspath
+from pathlib import Path
 from typing import Any
 
 from autotp.errors import InputError
 
+from . import files
 from .presets import PRESETS
 
 DEFAULT_PRESET = "h100"
@@ -25,7 +28,7 @@ class Cluster:
             stands for dtypes that are not.
         memory_bandwidth: of one device's memory, B/s.
         memory_size: of one device, B.
-        devices_per_node: a contiguous group of at most so many ranks uses intra-node links only.
+        devices_per_node: so many ranks that follow each other use intra-node links only.
         intra_latency, inter_latency: of one step between two devices in a node, or in two nodes, s.
         intra_bandwidth, inter_bandwidth: what one device sends in one direction, B/s.
         switch: whether every device of a node reaches every other at full bandwidth; otherwise they form a ring.
@@ -67,26 +70,54 @@ class Cluster:
         if name not in PRESETS:
             raise InputError(
                 f"cluster {name!r} is not a preset. Presets: {', '.join(PRESETS)}. "
-                "Name one of them, or describe your machines with autotp.Cluster(...)."
+                "Name one of them, a .json or .toml file, or describe your machines with autotp.Cluster(...)."
             )
         return cls(name=name, **PRESETS[name])
 
     @classmethod
-    def resolve(cls, cluster: Cluster | str | None) -> Cluster:
-        """The cluster itself, the preset of that name, or for None the default preset, h100.
+    def resolve(cls, cluster: Cluster | str | PathLike[str] | None) -> Cluster:
+        """The cluster itself, the preset of that name, the one in that .json or .toml file; for None, h100.
 
         Raises:
             InputError: it is none of these.
         """
         if cluster is None:
             return cls.preset(DEFAULT_PRESET)
+        if isinstance(cluster, PathLike) or isinstance(cluster, str) and cluster.endswith(files.SUFFIXES):
+            return cls.load(cluster)
         if isinstance(cluster, str):
             return cls.preset(cluster)
         if isinstance(cluster, Cluster):
             return cluster
         raise InputError(
-            f"cluster must be an autotp.Cluster, a preset's name or None, not {type(cluster).__name__}: {cluster!r}"
+            "cluster must be an autotp.Cluster, a preset's name, a .json or .toml file or None, "
+            f"not {type(cluster).__name__}: {cluster!r}"
         )
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Cluster:
+        """The cluster that a .json or .toml file describes.
+
+        The file has the fields of `Cluster`; or `preset = "a100"` and the fields that differ from that preset. Without
+        a `name` the cluster is called like the file.
+
+        Raises:
+            InputError: the file cannot be read, or a field is missing, unknown or not what it must be; the message
+                names the file and the field.
+        """
+        data = files.read(path)
+        try:
+            return cls.from_dict(_filled(data, path))
+        except InputError as error:
+            raise InputError(f"{fspath(path)}: {error}") from None
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write the cluster to a .json or .toml file, which `load` reads.
+
+        Raises:
+            InputError: the path has another suffix, or cannot be written.
+        """
+        files.write(path, self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
@@ -112,15 +143,26 @@ class Cluster:
         """Peak rate in FLOP/s for a dtype named as torch does ("bfloat16" or "torch.bfloat16")."""
         return self.peak_flops.get(dtype_name.removeprefix("torch."), self.peak_flops["float32"])
 
-    def spans_nodes(self, n: int) -> bool:
-        """Whether a contiguous group of `n` ranks leaves the node."""
-        return n > self.devices_per_node
+    def held(self, n: int, stride: int = 1) -> int:
+        """How many of a group of `n` ranks, each `stride` after the one before, a node holds."""
+        return min(n, max(1, self.devices_per_node // stride))
 
-    def link(self, n: int) -> tuple[float, float]:
-        """Latency (s) and bandwidth (B/s per device) of the slowest link in a contiguous group of `n` ranks."""
-        if not self.spans_nodes(n):
-            return self.intra_latency, self.intra_bandwidth
-        return max(self.intra_latency, self.inter_latency), min(self.intra_bandwidth, self.inter_bandwidth)
+    def spans_nodes(self, n: int, stride: int = 1) -> bool:
+        """Whether a group of `n` ranks, each `stride` after the one before, leaves the node."""
+        return n > self.held(n, stride)
+
+
+def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
+    """A file's fields, on top of those of the preset that it names."""
+    given = {"name": Path(path).stem, **data}
+    preset = given.pop("preset", None)
+    if preset is None:
+        return given
+    base = Cluster.preset(preset).to_dict() if isinstance(preset, str) else None
+    if base is None:
+        raise _refuse("preset", preset, f"one of {', '.join(PRESETS)}")
+    changed = ", ".join(sorted(set(given) - {"name", "source"})) or "nothing"
+    return {**base, "source": f"preset {preset}; changed: {changed}", **given}
 
 
 def _refuse(what: str, value: Any, must: str) -> InputError:

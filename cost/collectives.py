@@ -1,19 +1,24 @@
-"""What a collective sends and how long it takes, by the alpha-beta model of ring algorithms.
+"""What a collective sends and how long it takes: alpha-beta formulas of the algorithms that NCCL uses.
 
 A step costs the link's latency (alpha) and bytes over its bandwidth (beta): Thakur, Rabenseifner and Gropp,
-"Optimization of Collective Communication Operations in MPICH" (2005). `D` is the bytes of the whole tensor, `n` the
-ranks of a contiguous group:
+"Optimization of Collective Communication Operations in MPICH" (2005). Steps and links are counted as NCCL's own model
+does (src/graph/tuning.cc). `D` is the bytes of the whole tensor; `n` ranks, of which each of `k` nodes holds `m`;
+alpha, beta inside a node, alpha', beta' between nodes:
 
-| primitive | seconds | bytes a rank sends |
+| algorithm | of | seconds |
 | --- | --- | --- |
-| all_reduce | 2(n-1) alpha + 2(n-1)/n D/beta | 2(n-1)/n D |
-| all_gather, reduce_scatter | (n-1) alpha + (n-1)/n D/beta | (n-1)/n D |
-| all_to_all | (n-1) alpha + (n-1)/n^2 D/beta; a ring forwards: n/2 times the bytes pass each link | (n-1)/n^2 D |
-| local | launch + D / memory bandwidth: a copy on each rank, D the bytes it reads and writes | 0 |
-| none | 0 | 0 |
+| ring | all_reduce | 2(n-1) alpha + 2(n-1)/n D/beta |
+| ring | all_gather, reduce_scatter | (n-1) alpha + (n-1)/n D/beta |
+| pairs | all_to_all | (n-1) alpha + (n-1)/n^2 D/beta; a node without a switch forwards: n/2 times the bytes |
+| tree | all_reduce | 2((m-1) alpha + log2(k) alpha') + 2 D/beta: chains in the nodes, a tree between them |
+| hierarchical | all_reduce | reduce_scatter of D in the node, all_reduce of D/m between nodes, all_gather in the node |
+| hierarchical | all_gather, reduce_scatter | of D/m between nodes, of D in the node |
+| hierarchical | all_to_all | of D/k in the node, of D/m between nodes |
+| - | local | launch + D / memory bandwidth: a copy on each rank, D the bytes it reads and writes |
 
-A group that leaves its node is priced as one flat ring over its slowest link. Hierarchical algorithms and rings over
-several network adapters do better.
+A group inside a node is priced as a ring (there the tree is a chain, which is never faster); one that spans nodes by
+the cheapest of the three. A flat ring or tree over several nodes takes its latency from each link and its bandwidth
+from the slowest; only the hierarchy uses every device's network adapter. Its stages do not overlap.
 """
 
 from __future__ import annotations
@@ -37,11 +42,47 @@ _RINGS = {
     "reduce_scatter": _Ring(1, True),
     "all_to_all": _Ring(1, False),
 }
-PRIMITIVES = (*_RINGS, "local", "none")
+COLLECTIVES = tuple(_RINGS)
+PRIMITIVES = (*COLLECTIVES, "local", "none")
+
+
+class Link(NamedTuple):
+    """One step between two ranks: latency in s, bandwidth in B/s, and whether ranks forward for each other."""
+
+    latency: float
+    bandwidth: float
+    forwards: bool = False
+
+
+class Group(NamedTuple):
+    """`n` ranks, `held` of them in each of `nodes` nodes (fewer in the last where `n` is not their product)."""
+
+    n: int
+    held: int
+    nodes: int
+    inner: Link
+    outer: Link
+
+    @classmethod
+    def of(cls, n: int, cluster: Cluster, stride: int = 1) -> Group:
+        """The group of ranks 0, stride, 2 stride, ... of a cluster.
+
+        Where a node has no switch, the `stride` groups that lie between each other share its ring's links.
+        """
+        held = cluster.held(n, stride)
+        shared = 1 if cluster.switch else min(stride, cluster.devices_per_node)
+        inner = Link(cluster.intra_latency, cluster.intra_bandwidth / shared, not cluster.switch)
+        return cls(n, held, -(-n // held), inner, Link(cluster.inter_latency, cluster.inter_bandwidth))
+
+    @property
+    def slowest(self) -> float:
+        """Bandwidth of the slowest link that a ring or a tree over the whole group takes."""
+        used = [self.inner] * (self.held > 1) + [self.outer] * (self.nodes > 1)
+        return min(link.bandwidth for link in used or [self.inner])
 
 
 def collective_bytes(primitive: str, nbytes: float, n: int) -> float:
-    """Bytes that each rank sends.
+    """Bytes that each rank must send: what rings send. Trees send D per round, hierarchical all-to-alls forward.
 
     Arguments:
         primitive: one of all_reduce, all_gather, reduce_scatter, all_to_all, local, none.
@@ -58,34 +99,83 @@ def collective_bytes(primitive: str, nbytes: float, n: int) -> float:
     return ring.rounds * (n - 1) / n * (nbytes if ring.whole else nbytes / n)
 
 
-def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster) -> float:
-    """Seconds that the collective takes, by the formulas at the head of this file.
+def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int = 1) -> float:
+    """Seconds that the collective takes by the cheapest of its algorithms, by the formulas at the head of this file.
 
     Arguments:
         primitive: one of all_reduce, all_gather, reduce_scatter, all_to_all, local, none.
         nbytes: bytes of the whole tensor; for `local` those that one rank reads and writes.
-        n: ranks of the group, contiguous in the cluster.
-        cluster: gives latency and bandwidth, in the node if the group fits into one.
+        n: ranks of the group.
+        cluster: gives latencies and bandwidths, and how many ranks a node holds.
+        stride: how far apart the group's ranks are: 1 for neighbours; on a mesh of (a, b) ranks the groups of the
+            first axis are b apart. Their sibling groups run at the same time.
 
     Raises:
-        InputError: an unknown primitive, negative or infinite bytes, or fewer than one rank.
+        InputError: an unknown primitive, negative or infinite bytes, fewer than one rank, or a stride below one.
     """
-    sent = collective_bytes(primitive, nbytes, n)
+    _check(primitive, nbytes, n, stride)
     if primitive == "local":
         return cluster.launch_overhead + nbytes / cluster.memory_bandwidth
-    ring = _RINGS.get(primitive)
-    if ring is None or n == 1:
+    if primitive == "none" or n == 1:
         return 0.0
-    latency, bandwidth = cluster.link(n)
-    # Networks between nodes are switched, so only a group inside a node without a switch has to forward.
-    forwards = not ring.whole and not cluster.switch and not cluster.spans_nodes(n)
-    return ring.rounds * (n - 1) * latency + sent * (n / 2 if forwards else 1) / bandwidth
+    group = Group.of(n, cluster, stride)
+    ways = [flat_seconds(primitive, nbytes, group)]
+    if group.nodes > 1:
+        ways += [tree_seconds(nbytes, group)] if primitive == "all_reduce" else []
+        ways += [hierarchical_seconds(primitive, nbytes, group)] if n == group.held * group.nodes else []
+    return min(ways)
 
 
-def _check(primitive: str, nbytes: float, n: int) -> None:
+def ring_seconds(primitive: str, nbytes: float, n: int, link: Link) -> float:
+    """The collective over `n` ranks whose links are all the same: a ring, for all_to_all pairs."""
+    ring = _RINGS[primitive]
+    passes = n / 2 if link.forwards and not ring.whole else 1
+    return ring.rounds * (n - 1) * link.latency + collective_bytes(primitive, nbytes, n) * passes / link.bandwidth
+
+
+def flat_seconds(primitive: str, nbytes: float, group: Group) -> float:
+    """One ring (for all_to_all pairs) over the whole group: each link's latency, the slowest one's bandwidth."""
+    n, held, nodes, inner, outer = group
+    if nodes == 1:
+        return ring_seconds(primitive, nbytes, n, inner)
+    ring = _RINGS[primitive]
+    last = n - held * (nodes - 1)  # ranks in the last node
+    crossing = nodes - 1 if ring.whole else n - last  # a ring enters each node once, pairs are of every two ranks
+    steps = (n - 1 - crossing) * inner.latency + crossing * outer.latency
+    return ring.rounds * steps + ring_seconds(primitive, nbytes, n, Link(0.0, group.slowest))
+
+
+def tree_seconds(nbytes: float, group: Group) -> float:
+    """An all-reduce up and down a tree of nodes, whose ranks are a chain: NCCL's double binary tree, pipelined."""
+    _, held, nodes, inner, outer = group
+    steps = (held - 1) * inner.latency + math.ceil(math.log2(nodes)) * outer.latency
+    return 2 * steps + 2 * nbytes / group.slowest
+
+
+def hierarchical_seconds(primitive: str, nbytes: float, group: Group) -> float:
+    """First inside each node, then between the nodes over every device's own adapter, and back where need be.
+
+    Raises:
+        InputError: the nodes do not hold equally many of the group's ranks.
+    """
+    n, held, nodes, inner, outer = group
+    if n != held * nodes:
+        raise InputError(f"{n} ranks over {nodes} nodes of {held}: a hierarchy needs equally many in each.")
+    between = group._replace(n=nodes, held=1)
+    if primitive == "all_reduce":
+        halves = sum(ring_seconds(p, nbytes, held, inner) for p in ("reduce_scatter", "all_gather"))
+        part = nbytes / held
+        return halves + min(flat_seconds(primitive, part, between), tree_seconds(part, between))
+    inside = nbytes if _RINGS[primitive].whole else nbytes / nodes
+    return ring_seconds(primitive, inside, held, inner) + ring_seconds(primitive, nbytes / held, nodes, outer)
+
+
+def _check(primitive: str, nbytes: float, n: int, stride: int = 1) -> None:
     if primitive not in PRIMITIVES:
         raise InputError(f"there is no collective {primitive!r}. Use one of {', '.join(PRIMITIVES)}.")
     if not (math.isfinite(nbytes) and nbytes >= 0):
         raise InputError(f"{primitive} of {nbytes!r} bytes: give a finite number of bytes, 0 or more.")
     if n < 1:
         raise InputError(f"{primitive} over {n!r} ranks: a group has at least one rank.")
+    if stride < 1:
+        raise InputError(f"{primitive} over ranks {stride!r} apart: neighbours are 1 apart, and others more.")

@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 # Seconds per step of a ring with the "Simple" protocol, which large messages use: NCCL, src/graph/tuning.cc, hwLat.
-NVLINK_LATENCY, PCIE_LATENCY, NETWORK_LATENCY = 3.4e-6, 5.7e-6, 14e-6
+NVLINK_LATENCY = 3.4e-6  # hwLat, NVLink, ring, Simple
+PCIE_LATENCY = 5.7e-6  # hwLat, PCI, ring, Simple
+NETWORK_LATENCY = 14e-6  # hwLat, Net, ring, Simple
 
 # A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100:
 # NVIDIA, "Getting Started with CUDA Graphs". Small operators of a model are of that kind, eager dispatch is slower.
@@ -21,22 +23,22 @@ CUDA_KERNEL = 4e-6
 # Guide", section on tile quantization.
 CUDA_TILE = 64
 
-H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM5
-    "float64": 67e12,  # FP64 tensor core
-    "float32": 67e12,
-    "bfloat16": 989.4e12,
-    "float16": 989.4e12,
-    "float8_e4m3fn": 1978.9e12,
-    "float8_e5m2": 1978.9e12,
-    "int8": 1978.9e12,
+H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM; with sparsity the tensor cores' rates are printed twice as high
+    "float64": 67e12,  # "FP64 Tensor Core"
+    "float32": 67e12,  # "FP32"
+    "bfloat16": 989.4e12,  # "BFLOAT16 Tensor Core", dense, as the H100 architecture whitepaper prints it
+    "float16": 989.4e12,  # "FP16 Tensor Core", dense, whitepaper
+    "float8_e4m3fn": 1978.9e12,  # "FP8 Tensor Core", dense, whitepaper
+    "float8_e5m2": 1978.9e12,  # "FP8 Tensor Core", dense, whitepaper
+    "int8": 1978.9e12,  # "INT8 Tensor Core", dense, whitepaper
 }
 
 A100_PEAK = {  # NVIDIA A100 datasheet, the same for SXM and PCIe
-    "float64": 19.5e12,  # FP64 tensor core
-    "float32": 19.5e12,
-    "bfloat16": 312e12,
-    "float16": 312e12,
-    "int8": 624e12,
+    "float64": 19.5e12,  # "FP64 Tensor Core"
+    "float32": 19.5e12,  # "FP32"
+    "bfloat16": 312e12,  # "BFLOAT16 Tensor Core", dense
+    "float16": 312e12,  # "FP16 Tensor Core", dense
+    "int8": 624e12,  # "INT8 Tensor Core", dense
 }
 
 PRESETS: Mapping[str, Mapping[str, Any]] = {
@@ -104,12 +106,12 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "device": "NVIDIA L40S 48GB",
         "peak_flops": {  # L40S datasheet
             "float64": 91.6e12 / 64,  # Ada architecture whitepaper: 1/64 of the float32 rate
-            "float32": 91.6e12,
-            "bfloat16": 362.05e12,
-            "float16": 362.05e12,
-            "float8_e4m3fn": 733e12,
-            "float8_e5m2": 733e12,
-            "int8": 733e12,
+            "float32": 91.6e12,  # "FP32"
+            "bfloat16": 362.05e12,  # "BFLOAT16 Tensor Core", dense
+            "float16": 362.05e12,  # "FP16 Tensor Core", dense
+            "float8_e4m3fn": 733e12,  # "FP8 Tensor Core", dense
+            "float8_e5m2": 733e12,  # "FP8 Tensor Core", dense
+            "int8": 733e12,  # "INT8 Tensor Core", dense
         },
         "memory_bandwidth": 864e9,  # datasheet
         "memory_size": 48e9,  # datasheet
@@ -127,17 +129,17 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
     # on a two-core AVX-512/AMX server: 1024^3 matmuls, a 128 MiB copy, all-reduce of 4 B and 64 MiB over two ranks.
     "local": {
         "device": "one CPU core",
-        "peak_flops": {"float64": 74e9, "float32": 148e9, "bfloat16": 1.1e12},
-        "memory_bandwidth": 14e9,
+        "peak_flops": {"float64": 74e9, "float32": 148e9, "bfloat16": 1.1e12},  # measured: matmuls
+        "memory_bandwidth": 14e9,  # measured: the copy
         "memory_size": 16e9,  # nominal
         "devices_per_node": 64,  # every rank is on the one machine
-        "intra_latency": 130e-6,
-        "intra_bandwidth": 1.1e9,
-        "inter_latency": 130e-6,
-        "inter_bandwidth": 1.1e9,
+        "intra_latency": 130e-6,  # measured: all-reduce of 4 B
+        "intra_bandwidth": 1.1e9,  # measured: all-reduce of 64 MiB
+        "inter_latency": 130e-6,  # there is one node
+        "inter_bandwidth": 1.1e9,  # there is one node
         "switch": True,  # any process reaches any other through the kernel
         "matmul_tile": 16,  # [2048, 1024] by [1024, n], float32: 2 to 16 columns take as long, 24 half as long again
-        "launch_overhead": 1e-6,  # dispatch of an operator on 8 elements
+        "launch_overhead": 1e-6,  # measured: dispatch of an operator on 8 elements
         "source": "measured on a two-core server with torch 2.13 and gloo",
     },
 }
