@@ -17,7 +17,7 @@ from torch._library.custom_ops import CustomOpDef
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 
 # Functional collectives as dispatcher ops: the compiler sees them, fake tensors pass through them.
@@ -41,6 +41,11 @@ def named_leaves(tree: Any) -> dict[str, Any]:
 def fake_mode() -> FakeTensorMode:
     """A fake tensor mode that `torch.export` accepts for a model's parameters."""
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def told_by_data(val: Any) -> bool:
+    """Whether a value, or one of its sizes, is a number that only the data tell."""
+    return any(isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))
 
 
 def vmapped(graph: fx.Graph) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
 
 from autotp.passes.functionalise import functionalise, memory, mutates, regions
@@ -22,6 +22,7 @@ from . import compat
 from .advice import line_of
 from .conditions import Conditions
 from .errors import CaptureError
+from .repeats import Repeats, expand, refuse_writes
 
 
 @dataclass
@@ -46,6 +47,7 @@ class Attempt:
         bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
         symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
+        repeats: blocks that are traced once for all that are alike.
         contexts: what to trace in.
     """
 
@@ -54,6 +56,7 @@ class Attempt:
     kwargs: dict[str, Any]
     symbolic: bool = True
     draft: bool = False
+    repeats: Repeats | None = None
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -65,18 +68,32 @@ class Attempt:
             warnings.simplefilter("ignore")
             for context in (compat.quiet_export(), _silent(), _unmoved(), torch.enable_grad()):
                 stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
+            if self.repeats:
+                stack.enter_context(self.repeats.tracing())
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
             if compat.vmapped(program.graph):
                 program = program.run_decompositions({})
             _refuse_writes_to_parameters(program)
+            if self.repeats:
+                refuse_writes(program.graph)
             conditions = Conditions.of(program, self.symbolic) if self.draft else None
             specs = program.graph_signature.input_specs
             buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
             written = functionalise(program.graph, buffers.keys())
             if written is None:
                 program, written = program.run_decompositions({}), {}
+            if self.repeats:
+                expand(program.graph, self.repeats, *self._holders(program))
         return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
+
+    def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:
+        """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
+        nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        held = {n: id(t) for n, t in [*self.bare.named_parameters(), *self.bare.named_buffers()]}
+        specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
+        holders = {held[target]: nodes[name] for name, target, _ in specs if target in held}
+        return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
 
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:

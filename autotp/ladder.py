@@ -17,6 +17,8 @@ from .assumptions import Proof, every_index, masks_of_ones
 from .errors import CaptureError
 from .exporter import Attempt
 from .graph import Capture
+from .log import log
+from .repeats import Repeats
 from .selfcheck import Trial
 
 
@@ -54,24 +56,41 @@ def climb(
         if not {change.against for change in rung} <= kinds:
             continue
         try:
-            made = _step(start(), rung, export, trial)
+            found = _stand(start, rung, export, finish, trial)
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             kinds |= kinds_of(error) | ({"branch"} if STATIC in rung and recurs(error, failures) else set())
             failures.append((" and ".join(change.name for change in rung), error))
             continue
-        if made is None:
-            continue
-        found, more = made
-        try:
-            finish(found)
-            for each in more:
-                each.compare(found)
-        except CaptureError as error:
-            failures.append((" and ".join(change.name for change in rung), error))
-            continue
-        return found
+        if found is not None:
+            return found
     fails = trial.skip if trial is not None and not trial.skip and trial.original() is None else ""
     raise capture_error(start().bare, failures, fails) from failures[0][1]
+
+
+def _stand(
+    start: Callable[[], Attempt],
+    rung: tuple[Change, ...],
+    export: Callable[[Attempt], Capture],
+    finish: Callable[[Capture], None],
+    trial: Trial | None,
+) -> Capture | None:
+    """The finished capture of one rung, with equal blocks traced once where that can be."""
+    attempt = start()
+    attempt.repeats = None if DRAFT in rung or DECIDE in rung else Repeats(attempt.bare)
+    while True:
+        try:
+            made = _step(attempt, rung, export, trial)
+            if made is None:
+                return None
+            finish(made[0])
+            for each in made[1]:
+                each.compare(made[0])
+            return made[0]
+        except Exception as error:
+            if not (attempt.repeats and attempt.repeats.blocks):
+                raise
+            log.debug("equal blocks are traced one by one: %s", error)
+            attempt = start()
 
 
 def _step(
