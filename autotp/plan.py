@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-import ast
 import json
-import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import sympy
 from rich.console import RenderableType
 
 from .errors import PlanError
-from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
+from .layouts import Dealt, Layout
 from .report import render, renderable
+from .serial import plain, read_layout, read_loop
 
 SCHEMA = 1
-OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
-    ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -172,7 +166,7 @@ class Plan:
 
     def to_json(self) -> str:
         """The plan as JSON text, with a schema version."""
-        return json.dumps({"schema": SCHEMA, **_plain(asdict_shallow(self))}, indent=1, sort_keys=True)
+        return json.dumps({"schema": SCHEMA, **plain(asdict_shallow(self))}, indent=1, sort_keys=True)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
@@ -215,74 +209,17 @@ def asdict_shallow(plan: Plan) -> dict[str, Any]:
     return out
 
 
-def _plain(x: Any) -> Any:
-    if isinstance(x, Shard):
-        return {"dim": x.dim, "partition": _plain(x.partition)}
-    if isinstance(x, Grouped):
-        return {"dim": x.dim, "groups": _plain(x.partition)}
-    if isinstance(x, Layout):
-        return str(x)
-    if isinstance(x, Groups):
-        return {"ends": x.ends, "of": _plain(x.of)}
-    if isinstance(x, Partition):
-        return {"repeat": _size(x.repeat), "segments": [[_size(s.count), _size(s.unit)] for s in x.segments]}
-    if isinstance(x, Mapping):
-        return {k: _plain(v) for k, v in x.items()}
-    return [_plain(v) for v in x] if isinstance(x, list | tuple) else x
-
-
-def _size(size: Size) -> int | str:
-    return size if isinstance(size, int) else str(size)
-
-
-def _read_size(x: int | str) -> Size:
-    return x if isinstance(x, int) else simplify(_expression(ast.parse(x, mode="eval").body))
-
-
-def _expression(x: ast.AST) -> Any:
-    """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
-    if isinstance(x, ast.Constant) and isinstance(x.value, int):
-        return sympy.Integer(x.value)
-    if isinstance(x, ast.Name):
-        return sympy.Symbol(x.id, positive=True, integer=True)
-    if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
-        return -_expression(x.operand)
-    if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
-        return OPERATORS[type(x.op)](_expression(x.left), _expression(x.right))
-    raise ValueError(f"{ast.unparse(x)!r} is not a size")
-
-
-def _read_loop(x: Any) -> Dealt | None:
-    return _read_groups(x) if x and "ends" in x else _read_partition(x) if x else None
-
-
-def _read_groups(x: Any) -> Groups:
-    return Groups(x["ends"], _read_partition(x["of"]))
-
-
-def _read_partition(x: Any) -> Partition:
-    return Partition(tuple(Segment(_read_size(c), _read_size(u)) for c, u in x["segments"]), _read_size(x["repeat"]))
-
-
-def _read_layout(x: Any) -> Layout:
-    if isinstance(x, dict):
-        if "groups" in x:
-            return Grouped(x["dim"], _read_groups(x["groups"]))
-        return Shard(x["dim"], _read_partition(x["partition"]))
-    return {"I": I, "R": R, "P": P, "P(max)": Partial("max")}[x]
-
-
 def _read_plan(data: dict[str, Any]) -> Plan:
     decisions = {
         name: Decision(
-            tuple(map(_read_layout, ins)),
-            tuple(map(_read_layout, outs)),
+            tuple(map(read_layout, ins)),
+            tuple(map(read_layout, outs)),
             factor,
-            _read_loop(loop),
+            read_loop(loop),
         )
         for name, (ins, outs, factor, loop) in data["decisions"].items()
     }
-    parameters = [Parameter(**{**_tuples(p), "layout": _read_layout(p["layout"])}) for p in data["parameters"]]
+    parameters = [Parameter(**{**_tuples(p), "layout": read_layout(p["layout"])}) for p in data["parameters"]]
     return Plan(
         **{k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")},
         parameters=tuple(parameters),
