@@ -1,0 +1,144 @@
+"""What autograd keeps of an operator for its backward: asked of torch on the meta device, call by call.
+
+The operator runs on meta tensors of the example inputs' sizes, and `saved_tensors_hooks` hears what it keeps. So a
+linear keeps its input and weight, a softmax its result, a view nothing, a norm its statistics, without a table. Two
+operators are told what the kernels of an accelerator keep, which the meta device does not run: dropout one byte an
+element (its mask), and attention q, k, v, its result and a statistic a row (Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autotp.cost import size_hint
+from autotp.rules.core import Op
+
+from .graph import draws, tensors
+
+META = torch.device("meta")
+STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one call keeps, and whose memory its results are.
+
+    Attributes:
+        slots, results: positions of the operands and results that are kept.
+        extra: bytes of what is neither: a mask, statistics, a copy in another dtype.
+        views: result -> the operand slot whose memory it shares.
+    """
+
+    slots: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    extra: float = 0.0
+    views: tuple[tuple[int, int], ...] = ()
+
+
+def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
+    """What a call keeps for the backward, and which results are views; the sizes are the example inputs'.
+
+    Args:
+        op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
+        grads: nodes whose values carry gradients.
+    """
+    if "saved" not in op.node.meta:
+        op.node.meta["saved"] = _ask(op, grads)
+    return op.node.meta["saved"]
+
+
+def _ask(op: Op, grads: set[fx.Node]) -> Saved:
+    if not tensors(op.node):
+        return Saved()
+    if op.node not in grads:
+        return Saved(views=((0, 0),) if _views(op) else ())
+    told = TOLD.get(str(getattr(op.target, "overloadpacket", None)))
+    found = told(op, grads) if told is not None else None
+    if found is not None:
+        return found
+    try:
+        return _run(op, grads)
+    except Exception:  # an operator that the meta device does not run: all that a backward could need
+        every = frozenset(i for i, s in enumerate(op.slots) if s.meta["val"].is_floating_point())
+        return Saved(every, frozenset(range(len(tensors(op.node)))))
+
+
+def _run(op: Op, grads: set[fx.Node]) -> Saved:
+    made: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), made.__getitem__)  # type: ignore[arg-type]
+    args, kwargs = fx.node.map_aggregate((args, kwargs), _on_meta)  # type: ignore[misc,assignment]
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+        out = op.target(*args, **kwargs)
+    results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
+    slots = {_memory(made[s]): i for i, s in reversed(list(enumerate(op.slots)))}
+    own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
+    extra = {_memory(x): x.untyped_storage().nbytes() for x in kept if _memory(x) not in {**slots, **own}}
+    return Saved(
+        frozenset(slots[_memory(x)] for x in kept if _memory(x) in slots),
+        frozenset(own[_memory(x)] for x in kept if _memory(x) in own),
+        float(sum(extra.values())),
+        tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
+    )
+
+
+def _example(val: Any, graded: bool) -> Any:
+    """A value on the meta device, with the example inputs' sizes; memory of its own."""
+    if isinstance(val, Tensor):
+        shape, stride = ([size_hint(n) for n in side] for side in (val.shape, val.stride()))
+        x = torch.empty_strided(shape, stride, dtype=val.dtype, device=META)
+        return x.requires_grad_() if graded and (x.is_floating_point() or x.is_complex()) else x
+    if isinstance(val, list | tuple):
+        return [_example(v, graded) for v in val]
+    return size_hint(val) if isinstance(val, torch.SymInt) else val
+
+
+def _on_meta(argument: Any) -> Any:
+    return META if isinstance(argument, torch.device) else argument
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _views(op: Op) -> bool:
+    """Whether the first result is a view of the first operand, by the operator's schema."""
+    returns = getattr(getattr(op.target, "_schema", None), "returns", ())
+    return bool(op.slots) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _dropout(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """A mask of one byte an element, as the fused kernel keeps it."""
+    return Saved(extra=float(_count(op.outs[0], op))) if draws(op.node) else None
+
+
+def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """Query, key, value, result and a statistic a row; a mask that carries a gradient leaves the fused kernels."""
+    mask = op.slot("attn_mask")
+    if mask is not None and op.slots[mask] in grads:
+        return None
+    kept = {i for name in ("query", "key", "value", "attn_mask") if (i := op.slot(name)) is not None}
+    return Saved(frozenset(kept), frozenset({0}), STATISTIC * _count(op.outs[0][:-1], op))
+
+
+def _count(shape: Any, op: Op) -> float:
+    """Elements of the leading dimensions of the first result."""
+    return float(math.prod(size_hint(n) for n in tensors(op.node)[0].shape[: len(shape)]))
+
+
+TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
+    "aten.dropout": _dropout,
+    "aten.scaled_dot_product_attention": _attention,
+}
