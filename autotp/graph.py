@@ -94,9 +94,8 @@ class Capture:
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
         h.update(repr(graded).encode() if graded else b"")
         for n in self.graph.nodes:
-            val = n.meta.get("val")
-            shape = [tuple(str(s) for s in v.shape) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
-            kinds = [str(v.dtype) for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
+            vals = tensors(n)
+            shape, kinds = [tuple(map(str, v.shape)) for v in vals], [str(v.dtype) for v in vals]
             given = compat.tree_map(_without_device, (n.args, n.kwargs))
             h.update(repr((n.op, str(n.target), str(given), shape, kinds)).encode())
         return h.hexdigest()[:16]
@@ -144,7 +143,14 @@ def differentiable(program: Capture) -> set[fx.Node]:
 
 def tensors(node: fx.Node) -> list[Tensor]:
     """The tensor values of a node."""
-    return [v for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
+    return tensors_in(node.meta.get("val"))
+
+
+def tensors_in(val: Any) -> list[Tensor]:
+    """The tensors of a value; most are one tensor, so that is looked at first."""
+    if isinstance(val, Tensor):
+        return [val]
+    return [v for v in compat.tree_leaves(val) if isinstance(v, Tensor)] if isinstance(val, list | tuple | dict) else []
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
@@ -171,7 +177,7 @@ def draws(node: fx.Node) -> bool:
 
 def floating(val: Any) -> bool:
     """Whether a value (or any of several) can carry a gradient."""
-    return any(isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) for v in compat.tree_leaves(val))
+    return any(v.is_floating_point() or v.is_complex() for v in tensors_in(val))
 
 
 def module_path(node: fx.Node) -> tuple[str, ...]:
@@ -180,7 +186,7 @@ def module_path(node: fx.Node) -> tuple[str, ...]:
     paths = []
     for key, entry in stack.items():
         if key.startswith("L__self__") or key.startswith("L['self']"):
-            call = re.search(r"@(\d+)$", key)
+            call = re.search(r"@(\d+)$", key) if "@" in key else None
             paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
     return tuple(p for p in paths if p)
 

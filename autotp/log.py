@@ -22,13 +22,13 @@ def configure() -> None:
             log.addHandler(logging.StreamHandler())
 
 
-def dump(name: str, text: str) -> None:
-    """Write a text to the folder that `AUTOTP_LOG` names, where it names one; ranks have folders of their own."""
+def dump(name: str, text: object) -> None:
+    """Write a text, or what prints as one, to the folder that `AUTOTP_LOG` names, where it names one; ranks have folders of their own."""
     wish = os.environ.get("AUTOTP_LOG", "")
     if wish and wish.lower() not in LEVELS:
         folder = Path(wish, f"rank{os.environ['RANK']}") if "RANK" in os.environ else Path(wish)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.txt").write_text(text)
+        (folder / f"{name}.txt").write_text(str(text))
 
 
 @contextlib.contextmanager

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import fnmatch
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate as Whole
-from torch.distributed.tensor import Shard as Split
-from torch.distributed.tensor.placement_types import Placement
 
 from autotp.cost import Cluster
 from autotp.passes.autocast import ExplicitCasts, has_regions
@@ -28,13 +23,14 @@ from .layouts import Layout
 from .log import dump, stage
 from .objective import TRAINING, Objective
 from .plan import Plan
+from .pins import Dims, Pins, read_pins
 from .planner import Builder, Planned, decide
+from .problem import read_bytes
 from .ranks import check_degree
 from .reasons import without_rule
 from .rewrite import Sharded, rewrite
 from .selfcheck import Trial
 
-Pins = Mapping[str, Placement]
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
 
 
@@ -44,14 +40,15 @@ class Options:
 
     tp: int
     cluster: Cluster
-    pins: Mapping[str, int | None]
+    pins: Dims
     sequence: bool | None = None
     objective: Objective = TRAINING
+    memory: float | None = None
 
     @classmethod
     def read(
         cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None,
-        optimizer: str = TRAINING.optimizer,
+        optimizer: str = TRAINING.optimizer, memory: float | str | None = None, within_node: bool = False,
     ) -> Options:  # fmt: skip
         """Options from a public function's arguments, checked."""
         if sequence is not None and not isinstance(sequence, bool):
@@ -59,16 +56,16 @@ class Options:
                 f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
                 "False."
             )
-        if pins is not None and not isinstance(pins, Mapping):
-            raise InputError(
-                f"pins is {type(pins).__name__}; give a mapping, such as {{'*.up_proj.weight': Shard(0)}}."
+        machines, limit = Cluster.resolve(cluster), None if memory is None else read_bytes(memory)
+        if within_node and machines.spans_nodes(check_degree(tp)):
+            raise PlanError(
+                f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
+                f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
             )
-        dims: dict[str, int | None] = {}
-        for pattern, placement in (pins or {}).items():
-            if not isinstance(placement, Split | Whole):
-                raise InputError(f"the pin {pattern!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
-            dims[pattern] = placement.dim if isinstance(placement, Split) else None
-        return cls(check_degree(tp), Cluster.resolve(cluster), dims, sequence, Objective(objective, optimizer))
+        dims = read_pins(pins)
+        if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
+            raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
+        return cls(check_degree(tp), machines, dims, sequence, Objective(objective, optimizer), limit)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -78,6 +75,15 @@ class Options:
         except InputError:
             cluster = Cluster.resolve(None)
         return cls(plan.tp, cluster, {}, None, Objective(plan.objective))
+
+
+def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:
+    """Refuse what steers planning, the arguments of `Options.read` after tp, beside a finished plan."""
+    if plan is not None and asked != (None, None, TRAINING.name, None, TRAINING.optimizer, None, False):
+        raise InputError(
+            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, sequence_parallel, "
+            "memory or within_node. Give them to autotp.plan, which makes the plan."
+        )
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -153,7 +159,7 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
     again with every parameter where the plan has it."""
     builder = _builder(captured, options, plan.placements)
     if captured.digest() == plan.digest:
-        nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
+        nodes = {n.name: n for n in [*builder.leaves, *builder.calls, captured.graph.output_node()]}
         decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
         planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
         _check_rules(planned)
@@ -161,7 +167,7 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
         planned = decide(builder)
     with stage("rewrite"):
         sharded = rewrite(planned, builder.prices.convert, outputs)
-    dump("sharded", str(sharded.graph))
+    dump("sharded", sharded.graph)
     return planned, sharded
 
 
@@ -177,25 +183,17 @@ def _check_rules(planned: Planned) -> None:
 
 
 def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
-    pins = _pinned(captured, options.pins)
-    return Builder(captured, options.tp, options.cluster, placements or {}, pins, options.sequence, options.objective)
-
-
-def _pinned(captured: Capture, pins: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Parameter -> pinned dimension, counted from the front; the first pattern that fits any of its names wins."""
-    ranks = {leaf.name: leaf.node.meta["val"].ndim for leaf in captured.leaves if leaf.kind == "parameter"}
-    names = {alias: first for alias, first in captured.aliases.items() if first in ranks}
-    out: dict[str, int | None] = {}
-    for pattern, dim in pins.items():
-        found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, pattern))
-        if not found:
-            near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.3)
-            raise InputError(
-                f"the pin {pattern!r} fits no parameter's name. Names are like {', '.join(near or names)}."
-            )
-        for name in found:
-            out.setdefault(name, dim + ranks[name] if dim is not None and dim < 0 else dim)
-    return out
+    memory = None if placements else options.memory  # the plan has kept it already
+    return Builder(
+        captured,
+        options.tp,
+        options.cluster,
+        placements or {},
+        options.pins,
+        options.sequence,
+        options.objective,
+        memory,
+    )
 
 
 def _shape(node: Any) -> str:

@@ -29,4 +29,4 @@ def run_passes(program: Capture, passes: Sequence[Pass]) -> None:
         program.graph.lint()
         log.debug("pass %s: %d changes, %.1f ms", each.name, changed, 1e3 * (time.process_time() - start))
         if changed:
-            dump(f"{number:02d}-{each.name}", str(program.graph))
+            dump(f"{number:02d}-{each.name}", program.graph)

@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autotp import compat
-from autotp.graph import Capture, module_path
+from autotp.graph import Capture, module_path, tensors
 
 INDEXED = re.compile(r"\.\d+(@\d+)?$")
 
 
-def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block."""
+def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | None = None) -> dict[fx.Node, fx.Node]:
+    """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block.
+
+    Nodes with different `marks` (such as pins) are not equal.
+    """
     names = {leaf.node: leaf.name for leaf in program.leaves}
     found: dict[Any, fx.Node] = {}
     for level in range(4):
         for blocks in _instances(program, level, found).values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
-                signature, members = _signature(path, nodes, names, grads)
+                signature, members = _signature(path, nodes, names, grads, marks or {})
                 twins = first.setdefault(signature, members)
                 found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
     return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
@@ -31,8 +35,9 @@ def fold(program: Capture, grads: set[fx.Node]) -> dict[fx.Node, fx.Node]:
 def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    known = {*done, *done.values()}
     for n in program.graph.nodes:
-        if n.op != "call_function" or n in done or n in done.values():
+        if n.op != "call_function" or n in known:
             continue
         indexed = [p for p in module_path(n) if INDEXED.search(p)]
         if len(indexed) > level:
@@ -41,7 +46,7 @@ def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, 
 
 
 def _signature(
-    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], grads: set[fx.Node]
+    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], grads: set[fx.Node], marks: Mapping[fx.Node, str]
 ) -> tuple[Any, list[fx.Node]]:
     """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
     place = {n: i for i, n in enumerate(nodes)}
@@ -61,11 +66,7 @@ def _signature(
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
     def shape(n: fx.Node) -> Any:
-        return [
-            (n in grads, str(tuple(v.shape)), str(v.dtype))
-            for v in compat.tree_leaves(n.meta.get("val"))
-            if isinstance(v, Tensor)
-        ]
+        return marks.get(n), [(n in grads, str(tuple(v.shape)), str(v.dtype)) for v in tensors(n)]
 
     rows = [
         (str(n.target), [encode(a) for a in compat.tree_leaves((n.args, n.kwargs))], shape(n), n.meta.get("no_grad"))
