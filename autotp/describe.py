@@ -16,6 +16,7 @@ from autotp.passes.patterns import Found, Place, counted, find_blocks
 from . import conversions
 from .graph import module_path, resolve, short_name
 from .layouts import Layout, Partial, Shard, Size
+from .memory import measure
 from .plan import Block, Collective, Parameter, Plan, Totals
 from .planner import Builder, Planned
 from .reasons import reason, role
@@ -39,6 +40,7 @@ def describe(
     parameters = _parameters(planned, builder)
     collectives = tuple(_Collectives(planned, builder, found).walk(sharded))
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
     read = [tuple(names[p] for p in f.parameters) for f in found]
     blocks = tuple(
         Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first, _limit(f, planned))
@@ -46,7 +48,7 @@ def describe(
     )
     return Plan(
         model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
-        blocks, _totals(planned, builder, parameters, collectives),
+        blocks, _totals(planned, builder, parameters, collectives), memory,
         {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
     )  # fmt: skip
 

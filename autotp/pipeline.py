@@ -74,7 +74,7 @@ class Options:
             cluster = Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
-        return cls(plan.tp, cluster, {}, None, Objective(plan.objective))
+        return cls(plan.tp, cluster, {}, None, Objective(plan.objective, plan.memory.optimizer))
 
 
 def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:

@@ -15,7 +15,7 @@ from .layouts import Dealt, Layout
 from .report import render, renderable
 from .serial import plain, read_layout, read_loop
 
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,42 @@ class Totals:
 
 
 @dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest rank holds.
+
+    Attributes:
+        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
+        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
+        activations: what autograd keeps from the forward for the backward; 0 for inference.
+        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training. An
+            encoder keeps none: subtract it there.
+        working: what lives at the fullest moment beside all that.
+        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
+        optimizer: whose states these are.
+    """
+
+    parameters: float = 0.0
+    buffers: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0
+    working: float = 0.0
+    phase: str = "forward"
+    at: str = ""
+    optimizer: str = "adamw"
+
+    @property
+    def peak(self) -> float:
+        return self.steady + self.activations + self.working
+
+    @property
+    def steady(self) -> float:
+        """What is held whatever runs: all but activations and the working set."""
+        return self.parameters + self.buffers + self.gradients + self.states + self.cache
+
+
+@dataclass(frozen=True)
 class Plan:
     """Where every parameter lies and how every operator runs over `tp` ranks. Print it to read it.
 
@@ -136,6 +172,7 @@ class Plan:
         tp: number of ranks.
         cluster: name of the cluster that it was priced on; `objective`: "training" and so on.
         parameters, collectives, blocks: what is split, what is sent, what the parts are.
+        totals, memory: what it comes to, and what a rank holds.
         decisions: node name of the captured graph -> how it runs.
         notes: what the user should know of the capture.
     """
@@ -149,6 +186,7 @@ class Plan:
     collectives: tuple[Collective, ...]
     blocks: tuple[Block, ...]
     totals: Totals
+    memory: Memory = field(default_factory=Memory)
     decisions: Mapping[str, Decision] = field(repr=False, default_factory=dict)
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
@@ -202,7 +240,7 @@ class Plan:
 def asdict_shallow(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
     out = {k: getattr(plan, k) for k in plan.__dataclass_fields__}
-    out["totals"] = asdict(plan.totals)
+    out["totals"], out["memory"] = asdict(plan.totals), asdict(plan.memory)
     for key in ("parameters", "collectives", "blocks"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
@@ -226,6 +264,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
         blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
         totals=Totals(**data["totals"]),
+        memory=Memory(**data["memory"]),
         decisions=decisions,
         inputs=tuple(data["inputs"]),
         notes=tuple(data["notes"]),

@@ -42,6 +42,7 @@ class Prices:
     objective: Objective = TRAINING
 
     def __post_init__(self) -> None:
+        self.hints = dict(self.program.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
@@ -51,14 +52,11 @@ class Prices:
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
-        return share(layout, self.tp, lambda s: size_hint(s, self.program.hints))
+        return share(layout, self.tp, lambda s: size_hint(s, self.hints))
 
     def bytes(self, val: Tensor) -> float:
         """Bytes of the whole value."""
-        count = val.element_size()
-        for s in sizes(val):
-            count *= size_hint(s, self.program.hints)
-        return float(count)
+        return nbytes(val, self.hints)
 
     def held_parameter(self, stored: float, val: Tensor) -> float:
         """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
@@ -96,7 +94,7 @@ class Prices:
         last, out = len(op.outs[0]) - 1, outs[0]
         if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
             return 1.0
-        columns, tile = size_hint(op.outs[0][last], self.program.hints), self.cluster.matmul_tile
+        columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
         held = columns * self.share(out)
         return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
 
@@ -142,6 +140,14 @@ class Prices:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
         return collective_seconds(work, size, self.tp, self.cluster)
+
+
+def nbytes(val: Tensor, hints: Mapping[Any, int]) -> float:
+    """Bytes of the whole value with these sizes for its symbols."""
+    count = val.element_size()
+    for s in sizes(val):
+        count *= size_hint(s, hints)
+    return float(count)
 
 
 def is_free(op: Op) -> bool:

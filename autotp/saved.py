@@ -9,7 +9,7 @@ element (its mask), and attention q, k, v, its result and a statistic a row (Dao
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,19 +26,23 @@ META = torch.device("meta")
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
 
 
+Extra = tuple[float, int | None]
+
+
 @dataclass(frozen=True)
 class Saved:
     """What one call keeps, and whose memory its results are.
 
     Attributes:
         slots, results: positions of the operands and results that are kept.
-        extra: bytes of what is neither: a mask, statistics, a copy in another dtype.
+        extra: what is neither: a mask, statistics, a contiguous copy. Bytes, and the position (operands, then results)
+            of a value with as many elements, which it is dealt out with; None where it is dealt out as the call is.
         views: result -> the operand slot whose memory it shares.
     """
 
     slots: frozenset[int] = frozenset()
     results: frozenset[int] = frozenset()
-    extra: float = 0.0
+    extra: tuple[Extra, ...] = ()
     views: tuple[tuple[int, int], ...] = ()
 
 
@@ -85,11 +89,13 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
     results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
     slots = {_memory(made[s]): i for i, s in reversed(list(enumerate(op.slots)))}
     own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
-    extra = {_memory(x): x.untyped_storage().nbytes() for x in kept if _memory(x) not in {**slots, **own}}
+    counts = [made[s].numel() for s in op.slots] + [x.numel() for x in results]
+    others = {_memory(x): x for x in kept if _memory(x) not in {**slots, **own}}.values()
+    alike = [counts.index(x.numel()) if x.numel() in counts else None for x in others]
     return Saved(
         frozenset(slots[_memory(x)] for x in kept if _memory(x) in slots),
         frozenset(own[_memory(x)] for x in kept if _memory(x) in own),
-        float(sum(extra.values())),
+        tuple((float(x.untyped_storage().nbytes()), i) for x, i in zip(others, alike, strict=True)),
         tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
     )
 
@@ -121,7 +127,7 @@ def _views(op: Op) -> bool:
 
 def _dropout(op: Op, grads: set[fx.Node]) -> Saved | None:
     """A mask of one byte an element, as the fused kernel keeps it."""
-    return Saved(extra=float(_count(op.outs[0], op))) if draws(op.node) else None
+    return Saved(extra=((_count(tensors(op.node)[0].shape), 0),)) if draws(op.node) else None
 
 
 def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
@@ -129,13 +135,18 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     mask = op.slot("attn_mask")
     if mask is not None and op.slots[mask] in grads:
         return None
-    kept = {i for name in ("query", "key", "value", "attn_mask") if (i := op.slot(name)) is not None}
-    return Saved(frozenset(kept), frozenset({0}), STATISTIC * _count(op.outs[0][:-1], op))
+    kept = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
+    query = op.slots[0].meta["val"]
+    extra: list[Extra] = [(STATISTIC * _count(tensors(op.node)[0].shape[:-1]), None)]
+    if mask is not None and op.slots[mask].meta["val"].dtype == torch.bool:  # made anew as addends in every call
+        extra.append((query.element_size() * _count(op.slots[mask].meta["val"].shape), mask))
+    elif mask is not None:
+        kept.add(mask)
+    return Saved(frozenset(kept), frozenset({0}), tuple(extra))
 
 
-def _count(shape: Any, op: Op) -> float:
-    """Elements of the leading dimensions of the first result."""
-    return float(math.prod(size_hint(n) for n in tensors(op.node)[0].shape[: len(shape)]))
+def _count(shape: Iterable[Any]) -> float:
+    return float(math.prod(size_hint(n) for n in shape))
 
 
 TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
