@@ -16,7 +16,7 @@ from .graph import module_path, short_name
 from .layouts import Layout, Shard
 
 if TYPE_CHECKING:
-    from .plan import Block, Collective, Parameter, Plan
+    from .plan import Block, Collective, Memory, Parameter, Plan
 
 WIDTH = 110
 MARKS = {"f_star": "f*", "g_star": "g*"}
@@ -168,9 +168,22 @@ def _totals(plan: Plan) -> Table:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
         proof = "proved optimal" if gap < 1e-6 else f"proved within {gap:.1%} of the optimum"
         rows.append(("predicted step", f"{_seconds(t.seconds)} ({proof} for its cost model)"))
-    for row in rows:
-        table.add_row(*row)
+    for row in (*rows, *_memory(plan.memory)):
+        table.add_row(*map(Text, row))
     return table
+
+
+def _memory(m: Memory) -> Iterator[tuple[str, str]]:
+    """What the fullest rank holds, the parts that are there, and where the peak is."""
+    parts = [
+        ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
+        ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
+    ]  # fmt: skip
+    yield "memory per rank", f"{_size(m.peak)} at the peak, {m.phase} of {m.at}"
+    held = [f"{name} {_size(size)}" for name, size in parts if size]
+    for line in (held[:4], held[4:]):
+        if line:
+            yield "", ", ".join(line)
 
 
 def _part(local: float, whole: float) -> str:
