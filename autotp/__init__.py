@@ -5,6 +5,7 @@ from autotp.cost import Cluster
 # Plan comes by way of .api: an import from .plan here would make `autotp.plan` that module to type checkers.
 from ._version import __version__
 from .api import Plan, compile, parallelize, plan
+from .calibrate import calibrate
 from .custom import prove_rule, register_rule
 from .errors import AutoTPError
 from .inputs import Inputs
@@ -21,6 +22,7 @@ __all__ = [
     "Plan",
     "ShardedModule",
     "__version__",
+    "calibrate",
     "compile",
     "parallelize",
     "plan",

@@ -1,0 +1,146 @@
+"""A cluster's numbers from measured times: least squares on what the cost model is linear in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from .cluster import Cluster
+from .collectives import Group, Link, collective_seconds, ring_seconds
+from .compute import op_seconds
+
+LEAST_SECONDS, LEAST_SECONDS_PER_BYTE = 1e-9, 1e-15  # what a fit may not go below: a link is never free
+
+
+class Kernel(NamedTuple):
+    """One measured kernel: what was run, what it computed and moved, and how long it took."""
+
+    item: str
+    dtype: str
+    flops: float
+    nbytes: float
+    seconds: float
+
+    def predicted(self, cluster: Cluster) -> float:
+        """Seconds by the cost model."""
+        return op_seconds(self.flops, self.nbytes, self.dtype, cluster)
+
+
+class Transfer(NamedTuple):
+    """One measured collective over `n` ranks, each `stride` after the one before; bytes of the whole tensor."""
+
+    item: str
+    nbytes: float
+    n: int
+    stride: int
+    seconds: float
+
+    def predicted(self, cluster: Cluster) -> float:
+        """Seconds by the cost model."""
+        return collective_seconds(self.item, self.nbytes, self.n, cluster, self.stride)
+
+
+Sample = Kernel | Transfer
+
+
+class Error(NamedTuple):
+    """How far the fitted model is from the measured times of one item, each relative to the measured time."""
+
+    item: str
+    samples: int
+    mean: float
+    worst: float
+
+
+def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster) -> Cluster:
+    """The cluster that comes closest to the measured times, in the sum of squared relative errors.
+
+    Arguments:
+        kernels: "launch" (a kernel that does nothing to speak of), "copy", and matmuls by dtype.
+        transfers: collectives inside a node, and between nodes (of ranks that are all in different ones).
+        base: gives every number that nothing was measured for, and the number of devices in a node. Where matmuls
+            were measured, a dtype that was not is left out, so that it counts as float32.
+    """
+    launches = [k.seconds for k in kernels if k.item == "launch"]
+    overhead = sum(launches) / len(launches) if launches else base.launch_overhead
+    copies = [k for k in kernels if k.item == "copy"]
+    products = [k for k in kernels if k.flops]
+    found = replace(
+        base,
+        launch_overhead=overhead,
+        memory_bandwidth=_rate([(k.nbytes, k.seconds - overhead) for k in copies], base.memory_bandwidth),
+        peak_flops={
+            d: _rate([(k.flops, k.seconds - overhead) for k in products if k.dtype == d], base.peak(d))
+            for d in dict.fromkeys([*base.peak_flops, *(k.dtype for k in products)])
+            if not products or d == "float32" or any(k.dtype == d for k in products)
+        },
+    )
+    return _links(transfers, found)
+
+
+def errors(samples: Iterable[Sample], cluster: Cluster) -> list[Error]:
+    """By item, how far the cluster's predictions are from the samples."""
+    off: dict[str, list[float]] = {}
+    for s in samples:
+        item = f"{s.item}, {s.n} ranks{f' {s.stride} apart' * (s.stride > 1)}" if isinstance(s, Transfer) else s.item
+        off.setdefault(item, []).append(abs(s.predicted(cluster) / s.seconds - 1))
+    return [Error(item, len(x), sum(x) / len(x), max(x)) for item, x in off.items()]
+
+
+def _links(transfers: Sequence[Transfer], cluster: Cluster) -> Cluster:
+    """The links in and between nodes, and whether a node has a switch: whichever fits its all-to-alls better."""
+    inside = [t for t in transfers if not cluster.spans_nodes(t.n, t.stride)]
+    between = [t for t in transfers if Group.of(t.n, cluster, t.stride).held == 1 < t.n and t not in inside]
+    outer, _ = _link(between, False)
+    if outer is not None:
+        cluster = replace(cluster, inter_latency=outer.latency, inter_bandwidth=outer.bandwidth)
+    tries = [(cluster.switch, *_link(inside, not cluster.switch)), (not cluster.switch, *_link(inside, cluster.switch))]
+    switch, inner, _ = min(tries, key=lambda t: t[2])
+    if inner is None:
+        return cluster
+    return replace(cluster, intra_latency=inner.latency, intra_bandwidth=inner.bandwidth, switch=switch)
+
+
+def _link(transfers: Sequence[Transfer], forwards: bool) -> tuple[Link | None, float]:
+    """Latency and bandwidth of the links of rings, and the sum of squared relative errors."""
+    if not transfers:
+        return None, 0.0
+    steps = [ring_seconds(t.item, t.nbytes, t.n, Link(1.0, math.inf, forwards)) / t.seconds for t in transfers]
+    passed = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) / t.seconds for t in transfers]
+    a, b = torch.tensor(steps, dtype=torch.float64), torch.tensor(passed, dtype=torch.float64)
+    latency, per_byte = _two(a, b)
+    error = float((latency * a + per_byte * b - 1).square().sum())
+    return Link(latency, 1 / per_byte, forwards), error
+
+
+def _two(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
+    """Least squares x, y of a x + b y = 1, neither below what a link takes at least."""
+    scale = max(float(b.abs().max()), 1e-300)  # latencies and seconds per byte differ by many orders of magnitude
+    rows = torch.stack([a / max(float(a.max()), 1e-300), b / scale], dim=1)
+    x, y = (
+        torch.linalg.lstsq(rows, torch.ones(len(a), 1, dtype=torch.float64), driver="gelsd").solution.flatten().tolist()
+    )
+    x, y = x / max(float(a.max()), 1e-300), y / scale
+    if x < LEAST_SECONDS:
+        x = LEAST_SECONDS
+        y = _one(b, 1 - x * a)
+    if y < LEAST_SECONDS_PER_BYTE:
+        y = LEAST_SECONDS_PER_BYTE
+        x = max(_one(a, 1 - y * b), LEAST_SECONDS)
+    return x, max(y, LEAST_SECONDS_PER_BYTE)
+
+
+def _one(a: torch.Tensor, right: torch.Tensor) -> float:
+    return float((a * right).sum() / (a * a).sum().clamp_min(1e-300))
+
+
+def _rate(points: Sequence[tuple[float, float]], default: float) -> float:
+    """Work per second from (work, seconds): least squares on the relative errors of the seconds."""
+    kept = [(work / seconds) for work, seconds in points if seconds > 0]
+    if not kept:
+        return default
+    return sum(r * r for r in kept) / sum(kept)  # 1/rate minimises the sum of (work / rate / seconds - 1)^2
