@@ -13,7 +13,7 @@ from .cluster import Cluster
 from .collectives import Group, Link, collective_seconds, ring_seconds
 from .compute import op_seconds
 
-LEAST_SECONDS, LEAST_SECONDS_PER_BYTE = 1e-9, 1e-15  # what a fit may not go below: a link is never free
+LEAST_LATENCY = 1e-9  # seconds, which a fit may not go below: a link is never free, nor is it faster than memory
 
 
 class Kernel(NamedTuple):
@@ -95,43 +95,39 @@ def _links(transfers: Sequence[Transfer], cluster: Cluster) -> Cluster:
     """The links in and between nodes, and whether a node has a switch: whichever fits its all-to-alls better."""
     inside = [t for t in transfers if not cluster.spans_nodes(t.n, t.stride)]
     between = [t for t in transfers if Group.of(t.n, cluster, t.stride).held == 1 < t.n and t not in inside]
-    outer, _ = _link(between, False)
+    least = 1 / cluster.memory_bandwidth
+    outer, _ = _link(between, False, least)
     if outer is not None:
         cluster = replace(cluster, inter_latency=outer.latency, inter_bandwidth=outer.bandwidth)
-    tries = [(cluster.switch, *_link(inside, not cluster.switch)), (not cluster.switch, *_link(inside, cluster.switch))]
+    tries = [(switch, *_link(inside, not switch, least)) for switch in (cluster.switch, not cluster.switch)]
     switch, inner, _ = min(tries, key=lambda t: t[2])
     if inner is None:
         return cluster
     return replace(cluster, intra_latency=inner.latency, intra_bandwidth=inner.bandwidth, switch=switch)
 
 
-def _link(transfers: Sequence[Transfer], forwards: bool) -> tuple[Link | None, float]:
+def _link(transfers: Sequence[Transfer], forwards: bool, least: float) -> tuple[Link | None, float]:
     """Latency and bandwidth of the links of rings, and the sum of squared relative errors."""
     if not transfers:
         return None, 0.0
     steps = [ring_seconds(t.item, t.nbytes, t.n, Link(1.0, math.inf, forwards)) / t.seconds for t in transfers]
     passed = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) / t.seconds for t in transfers]
     a, b = torch.tensor(steps, dtype=torch.float64), torch.tensor(passed, dtype=torch.float64)
-    latency, per_byte = _two(a, b)
+    latency, per_byte = _two(a, b, least)
     error = float((latency * a + per_byte * b - 1).square().sum())
     return Link(latency, 1 / per_byte, forwards), error
 
 
-def _two(a: torch.Tensor, b: torch.Tensor) -> tuple[float, float]:
-    """Least squares x, y of a x + b y = 1, neither below what a link takes at least."""
-    scale = max(float(b.abs().max()), 1e-300)  # latencies and seconds per byte differ by many orders of magnitude
-    rows = torch.stack([a / max(float(a.max()), 1e-300), b / scale], dim=1)
-    x, y = (
-        torch.linalg.lstsq(rows, torch.ones(len(a), 1, dtype=torch.float64), driver="gelsd").solution.flatten().tolist()
-    )
-    x, y = x / max(float(a.max()), 1e-300), y / scale
-    if x < LEAST_SECONDS:
-        x = LEAST_SECONDS
-        y = _one(b, 1 - x * a)
-    if y < LEAST_SECONDS_PER_BYTE:
-        y = LEAST_SECONDS_PER_BYTE
-        x = max(_one(a, 1 - y * b), LEAST_SECONDS)
-    return x, max(y, LEAST_SECONDS_PER_BYTE)
+def _two(a: torch.Tensor, b: torch.Tensor, least: float) -> tuple[float, float]:
+    """Least squares x, y of a x + b y = 1, with x at least `LEAST_LATENCY` and y at least `least`."""
+    scale = torch.stack([a.max(), b.max()]).clamp_min(1e-300)  # the columns differ by many orders of magnitude
+    rows, ones = torch.stack([a, b], dim=1) / scale, torch.ones(len(a), 1, dtype=torch.float64)
+    x, y = (torch.linalg.lstsq(rows, ones, driver="gelsd").solution.flatten() / scale).tolist()
+    if x < LEAST_LATENCY:
+        x, y = LEAST_LATENCY, _one(b, 1 - LEAST_LATENCY * a)
+    if y < least:
+        x, y = max(_one(a, 1 - least * b), LEAST_LATENCY), least
+    return x, y
 
 
 def _one(a: torch.Tensor, right: torch.Tensor) -> float:

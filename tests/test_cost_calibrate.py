@@ -122,7 +122,7 @@ def test_calls_are_timed():
 
 def on_a_rank(rank: int, world: int, group: Any, nodes: int) -> Cluster:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    SIZES["cpu"] = replace(SIZES["cpu"], widths=(64,), transfers=(2**12, 2**18), budget=0.005)
+    SIZES["cpu"] = replace(SIZES["cpu"], widths=(64,), transfers=(2**12, 2**21), budget=0.005)
     return autotp.calibrate(mesh, devices_per_node=world // nodes, show=False)
 
 
