@@ -154,7 +154,7 @@ class _Collectives:
     def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
         (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
         there, back = _primitive(src, dst), None
-        if origin in self.planned.grads:
+        if origin in self.planned.grads and self.builder.objective.training:
             back = _primitive(dst.dual, src.dual)
         if there is None and back is None:
             return None

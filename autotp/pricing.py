@@ -13,6 +13,7 @@ from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
 from autotp.rules.core import Factor, Op, aten, sizes
 
 from . import conversions
+from .errors import PlanError
 from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from .layouts import I, Layout, Partial, R, Shard
 from .objective import TRAINING, Objective
@@ -20,6 +21,9 @@ from .slices import to_runtime
 from .strategies import share
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
+
+
+LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
 @dataclass
@@ -42,13 +46,30 @@ class Prices:
     objective: Objective = TRAINING
 
     def __post_init__(self) -> None:
-        self.hints = dict(self.program.hints)
+        self.hints = self._hints()
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
             read = [i for i in n.all_input_nodes if tensors(i)]
             if len(read) == 1 and read[0] in self.weights:
                 self.weights.add(n)
+
+    def _hints(self) -> dict[Any, int]:
+        """Sizes to price with: the example inputs'; for decoding one token a sequence."""
+        hints = dict(self.program.hints)
+        if self.objective.name != "decode":
+            return hints
+        if not self._tokens():
+            raise PlanError(
+                "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
+                "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
+            )
+        return hints | dict.fromkeys(self._tokens(), 1)
+
+    def _tokens(self) -> set[Any]:
+        """The symbols of the inputs' second dimension: the lengths of sequences."""
+        sides = [shape_of(leaf.node)[1:2] for leaf in self.program.inputs]
+        return {s for side in sides for s in side if not isinstance(s, int)} & set(self.program.hints)
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
@@ -63,10 +84,27 @@ class Prices:
         return self.objective.held(stored, val)
 
     def flops(self, node: fx.Node) -> float:
-        """Floating-point operations of the whole operator, forward."""
+        """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
         if "flops" not in node.meta:
             node.meta["flops"] = node_flops(node)
-        return node.meta["flops"]
+        if self.objective.name != "decode" or not node.meta["flops"]:
+            return node.meta["flops"]
+        lengths = self._tokens() & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
+        return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
+
+    def _cached(self, op: Op) -> dict[int, Mapping[Any, int]]:
+        """Operands that decoding reads from the cache, whole sequences of them: keys and values.
+
+        They are those of the fused attention, and second operands of products with scores, whose shape has the length
+        twice.
+        """
+        if self.objective.name != "decode" or len(op.slots) < 2:
+            return {}
+        whole = self.program.hints
+        if getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention:
+            return dict.fromkeys(range(1, len(op.slots)), whole)
+        often = [sum(bool(self._tokens() & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
+        return {1: whole} if 2 in often and often[1] == 1 and self.flops(op.node) else {}
 
     def operator(
         self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
@@ -76,7 +114,12 @@ class Prices:
         if is_free(op):
             return 0.0, 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
-        moved = sum(self.bytes(v) * self.share(x) for v, x in zip(vals, [*ins, *outs], strict=False))
+        cached = self._cached(op)
+        sides = enumerate(zip(vals, [*ins, *outs], strict=False))
+        sides = [nbytes(v, cached.get(i, self.hints)) * self.share(x) for i, (v, x) in sides]
+        if getattr(op.target, "overloadpacket", None) in LOOKUPS:
+            sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
+        moved = sum(sides)
         part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split is not None else 1.0
         dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
         if split is not None:
