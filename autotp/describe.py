@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from torch import fx
@@ -36,7 +35,8 @@ def describe(
         builder: made the problem, and prices it.
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
     """
-    found = find_blocks(planned.program, planned.same, planned.rules)
+    known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
+    found = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
     collectives = tuple(_Collectives(planned, builder, found).walk(sharded))
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
@@ -64,7 +64,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
             continue
         val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
         split = isinstance(layout, Shard)
-        pinned = leaf.name in builder.pinned or any(fnmatch(leaf.name, pattern) for pattern in builder.pins)
+        pinned = leaf.name in builder.pinned or leaf.name in builder.user.parameters
         out.append(
             Parameter(
                 leaf.name,

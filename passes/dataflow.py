@@ -33,7 +33,7 @@ class Dataflow:
     """
 
     program: Capture
-    rules: Mapping[fx.Node, Rule | None] = field(default_factory=dict)
+    known: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -44,15 +44,15 @@ class Dataflow:
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
         self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []
-        known, self.rules = self.rules, {}
+        self.rules: dict[fx.Node, Rule | None] = {}
+        self.products_of_two: dict[fx.Node, bool] = {}
         for n in self.program.graph.nodes:
             if n.op != "call_function":
                 continue
             if n.target is operator.getitem:
                 self._item(n)
                 continue
-            self.ops[n] = Op.of(n)
-            self.rules[n] = known[n] if n in known else rule_of(self.ops[n])
+            self.ops[n], self.rules[n] = self.known[n] if n in self.known else _read(n)
             self._call(n)
 
     def _item(self, node: fx.Node) -> None:
@@ -122,8 +122,11 @@ class Dataflow:
 
     def contraction(self, node: fx.Node) -> bool:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
-        rule = self.rules.get(node)
-        return rule is not None and any(_contracted(f) and sum(c is not None for c in f.ins) > 1 for f in rule.factors)
+        if node not in self.products_of_two:
+            factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
+            found = any(_contracted(f) and sum(c is not None for c in f.ins) > 1 for f in factors)
+            self.products_of_two[node] = found
+        return self.products_of_two[node]
 
     def width(self, node: fx.Node) -> Size:
         """Number of products that a contraction sums for an element of its result."""
@@ -200,6 +203,11 @@ def names(roots: Iterable[Root]) -> set[fx.Node]:
 def operands(node: fx.Node) -> list[fx.Node]:
     """Tensor operands of a node; of a `getitem`, the operator before it."""
     return [n for n in node.all_input_nodes if is_tensor(n) or node.target is operator.getitem]
+
+
+def _read(node: fx.Node) -> tuple[Op, Rule | None]:
+    op = Op.of(node)
+    return op, rule_of(op)
 
 
 def _contracted(factor: Factor) -> bool:

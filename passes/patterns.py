@@ -16,7 +16,7 @@ from torch import fx
 from autotp import compat
 from autotp.graph import Capture, module_path, short_name
 from autotp.layouts import Size, divide, simplify
-from autotp.rules.core import Rule, Shape
+from autotp.rules.core import Op, Rule, Shape
 
 from .dataflow import Dataflow, names
 
@@ -61,20 +61,22 @@ class Found:
 
 
 def find_blocks(
-    program: Capture, same: Mapping[fx.Node, fx.Node], rules: Mapping[fx.Node, Rule | None] | None = None
+    program: Capture,
+    same: Mapping[fx.Node, fx.Node],
+    known: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
 ) -> list[Found]:
     """The named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
         program: the graph.
         same: node -> the equal node of the first repeated block (`autotp.passes.fold`).
-        rules: the operators' rules, where they are known already.
+        known: operators with their rules, where they have been read already.
 
     Returns:
         Disjoint sets of operators; operators without parameters may be in none, every parameter that is read is in one.
         `Found.first` is an index of this list.
     """
-    return _Finder(Dataflow(program, rules or {}), same).run()
+    return _Finder(Dataflow(program, known or {}), same).run()
 
 
 class _Finder:
