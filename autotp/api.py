@@ -19,7 +19,8 @@ from .graph import Capture
 from .inputs import Inputs
 from .lazy import LazyModule
 from .module import ShardedModule, Source
-from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
+from .pins import Pins
+from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
 
@@ -34,6 +35,8 @@ def plan(
     objective: str = "training",
     optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
+    memory: float | str | None = None,
+    within_node: bool = False,
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -46,12 +49,15 @@ def plan(
         tp: number of ranks.
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; a transformers model may leave
             it out.
-        pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements; patterns as in `fnmatch`.
+        pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
+            the model's inputs and outputs, or a logical axis (docs/constraints.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster` or the name of a preset; default "h100".
         objective: "training" (forward and backward count), "prefill" (a forward), or "decode" (a forward of one new
             token a sequence, against a cache as long as the example inputs).
         optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
+        memory: what a rank may hold, in bytes or as "80GB"; None for no limit.
+        within_node: refuse a degree that leaves the node, rather than to price it.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
 
@@ -61,7 +67,7 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    options = Options.read(tp, pins, cluster, objective, sequence_parallel, optimizer)
+    options = Options.read(tp, pins, cluster, objective, sequence_parallel, optimizer, memory, within_node)
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
@@ -117,6 +123,8 @@ def compile(
     objective: str = "training",
     optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
+    memory: float | str | None = None,
+    within_node: bool = False,
     outputs: str = "full",
     backend: str = "eager",
     options: Mapping[str, Any] | None = None,
@@ -134,8 +142,8 @@ def compile(
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`. Left out: a transformers model
             gets inputs made from its config; any other module is captured at its first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
-        plan: use this plan instead of making one (then without pins, cluster, objective, optimizer, sequence_parallel).
-        pins, cluster, objective, optimizer, sequence_parallel: see `autotp.plan`.
+        plan: use this plan instead of making one (then without what steers planning).
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node: see `autotp.plan`.
         outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
         backend: "eager".
         options: options of the backend; none for "eager".
@@ -149,13 +157,9 @@ def compile(
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
-    _refuse(backend, options, outputs, plan, (pins, cluster, sequence_parallel, objective))
-    degree = plan.tp if plan is not None and tp is None else tp
-    ranks = Ranks.find(degree, mesh)
-    degree = ranks.tp if ranks is not None else degree or 1
-    if plan is not None and plan.tp != degree:
-        raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    asked = pins, cluster, objective, sequence_parallel, optimizer
+    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
+    _refuse(backend, options, outputs, plan, asked)
+    ranks, degree = _ranks(plan, tp, mesh)
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
 
@@ -168,6 +172,16 @@ def compile(
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
+def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
+    """The ranks that are there, and the degree."""
+    degree = plan.tp if plan is not None and tp is None else tp
+    ranks = Ranks.find(degree, mesh)
+    degree = ranks.tp if ranks is not None else degree or 1
+    if plan is not None and plan.tp != degree:
+        raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
+    return ranks, degree
+
+
 def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple[Any, ...]) -> None:
     _refuse_names("backend", backend, ("eager",))
     _refuse_names("outputs", outputs, ("full", "sharded"))
@@ -175,11 +189,7 @@ def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple
         raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    if plan is not None and any(x not in (None, "training") for x in planning):
-        raise InputError(
-            "plan= is complete: it cannot be given together with pins, cluster, objective or sequence_parallel. Give "
-            "them to autotp.plan, which makes the plan."
-        )
+    refuse_steering(plan, planning)
 
 
 def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:

@@ -22,8 +22,8 @@ from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .log import dump, stage
 from .objective import TRAINING, Objective
+from .pins import Dims, read_pins
 from .plan import Plan
-from .pins import Dims, Pins, read_pins
 from .planner import Builder, Planned, decide
 from .problem import read_bytes
 from .ranks import check_degree
@@ -81,8 +81,8 @@ def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:
     """Refuse what steers planning, the arguments of `Options.read` after tp, beside a finished plan."""
     if plan is not None and asked != (None, None, TRAINING.name, None, TRAINING.optimizer, None, False):
         raise InputError(
-            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, sequence_parallel, "
-            "memory or within_node. Give them to autotp.plan, which makes the plan."
+            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
+            "sequence_parallel, memory or within_node. Give them to autotp.plan, which makes the plan."
         )
 
 

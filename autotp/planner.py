@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import fnmatch
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
 
 from autotp.cost import Cluster
 from autotp.passes.fold import fold
-from autotp.rules.core import Op, Rule, rule_of
+from autotp.rules.core import Op, Rule, rule_of, sizes
 
-from . import compat
 from .errors import PlanError
 from .graph import Capture, Value, differentiable, resolve, shape_of, tensors
 from .layouts import Grouped, I, Layout, Partition, R, Shard
 from .objective import TRAINING, Objective
+from .pins import Dims, check_neighbours, listed, outputs_of, read, where
+from .pins import find as find_pins
 from .plan import Decision
 from .pricing import Prices
 from .problem import Choice, Item, Problem, Solution, Use
-from .solve import solve
+from .solve import Infeasible, feasible, solve
 from .strategies import Candidates, penalty, signatures
 
 OUTPUT_SLOT = "output"
@@ -51,13 +51,13 @@ class Builder:
     tp: int
     cluster: Cluster
     pinned: Mapping[str, Layout] = field(default_factory=dict)
-    pins: Mapping[str, int | None] = field(default_factory=dict)
+    pins: Dims = field(default_factory=dict)
     sequence: bool | None = None
     objective: Objective = TRAINING
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
-        self.same = fold(self.program, self.grads)
         nodes = list(self.program.graph.nodes)
         self.calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and _planned(n)]
         self.order = {n.name: i for i, n in enumerate(nodes)}
@@ -66,10 +66,11 @@ class Builder:
         for n in self.calls:
             self.rules[n] = rule_of(self.ops[n])
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
+        self.user = find_pins(self.program, self.pins, self.ops, self.rules)
+        self.same = fold(self.program, self.grads, self.user.marks(self.leaves))
         self.candidates = Candidates(self.tp)
-        self.prices = Prices(
-            self.program, self.tp, self.cluster, self.grads, self.leaves, self.sequence, self.objective
-        )
+        sequence = self.sequence if self.user.sequence is None else self.user.sequence
+        self.prices = Prices(self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective)
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)
@@ -86,22 +87,26 @@ class Builder:
         self._grow(slots)
         heads = [n for n in members if n in self.leaves] + [n for n in members if n not in self.leaves]
         items = [self._leaf(n, members[n]) if n in self.leaves else self._call(n, slots[n], members[n]) for n in heads]
-        outputs = self._outputs()
-        items.append(
-            Item(
-                OUTPUT_SLOT,
-                [Choice(tuple(self._goal(n) for n in outputs), ())],
-                [frozenset([self.value(n)]) for n in outputs],
-            )
-        )
-        return Problem(items, self._uses({n: i for i, n in enumerate(heads)}, outputs), self.prices.convert), heads
+        outputs = outputs_of(self.program)
+        items.append(Item(OUTPUT_SLOT, [Choice(self.goals(), ())], [frozenset([self.value(n)]) for n in outputs]))
+        uses = self._uses({n: i for i, n in enumerate(heads)}, outputs)
+        problem = Problem(items, uses, self.prices.convert, self.memory)
+        names = {n: self.leaves[n].name for n in heads if n in self.leaves}
+        asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
+        asked |= {i: next(iter(self.user.spots[n].values()))[0] for i, n in enumerate(heads) if n in self.user.spots}
+        check_neighbours(problem, heads, asked)
+        return problem, heads
 
-    def _outputs(self) -> list[fx.Node]:
-        out = next(n for n in self.program.graph.nodes if n.op == "output")
-        return [x for x in compat.tree_leaves(out.args) if isinstance(x, fx.Node) and tensors(x)]
-
-    def _goal(self, node: fx.Node) -> Layout:
-        return I if resolve(node)[0] in self.grads else R
+    def goals(self) -> tuple[Layout, ...]:
+        """How the graph's outputs leave it: whole, but where the user pinned them."""
+        out: list[Layout] = []
+        for i, x in enumerate(outputs_of(self.program)):
+            node, index = resolve(x)
+            asked, shape = self.user.outputs.get(i), sizes(tensors(node)[index])
+            split = asked is not None and asked.split
+            whole = I if node in self.grads else R
+            out.append(Shard(d := asked.dims[0], Partition.plain(shape[d], self.tp)) if asked and split else whole)
+        return tuple(out)
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
@@ -144,7 +149,7 @@ class Builder:
         if leaf.kind == "parameter":
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
-            layouts = self._pinned(leaf.name, layouts)
+            layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
         size, choices = self.prices.bytes(val), []
@@ -154,20 +159,20 @@ class Builder:
             choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
-    def _pinned(self, name: str, layouts: list[Layout]) -> list[Layout]:
-        """What pins leave of a parameter's layouts: those of an earlier plan, or the user's dimension by pattern."""
+    def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
+        """What pins leave of a parameter's layouts: those of an earlier plan, or what the user's pin asks for."""
+        name = self.leaves[node].name
         if name in self.pinned:
             return [self.pinned[name]]
-        for pattern, dim in self.pins.items():
-            if fnmatch.fnmatchcase(name, pattern):
-                kept = [x for x in layouts if (x.dim if isinstance(x, Shard) else None) == dim]
-                if not kept:
-                    raise PlanError(
-                        f"the pin {pattern!r} asks for Shard({dim}) of {name}, but no operator that uses it splits "
-                        f"there; it can be {', '.join(sorted({str(x) for x in layouts}))}. Change or drop the pin."
-                    )
-                return kept
-        return layouts
+        asked = self.user.parameters.get(name)
+        kept = [x for x in layouts if asked is None or asked.fits(x)]
+        if not kept:
+            readers = dict.fromkeys(where(n) for n, _, _ in read(node, self.ops))
+            raise PlanError(
+                f"{asked} of {name} cannot be kept: no operator that uses it splits there ({listed(readers)}); it can "
+                f"be {listed(layouts)}. Change or drop the pin."
+            )
+        return kept
 
     def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
         op, results = self.ops[node], self._results(node)
@@ -182,12 +187,33 @@ class Builder:
                 seconds, saved = self.prices.operator(op, *got[:2], split)
                 ties = penalty([*got[0], *got[1]], self.tp)
                 choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, saved, ties, *got[2:])
-        return Item(node.name, list(choices.values()), held, results, count)
+        kept = self.user.keep(op, list(choices.values()))
+        return Item(node.name, kept, held, results, count, f"activations of {where(node)}")
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Whether rows dealt by group are so where it is known already where the groups end."""
         ends = {x.partition.ends for side in layouts for x in side if isinstance(x, Grouped)}
         return all(self.order[name] < self.order[node.name] for name in ends)
+
+    def conflict(self) -> PlanError | None:
+        """The error that names the fewest pins which together leave no plan; None where it is not the pins' doing."""
+        pins = dict(self.pins)
+        for key in self.pins:
+            fewer = {k: v for k, v in pins.items() if k != key}
+            pins = pins if self._feasible(fewer) else fewer
+        if not pins or not self._feasible({}):
+            return None
+        told = " and ".join(f"{k!r}: {'Replicate()' if d is None else f'Shard({d})'}" for k, d in pins.items())
+        return PlanError(
+            f"no legal plan keeps {'these pins together' if len(pins) > 1 else 'this pin'}: {told}. Drop one."
+        )
+
+    def _feasible(self, pins: Dims) -> bool:
+        try:
+            feasible(replace(self, pins=pins, memory=None).build()[0])
+        except PlanError:
+            return False
+        return True
 
     def _uses(self, index: dict[fx.Node, int], outputs: list[fx.Node]) -> list[Use]:
         """Instances of a value grouped by who consumes them."""
@@ -211,12 +237,17 @@ def _planned(node: fx.Node) -> bool:
 def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
-    solution = solve(problem)
+    try:
+        solution = solve(problem)
+    except Infeasible as e:
+        raise builder.conflict() or e from None
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]
         chosen[node] = Decision(c.ins, c.outs, c.factor, c.loop)
     decisions = {n: chosen[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
+    if builder.user.outputs:
+        decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
     return Planned(
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution
     )

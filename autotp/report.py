@@ -166,8 +166,8 @@ def _totals(plan: Plan) -> Table:
     ]
     if t.seconds:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
-        proof = "proved optimal" if gap < 1e-6 else f"proved within {gap:.1%} of the optimum"
-        rows.append(("predicted step", f"{_seconds(t.seconds)} ({proof} for its cost model)"))
+        proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {_seconds(t.bound)}, gap = {gap:.1%}"
+        rows.append(("predicted step", f"{_seconds(t.seconds)} ({proof})"))
     for row in (*rows, *_memory(plan.memory)):
         table.add_row(*map(Text, row))
     return table

@@ -20,6 +20,7 @@ from .errors import PlanError
 from .graph import Value, module_path, resolve, tensors
 from .layouts import Grouped, I, Layout, P, Partition, R, Shard
 from .localise import Local, Sizes
+from .pins import outputs_of
 from .plan import Decision
 from .planner import Planned
 from .problem import conversions
@@ -195,6 +196,9 @@ class Rewriter:
         whole = I if graded else R
         if not self.sharded_outputs or position in self.planned.program.mutations:
             return whole
+        pinned = self.planned.decisions.get(self.old.output_node())
+        if pinned is not None:
+            return pinned.ins[outputs_of(self.planned.program).index(x)]
         made, val = self.planned.decisions[node].outs[index], tensors(node)[index]
         if isinstance(made, Shard):
             plain = Partition.plain(sizes(val)[made.dim], self.planned.tp)

@@ -100,6 +100,12 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
     return Solution(chosen, _sum(program.seconds, x) / MICRO, bound / MICRO, least, stored, held)
 
 
+def feasible(problem: Problem) -> None:
+    """Raise `Infeasible` where no legal assignment exists, whatever it costs."""
+    program, _ = _build(problem)
+    program.minimise({}, "at any cost")
+
+
 def _cheapest(program: Program) -> tuple[np.ndarray, float]:
     """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
     tie, cost = TIE, program.costs(program.seconds)
@@ -181,12 +187,15 @@ def _build(problem: Problem) -> tuple[Program, list[list[int]]]:
             program.held[i] = choice.held * item.count
             for value, layout in zip(item.outs, choice.outs, strict=True):
                 makes.setdefault(value, defaultdict(list))[layout].append(i)
-    for use in problem.uses:
-        _flow(problem, program, picks, makes[use.value], use)
+    for i, use in enumerate(problem.uses):
+        late = 1 + i / len(problem.uses)  # of equal plans, the one that converts early
+        _flow(problem, program, picks, makes[use.value], use, late)
     return program, picks
 
 
-def _flow(problem: Problem, program: Program, picks: list[list[int]], makes: dict[Layout, list[int]], use: Use) -> None:
+def _flow(
+    problem: Problem, program: Program, picks: list[list[int]], makes: dict[Layout, list[int]], use: Use, late: float
+) -> None:
     """Ship the value from the layout that is produced to the one that each consumer wants.
 
     Every consumer has a flow of its own over the conversions; a conversion is paid once, at its largest flow. This is
@@ -206,7 +215,7 @@ def _flow(problem: Problem, program: Program, picks: list[list[int]], makes: dic
     paid = [program.column(False) for _ in arcs]
     for column, (_, _, price) in zip(paid, arcs, strict=True):
         program.seconds[column] = price
-        program.saved[column] = 1e-4 * use.count
+        program.saved[column] = 1e-4 * use.count * late
     for layout in targets:  # what nobody wants is not made on the way: a plan's program would not make it either
         into = {column: 1.0 for column, (_, b, _) in zip(paid, arcs, strict=True) if b == layout}
         if into:

@@ -13,7 +13,8 @@ from autotp.cost import Cluster
 from .compare import Difference, Report, compare
 from .errors import InputError, PlanError
 from .graph import Capture
-from .pipeline import Options, Pins, apply_plan, capture_model, example, solve_plan
+from .pins import Pins
+from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
 from .selfcheck import Trial
 from .simulate import Values
@@ -30,7 +31,10 @@ def verify(
     pins: Pins | None = None,
     cluster: str | Cluster | None = None,
     objective: str = "training",
+    optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
+    memory: float | str | None = None,
+    within_node: bool = False,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -42,7 +46,8 @@ def verify(
         tp: number of ranks to simulate.
         example_inputs: as for `autotp.compile`.
         plan: prove this plan; otherwise one is made.
-        pins, cluster, objective, sequence_parallel: as for `autotp.plan`; for a plan that is given they have no use.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node: as for `autotp.plan`; not together
+            with a plan.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs.
@@ -58,7 +63,9 @@ def verify(
         )
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
-    chosen = Options.of_plan(plan) if plan else Options.read(tp, pins, cluster, objective, sequence_parallel)
+    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
+    refuse_steering(plan, asked)
+    chosen = Options.of_plan(plan) if plan else Options.read(tp, *asked)
     real = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=real or None)
     if plan is None:
