@@ -144,14 +144,31 @@ def capture_model(
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
 
 
+@dataclass(frozen=True)
+class Staged:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    planned: Planned
+    sharded: Sharded
+    builder: Builder
+
+
 def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
     """The plan of a captured model."""
+    return plan_stages(captured, notes, options, name).plan
+
+
+def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
+    """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
     with stage("plan"):
         builder = _builder(captured, options)
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    return describe(planned, sharded, builder, name, options.objective.name, shapes, [*notes, *without_rule(planned)])
+    told = [*notes, *without_rule(planned)]
+    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
+    return Staged(plan, planned, sharded, builder)
 
 
 def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
