@@ -19,10 +19,10 @@ from torch import fx
 from autotp.passes.patterns import Found
 
 from . import conversions
+from .figures import Memory
 from .graph import Value, module_path, resolve, short_name, size_hint, tensors
 from .layouts import Layout
 from .objective import Objective
-from .plan import Memory
 from .planner import Planned
 from .pricing import nbytes
 from .rewrite import Sharded
@@ -66,6 +66,11 @@ def measure(
     return Memory(
         parameters, buffers, gradients, states, kept, cache, most - kept, phase, _place(node), objective.optimizer
     )  # fmt: skip
+
+
+def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> tuple[float, float]:
+    """Bytes that autograd keeps, and bytes at the fullest moment beside what is steady, for these sizes."""
+    return _Line(planned, sharded, objective, hints).peak()[:2]
 
 
 def _cache(found: Found, planned: Planned, line: _Line, hints: Hints) -> float:

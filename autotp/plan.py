@@ -11,6 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from .errors import PlanError
+from .figures import Degree, Memory, Totals
 from .layouts import Dealt, Layout
 from .report import render, renderable
 from .serial import plain, read_layout, read_loop
@@ -104,66 +105,6 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Totals:
-    """What the plan comes to, per rank.
-
-    Attributes:
-        parameters, local_parameters: in all, and held by the fullest rank.
-        flops, local_flops: floating-point operations of a forward.
-        forward_bytes, backward_bytes: sent by a rank in a step.
-        seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
-        stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
-    """
-
-    parameters: int = 0
-    local_parameters: int = 0
-    flops: float = 0.0
-    local_flops: float = 0.0
-    forward_bytes: float = 0.0
-    backward_bytes: float = 0.0
-    seconds: float = 0.0
-    bound: float = 0.0
-    stored: float = 0.0
-    least_stored: float = 0.0
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that the fullest rank holds.
-
-    Attributes:
-        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
-        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
-        activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training. An
-            encoder keeps none: subtract it there.
-        working: what lives at the fullest moment beside all that.
-        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
-        optimizer: whose states these are.
-    """
-
-    parameters: float = 0.0
-    buffers: float = 0.0
-    gradients: float = 0.0
-    states: float = 0.0
-    activations: float = 0.0
-    cache: float = 0.0
-    working: float = 0.0
-    phase: str = "forward"
-    at: str = ""
-    optimizer: str = "adamw"
-
-    @property
-    def peak(self) -> float:
-        return self.steady + self.activations + self.working
-
-    @property
-    def steady(self) -> float:
-        """What is held whatever runs: all but activations and the working set."""
-        return self.parameters + self.buffers + self.gradients + self.states + self.cache
-
-
-@dataclass(frozen=True)
 class Plan:
     """Where every parameter lies and how every operator runs over `tp` ranks. Print it to read it.
 
@@ -175,6 +116,7 @@ class Plan:
         totals, memory: what it comes to, and what a rank holds.
         decisions: node name of the captured graph -> how it runs.
         notes: what the user should know of the capture.
+        degrees: with tp="auto", what every degree that was tried comes to.
     """
 
     model: str
@@ -190,6 +132,7 @@ class Plan:
     decisions: Mapping[str, Decision] = field(repr=False, default_factory=dict)
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    degrees: tuple[Degree, ...] = ()
 
     @property
     def placements(self) -> dict[str, Layout]:
@@ -241,7 +184,7 @@ def asdict_shallow(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
     out = {k: getattr(plan, k) for k in plan.__dataclass_fields__}
     out["totals"], out["memory"] = asdict(plan.totals), asdict(plan.memory)
-    for key in ("parameters", "collectives", "blocks"):
+    for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
     return out
@@ -268,6 +211,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         decisions=decisions,
         inputs=tuple(data["inputs"]),
         notes=tuple(data["notes"]),
+        degrees=tuple(Degree(**r) for r in data["degrees"]),
     )
 
 

@@ -46,6 +46,7 @@ class Prices:
     objective: Objective = TRAINING
 
     def __post_init__(self) -> None:
+        self.tokens = lengths(self.program)
         self.hints = self._hints()
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
@@ -59,17 +60,12 @@ class Prices:
         hints = dict(self.program.hints)
         if self.objective.name != "decode":
             return hints
-        if not self._tokens():
+        if not self.tokens:
             raise PlanError(
                 "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
                 "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
             )
-        return hints | dict.fromkeys(self._tokens(), 1)
-
-    def _tokens(self) -> set[Any]:
-        """The symbols of the inputs' second dimension: the lengths of sequences."""
-        sides = [shape_of(leaf.node)[1:2] for leaf in self.program.inputs]
-        return {s for side in sides for s in side if not isinstance(s, int)} & set(self.program.hints)
+        return hints | dict.fromkeys(self.tokens, 1)
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
@@ -89,7 +85,7 @@ class Prices:
             node.meta["flops"] = node_flops(node)
         if self.objective.name != "decode" or not node.meta["flops"]:
             return node.meta["flops"]
-        lengths = self._tokens() & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
+        lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
         return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
 
     def _cached(self, op: Op) -> dict[int, Mapping[Any, int]]:
@@ -103,7 +99,7 @@ class Prices:
         whole = self.program.hints
         if getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention:
             return dict.fromkeys(range(1, len(op.slots)), whole)
-        often = [sum(bool(self._tokens() & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
+        often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
         return {1: whole} if 2 in often and often[1] == 1 and self.flops(op.node) else {}
 
     def operator(
@@ -183,6 +179,12 @@ class Prices:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
         return collective_seconds(work, size, self.tp, self.cluster)
+
+
+def lengths(program: Capture) -> set[Any]:
+    """The symbols of the inputs' second dimension: the lengths of sequences."""
+    sides = [shape_of(leaf.node)[1:2] for leaf in program.inputs]
+    return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
 
 
 def nbytes(val: Tensor, hints: Mapping[Any, int]) -> float:

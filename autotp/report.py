@@ -16,7 +16,8 @@ from .graph import module_path, short_name
 from .layouts import Layout, Shard
 
 if TYPE_CHECKING:
-    from .plan import Block, Collective, Memory, Parameter, Plan
+    from .figures import Degree, Memory
+    from .plan import Block, Collective, Parameter, Plan
 
 WIDTH = 110
 MARKS = {"f_star": "f*", "g_star": "g*"}
@@ -39,6 +40,8 @@ def renderable(plan: Plan) -> RenderableType:
     head = Text(f"{plan.model} over {plan.tp} ranks ({plan.cluster}, {plan.objective})", style="bold")
     parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
     parts += [*_blocks(plan), Text(), _totals(plan), *_left_whole(plan)]
+    if plan.degrees:
+        parts += [Text(), sweep_table(plan.degrees, "Degrees")]
     if plan.notes:
         parts += [Text(), Text("Notes", style="bold"), *(Padding(Text(n), (0, 0, 0, 2)) for n in plan.notes)]
     return Group(*parts)
@@ -115,7 +118,7 @@ def _sent(collectives: Sequence[Collective], members: int) -> Iterator[Table]:
 
 
 def _way(direction: str, primitive: str | None, nbytes: float) -> str:
-    return f"{_primitive(primitive)} {_size(nbytes)}" if primitive else f"no {direction}"
+    return f"{_primitive(primitive)} {size_text(nbytes)}" if primitive else f"no {direction}"
 
 
 def _operator(name: str) -> str:
@@ -137,7 +140,7 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def _size(nbytes: float) -> str:
+def size_text(nbytes: float) -> str:
     """Bytes with a binary unit."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= step:
@@ -162,7 +165,7 @@ def _totals(plan: Plan) -> Table:
     rows = [
         ("parameters per rank", _part(t.local_parameters, t.parameters)),
         ("forward flops per rank", _part(t.local_flops, t.flops)),
-        ("sent per rank and step", f"{_size(t.forward_bytes)} forward, {_size(t.backward_bytes)} backward"),
+        ("sent per rank and step", f"{size_text(t.forward_bytes)} forward, {size_text(t.backward_bytes)} backward"),
     ]
     if t.seconds:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
@@ -179,11 +182,26 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
         ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
         ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
     ]  # fmt: skip
-    yield "memory per rank", f"{_size(m.peak)} at the peak, {m.phase} of {m.at}"
-    held = [f"{name} {_size(size)}" for name, size in parts if size]
+    yield "memory per rank", f"{size_text(m.peak)} at the peak, {m.phase} of {m.at}"
+    held = [f"{name} {size_text(size)}" for name, size in parts if size]
     for line in (held[:4], held[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def sweep_table(rows: Sequence[Degree], heading: str) -> RenderableType:
+    """What each degree comes to: a heading, and a line for each."""
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    unit = rows[0].unit if rows else "samples"
+    for name in ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device"):
+        table.add_column(name, justify="right" if name else "left")
+    for r in rows:
+        batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
+        share = f"{_seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
+        held = "" if r.fits else "too much"
+        row = (str(r.tp), _seconds(r.seconds), share, size_text(r.sent), size_text(r.memory), held, batch)
+        table.add_row(*row, _number(r.throughput))
+    return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
 
 def _part(local: float, whole: float) -> str:
