@@ -4,7 +4,7 @@ from autotp.cost import Cluster
 
 # Plan comes by way of .api: an import from .plan here would make `autotp.plan` that module to type checkers.
 from ._version import __version__
-from .api import Plan, compile, parallelize, plan
+from .api import Plan, Sweep, compile, parallelize, plan, sweep
 from .calibrate import calibrate
 from .custom import prove_rule, register_rule
 from .errors import AutoTPError
@@ -21,6 +21,7 @@ __all__ = [
     "Inputs",
     "Plan",
     "ShardedModule",
+    "Sweep",
     "__version__",
     "calibrate",
     "compile",
@@ -28,5 +29,6 @@ __all__ = [
     "plan",
     "prove_rule",
     "register_rule",
+    "sweep",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The public functions: plan, parallelize, compile."""
+"""The public functions: plan, parallelize, compile; sweep is in its own file."""
 
 from __future__ import annotations
 
@@ -23,11 +23,14 @@ from .pins import Pins
 from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
+from .sweep import AUTO, DEGREES, Sweep, automatic, sweep
+
+__all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
 def plan(
     model: nn.Module,
-    tp: int,
+    tp: int | str,
     *,
     example_inputs: Any = None,
     pins: Pins | None = None,
@@ -46,7 +49,8 @@ def plan(
 
     Args:
         model: any `nn.Module`; on the meta device too.
-        tp: number of ranks.
+        tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
+            fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; a transformers model may leave
             it out.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
@@ -67,7 +71,8 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    options = Options.read(tp, pins, cluster, objective, sequence_parallel, optimizer, memory, within_node)
+    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
+    options = Options.read(1 if tp == AUTO else tp, *asked)
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
@@ -75,6 +80,8 @@ def plan(
             "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
+    if tp == AUTO:
+        return automatic(captured, notes, DEGREES, asked, type(model).__name__)
     return solve_plan(captured, notes, options, type(model).__name__)
 
 
@@ -113,7 +120,7 @@ def parallelize(
 
 def compile(
     model: nn.Module,
-    tp: int | None = None,
+    tp: int | str | None = None,
     *,
     example_inputs: Any = None,
     mesh: DeviceMesh | None = None,
@@ -139,6 +146,7 @@ def compile(
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
         tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks.
+            "auto": the best divisor of the world, see `autotp.plan`; not with `mesh` or `plan`, which say it already.
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`. Left out: a transformers model
             gets inputs made from its config; any other module is captured at its first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
@@ -159,6 +167,8 @@ def compile(
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     _refuse(backend, options, outputs, plan, asked)
+    if tp == AUTO:
+        plan, tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture), None
     ranks, degree = _ranks(plan, tp, mesh)
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
@@ -172,7 +182,26 @@ def compile(
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
-def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
+def _automatic(
+    model: nn.Module, example_inputs: Any, given: tuple[Any, ...], asked: tuple[Any, ...], check: bool | None
+) -> Plan:
+    """The plan of the best degree that the world can have, made on one rank."""
+    if given != (None, None):
+        raise InputError(f"tp='auto' picks the degree, and mesh= and plan= come with one. Leave out {AUTO!r} or them.")
+    Options.read(1, *asked)
+    world = Ranks.find()
+    inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
+    if inputs is None:
+        raise InputError("tp='auto' plans before the first call: give example_inputs.")
+    captured, notes = _capture(model, inputs, world, check)
+    agree(world, "the model", {**versions(), "graph": captured.digest()})
+    tps = DEGREES if world is None else [n for n in range(1, world.tp + 1) if world.tp % n == 0]
+    first, name = world is None or world.rank == 0, type(model).__name__
+    made = together(world, "planning", lambda: automatic(captured, notes, tps, asked, name) if first else None)
+    return broadcast(world, made)  # type: ignore[return-value]
+
+
+def _ranks(plan: Plan | None, tp: int | str | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
     """The ranks that are there, and the degree."""
     degree = plan.tp if plan is not None and tp is None else tp
     ranks = Ranks.find(degree, mesh)

@@ -22,6 +22,7 @@ from .plan import Plan
 from .pricing import lengths
 from .report import plain, size_text, sweep_table
 
+AUTO = "auto"
 DEGREES = (1, 2, 4, 8, 16, 32)
 
 
@@ -211,3 +212,10 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
 
 def _grown(m: Memory, moving: float, factor: float) -> float:
     return m.steady - m.cache + m.cache * factor + moving
+
+
+def automatic(captured: Capture, notes: list[str], tps: Iterable[int], asked: tuple[Any, ...], name: str) -> Plan:
+    """The plan of the best of these degrees; `asked` are the arguments of `Options.read` after tp."""
+    first = Options.read(1, *asked)
+    inside = [tp for tp in tps if not (asked[-1] and first.cluster.spans_nodes(tp))]
+    return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()
