@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,14 +23,14 @@ from .pins import Pins
 from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
-from .sweep import AUTO, DEGREES, Sweep, automatic, sweep
+from .sweep import DEGREES, Sweep, automatic, sweep
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
 def plan(
     model: nn.Module,
-    tp: int | str,
+    tp: int | Literal["auto"],
     *,
     example_inputs: Any = None,
     pins: Pins | None = None,
@@ -72,7 +72,7 @@ def plan(
         InputError, CaptureError, PlanError.
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    options = Options.read(1 if tp == AUTO else tp, *asked)
+    options = Options.read(1 if tp == "auto" else tp, *asked)
     inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
@@ -80,7 +80,7 @@ def plan(
             "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
-    if tp == AUTO:
+    if tp == "auto":
         return automatic(captured, notes, DEGREES, asked, type(model).__name__)
     return solve_plan(captured, notes, options, type(model).__name__)
 
@@ -120,7 +120,7 @@ def parallelize(
 
 def compile(
     model: nn.Module,
-    tp: int | str | None = None,
+    tp: int | Literal["auto"] | None = None,
     *,
     example_inputs: Any = None,
     mesh: DeviceMesh | None = None,
@@ -167,7 +167,7 @@ def compile(
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     _refuse(backend, options, outputs, plan, asked)
-    if tp == AUTO:
+    if tp == "auto":
         plan, tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture), None
     ranks, degree = _ranks(plan, tp, mesh)
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked)
@@ -187,7 +187,7 @@ def _automatic(
 ) -> Plan:
     """The plan of the best degree that the world can have, made on one rank."""
     if given != (None, None):
-        raise InputError(f"tp='auto' picks the degree, and mesh= and plan= come with one. Leave out {AUTO!r} or them.")
+        raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
     Options.read(1, *asked)
     world = Ranks.find()
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
@@ -201,7 +201,7 @@ def _automatic(
     return broadcast(world, made)  # type: ignore[return-value]
 
 
-def _ranks(plan: Plan | None, tp: int | str | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
+def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
     """The ranks that are there, and the degree."""
     degree = plan.tp if plan is not None and tp is None else tp
     ranks = Ranks.find(degree, mesh)

@@ -22,7 +22,6 @@ from .plan import Plan
 from .pricing import lengths
 from .report import plain, size_text, sweep_table
 
-AUTO = "auto"
 DEGREES = (1, 2, 4, 8, 16, 32)
 
 
