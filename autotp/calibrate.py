@@ -30,6 +30,7 @@ from .ranks import Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BATCH = 10e-3  # seconds that calls are timed for together: many launches, and turns on a shared core
+LAUNCHES = 48  # operators that a launch is the mean of
 MOST = 1000  # calls in a batch
 SAMPLES = (3, 9)  # batches, of which the median counts
 
@@ -133,9 +134,8 @@ class Clock:
 def _kernels(clock: Clock, step: Callable[[str], None]) -> Iterator[Kernel]:
     """The launch of a kernel, copies, and matmuls of each dtype that this device has them for."""
     sizes, device = SIZES[clock.device.type], clock.device
-    few = torch.zeros(8, device=device)
     step("launch")
-    yield Kernel("launch", "float32", 0.0, 1.0, clock.time(lambda: few.add_(1)))
+    yield Kernel("launch", "float32", 0.0, 1.0, clock.time(partial(_launches, device)) / LAUNCHES)
     for size in sizes.copies:
         step("copy")
         source, target = (torch.zeros(size // 4, device=device) for _ in range(2))
@@ -149,6 +149,14 @@ def _kernels(clock: Clock, step: Callable[[str], None]) -> Iterator[Kernel]:
             x, w = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
             seconds = clock.time(partial(torch.nn.functional.linear, x, w))
             yield Kernel(f"matmul {short}", short, 2.0 * n**3, 3.0 * n * n * dtype.itemsize, seconds)
+
+
+def _launches(device: torch.device) -> None:
+    """A chain of operators on next to nothing, forward and backward, as eager training runs them."""
+    x = w = torch.ones(8, device=device, requires_grad=True)
+    for _ in range(LAUNCHES // 3):  # one operator forward, two backward: as the cost model counts
+        x = x * w
+    x.backward(torch.ones_like(x))
 
 
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
