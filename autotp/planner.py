@@ -23,6 +23,7 @@ from .pins import find as find_pins
 from .plan import Decision
 from .pricing import Prices
 from .problem import Choice, Item, Problem, Solution, Use
+from .saved import Keepers
 from .solve import Infeasible, feasible, solve
 from .strategies import Candidates, penalty, signatures
 
@@ -70,7 +71,10 @@ class Builder:
         self.same = fold(self.program, self.grads, self.user.marks(self.leaves))
         self.candidates = Candidates(self.tp)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
-        self.prices = Prices(self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective)
+        self.prices = Prices(
+            self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
+            Keepers(self.ops, self.same, self.grads),
+        )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)

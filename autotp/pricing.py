@@ -17,6 +17,7 @@ from .errors import PlanError
 from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from .layouts import I, Layout, Partial, R, Shard
 from .objective import TRAINING, Objective
+from .saved import Keepers, Kept
 from .slices import to_runtime
 from .strategies import share
 
@@ -35,6 +36,7 @@ class Prices:
         grads: nodes whose values carry gradients: their operators count forward and backward.
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
+        keepers: say what is kept for the backward.
     """
 
     program: Capture
@@ -44,8 +46,10 @@ class Prices:
     leaves: Mapping[fx.Node, Leaf]
     sequence: bool | None = None
     objective: Objective = TRAINING
+    keepers: Keepers | None = None
 
     def __post_init__(self) -> None:
+        self._answers: dict[fx.Node, list[Kept]] = {}
         self.tokens = lengths(self.program)
         self.hints = self._hints()
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
@@ -126,7 +130,15 @@ class Prices:
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
         # the backward does about twice the arithmetic and moves about twice the bytes of the forward
-        return 3 * seconds, sum(self.bytes(v) * self.share(x) for v, x in zip(results, outs, strict=True))
+        return 3 * seconds, self._kept(op.node, [*ins, *outs])
+
+    def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
+        """Bytes of what this call is the first to keep for the backward."""
+        if node not in self._answers:
+            self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
+        least = min(map(self.share, layouts), default=1.0)
+        sized = [(self.bytes(x) if isinstance(x, Tensor) else x, at) for x, at in self._answers[node]]
+        return sum(size * (least if at is None else self.share(layouts[at])) for size, at in sized)
 
     def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
         """What dealing out a product's columns adds to its arithmetic, as columns are computed in whole tiles."""

@@ -9,7 +9,7 @@ element (its mask), and attention q, k, v, its result and a statistic a row (Dao
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotp.cost import size_hint
 from autotp.rules.core import Op
 
-from .graph import draws, tensors
+from .graph import Value, draws, resolve, tensors
 
 META = torch.device("meta")
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
@@ -153,3 +153,68 @@ TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
 }
+
+
+Kept = tuple[float | Tensor, int | None]  # what is kept, whole, and the position that it is dealt out with
+
+
+@dataclass
+class Keepers:
+    """Which operator answers for what is kept: of those that keep the same memory, the first in the graph.
+
+    Attributes:
+        ops: the calls, in the order of the graph; `same`: the equal call of the first repeated block.
+        grads: nodes whose values carry gradients.
+    """
+
+    ops: Mapping[fx.Node, Op]
+    same: Mapping[fx.Node, fx.Node]
+    grads: set[fx.Node]
+
+    def __post_init__(self) -> None:
+        self.order = {n: i for i, n in enumerate(self.ops)}
+
+    def saved(self, node: fx.Node) -> Saved:
+        return saved_by(self.ops[self.same[node]], self.grads)
+
+    def of(self, node: fx.Node) -> list[Kept]:
+        """What this call answers for: values, and bytes of its own."""
+        saved, op = self.saved(node), self.ops[node]
+        found: dict[Value, Kept] = {}
+        for slot in sorted(saved.slots):
+            base = self._base(resolve(op.slots[slot]))
+            if base[0] in self.ops and self._first(base) is node:
+                found.setdefault(base, (tensors(base[0])[base[1]], slot))
+        for i in saved.results:
+            if self._first((node, i)) is node:
+                found[node, i] = tensors(node)[i], len(op.slots) + i
+        return [*found.values(), *saved.extra]
+
+    def _base(self, value: Value) -> Value:
+        """The value whose memory this one lies in."""
+        node, index = value
+        while node in self.ops and (slot := dict(self.saved(node).views).get(index)) is not None:
+            node, index = resolve(self.ops[node].slots[slot])
+        return node, index
+
+    def _first(self, value: Value) -> fx.Node | None:
+        """The first call that keeps this memory: its maker, or a reader of the value or of a view of it."""
+        node, index = value
+        if index in self.saved(node).results:
+            return node
+        keeping, work = set(), [value]
+        while work:
+            at = work.pop()
+            for reader, slot in self._readers(at):
+                saved = self.saved(reader)
+                if slot in saved.slots:
+                    keeping.add(reader)
+                work += [(reader, i) for i, s in saved.views if s == slot]
+        return min(keeping, key=self.order.__getitem__, default=None)
+
+    def _readers(self, value: Value) -> list[tuple[fx.Node, int]]:
+        node, index = value
+        users = [u for u in node.users if u in self.ops]
+        users += [u for item in node.users if item not in self.ops and resolve(item) == value for u in item.users]
+        users = [u for u in dict.fromkeys(users) if u in self.ops]
+        return [(u, i) for u in users for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]
