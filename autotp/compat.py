@@ -43,6 +43,11 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
+    """Reading tensors' attributes here is not shown to the tracer's modes, which takes most of the time."""
+    return torch._C.DisableTorchFunction()
+
+
 def told_by_data(val: Any) -> bool:
     """Whether a value, or one of its sizes, is a number that only the data tell."""
     return any(isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))

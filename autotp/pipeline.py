@@ -17,10 +17,11 @@ from autotp.passes.canonicalise import CANONICAL
 from .capture import capture, skeleton
 from .describe import describe
 from .errors import InputError, PlanError
+from .explain import KEPT
 from .graph import Capture, draws, short_name
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
-from .log import dump, stage
+from .log import dump, stage, uncollected
 from .objective import TRAINING, Objective
 from .pins import Dims, read_pins
 from .plan import Plan
@@ -126,6 +127,7 @@ def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, t
         return capture(bare, inputs, device, finish, trial)
 
 
+@uncollected()
 def capture_model(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None
 ) -> tuple[Capture, list[str]]:
@@ -144,6 +146,7 @@ def capture_model(
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
 
 
+@uncollected()
 @dataclass(frozen=True)
 class Staged:
     """A plan with what it was made from."""
@@ -168,6 +171,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     told = [*notes, *without_rule(planned)]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
+    plan.__dict__[KEPT] = builder  # for `Plan.explain`
     return Staged(plan, planned, sharded, builder)
 
 
