@@ -15,6 +15,7 @@ from autotp.passes.patterns import Found, Place, counted, find_blocks
 from . import conversions
 from .graph import module_path, resolve, short_name
 from .layouts import Layout, Partial, Shard, Size
+from .megatron import Sent, hand_plan, priced
 from .memory import measure
 from .plan import Block, Collective, Parameter, Plan, Totals
 from .planner import Builder, Planned
@@ -48,7 +49,7 @@ def describe(
     )
     return Plan(
         model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
-        blocks, _totals(planned, builder, parameters, collectives), memory,
+        blocks, _totals(planned, builder, parameters, collectives, found), memory,
         {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
     )  # fmt: skip
 
@@ -212,15 +213,18 @@ def _primitive(src: Layout, dst: Layout) -> str | None:
 
 
 def _totals(
-    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective]
-) -> Totals:
+    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
+    found: Sequence[Found],
+) -> Totals:  # fmt: skip
     flops = local = 0.0
     for node in planned.ops:
         decision, whole = planned.decisions[node], builder.prices.flops(node)
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
         local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
-    solved = planned.solution
+    s = planned.solution
+    hand = priced(hand_plan(planned, builder, found), builder)
+    sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
     return Totals(
         sum(math.prod(p.shape) for p in parameters),
         sum(math.prod(p.local) for p in parameters),
@@ -228,5 +232,8 @@ def _totals(
         local,
         sum(c.forward_bytes for c in collectives),
         sum(c.backward_bytes for c in collectives),
-        *((solved.seconds, solved.bound, solved.stored, solved.least_stored) if solved is not None else ()),
+        *((s.seconds, s.bound, s.stored, s.least_stored) if s is not None else (0.0, 0.0, 0.0, 0.0)),
+        communication=priced(sent, builder)[1],
+        megatron_bytes=hand[0],
+        megatron_seconds=hand[1],
     )

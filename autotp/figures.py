@@ -15,6 +15,9 @@ class Totals:
         forward_bytes, backward_bytes: sent by a rank in a step.
         seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
         stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
+        communication: seconds of all collectives by the cost model.
+        megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (`autotp.megatron`); 0
+            where the model is not one that it is written for.
     """
 
     parameters: int = 0
@@ -27,6 +30,9 @@ class Totals:
     bound: float = 0.0
     stored: float = 0.0
     least_stored: float = 0.0
+    communication: float = 0.0
+    megatron_bytes: float = 0.0
+    megatron_seconds: float = 0.0
 
 
 @dataclass(frozen=True)

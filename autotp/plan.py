@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
@@ -15,6 +15,9 @@ from .figures import Degree, Memory, Totals
 from .layouts import Dealt, Layout
 from .report import render, renderable
 from .serial import plain, read_layout, read_loop
+
+if TYPE_CHECKING:
+    from .explain import Comparison, Explanation
 
 SCHEMA = 2
 
@@ -138,6 +141,35 @@ class Plan:
     def placements(self) -> dict[str, Layout]:
         """Parameter name -> layout."""
         return {p.name: p.layout for p in self.parameters}
+
+    def explain(self, name: str) -> Explanation:
+        """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
+
+        The model is solved again with the parameter in each place that its operators know; its equals in repeated
+        blocks move with it.
+
+        Args:
+            name: of the parameter, or another name of the same tensor.
+
+        Raises:
+            InputError: there is no such parameter. PlanError: the plan was not made in this process.
+        """
+        from .explain import explain  # noqa: PLC0415  it needs the planner, which makes plans
+
+        return explain(self, name)
+
+    def compare(self, other: Plan) -> Comparison:
+        """How another plan differs: totals, collectives, and the parameters that lie differently.
+
+        Args:
+            other: a plan for the same model, or one that shares names with it; loaded ones too.
+        """
+        from .explain import compare  # noqa: PLC0415
+
+        return compare(self, other)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
 
     def __str__(self) -> str:
         return render(self)

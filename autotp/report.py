@@ -171,6 +171,12 @@ def _totals(plan: Plan) -> Table:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
         proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {_seconds(t.bound)}, gap = {gap:.1%}"
         rows.append(("predicted step", f"{_seconds(t.seconds)} ({proof})"))
+    if t.megatron_bytes:
+        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+        ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
+        rows.append(
+            ("against Megatron's plan", "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios))
+        )
     for row in (*rows, *_memory(plan.memory)):
         table.add_row(*map(Text, row))
     return table
