@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 FEWEST = 4  # blocks in a stack for which one trace is worth while
-PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 OWN = {"_parameters", "_buffers", "_modules", "training"}  # attributes of nn.Module that are looked at one by one
 HOOKS = tuple(n for n in vars(nn.Module()) if "_hooks" in n)
 Place = tuple[str, str]  # module within the block, attribute
@@ -33,11 +33,12 @@ class Unread(int):
     """A number that may be passed on, but not be read."""
 
 
-for _name in (
-    *("add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow neg pos abs".split()),
-    *("invert lshift rshift and rand or ror xor rxor eq ne lt le gt ge bool index int float hash str repr format".split()),
-    *("round trunc floor ceil".split()),
-):
+READING = """
+    add radd sub rsub mul rmul floordiv rfloordiv truediv rtruediv mod rmod divmod rdivmod pow rpow neg pos abs invert
+    lshift rlshift rshift rrshift and rand or ror xor rxor eq ne lt le gt ge bool index int float hash str repr format
+    round trunc floor ceil
+"""
+for _name in READING.split():
     setattr(Unread, f"__{_name}__", _refuse)
 
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from .advice import capture_error, kinds_of, recurs
 from .assumptions import Proof, every_index, masks_of_ones
-from .errors import CaptureError
 from .exporter import Attempt
 from .graph import Capture
 from .log import log

@@ -124,7 +124,7 @@ class Repeats:
 
 def _called_with(leaves: list[Any]) -> Hashable | None:
     """What arguments must share for calls to be of one kind; None where one is neither a tensor nor plain."""
-    found: list[Hashable] = [torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    found: list[Hashable] = [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))]
     seen: list[int] = []
     for x in leaves:
         if isinstance(x, Tensor):

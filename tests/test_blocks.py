@@ -24,6 +24,8 @@ X = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
 class Block(nn.Module):
     """A gated residual block; `place` is its number in the stack."""
 
+    outer: list[nn.Module]
+
     def __init__(self, place: int, scale: float = 1.0) -> None:
         super().__init__()
         self.place, self.scale = place, scale
@@ -31,7 +33,7 @@ class Block(nn.Module):
         self.register_buffer("shift", torch.full((WIDTH,), float(place)))
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        gate, value = self.up(x + self.shift).chunk(2, -1)
+        gate, value = self.up(x + self.get_buffer("shift")).chunk(2, -1)
         y = self.down(gate.sigmoid() * value) * self.scale
         return x + (y if mask is None else y * mask)
 
@@ -63,14 +65,12 @@ class Keeps(Block):
     """Writes to its buffer."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
-        self.shift.add_(1)
+        self.get_buffer("shift").add_(1)
         return super().forward(x, mask)
 
 
 class Closed(Block):
     """Reads a weight that is not its own."""
-
-    outer: list[nn.Module]
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         return super().forward(self.outer[0](x), mask)
@@ -83,9 +83,10 @@ class Stack(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(WIDTH, WIDTH)
-        self.layers = nn.ModuleList(kind(i, scale) for i, scale in enumerate(scales))
-        for block in self.layers:
+        blocks = [kind(i, scale) for i, scale in enumerate(scales)]
+        for block in blocks:
             block.outer = [self.first]  # in a list, which hides it from `parameters()`
+        self.layers = nn.ModuleList(blocks)
 
     def forward(self, x: Tensor) -> tuple[Tensor, ...]:
         x = self.first(x)
