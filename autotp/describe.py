@@ -223,7 +223,8 @@ def _totals(
         flops += whole
         local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
     s = planned.solution
-    hand = priced(hand_plan(planned, builder, found), builder)
+    summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
+    hand = priced(hand_plan(planned, builder, found, summed), builder)
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
     return Totals(
         sum(math.prod(p.shape) for p in parameters),

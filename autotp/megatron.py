@@ -3,7 +3,8 @@
 Shoeybi et al. 2019: attention by heads and feed-forward blocks by columns, then rows. Each block's result is
 all-reduced forward (g there, f* here), and the gradient of what it reads backward (f). The token embedding is split by
 rows: its result is all-reduced forward. The head is split by columns: the gradient of what it reads is all-reduced, and
-the logits are gathered, for they are wanted whole. Sequence parallelism (Korthikanti et al. 2022) sends the same bytes.
+the logits are gathered, for they are wanted whole. Sequence parallelism (Korthikanti et al. 2022) sends the same bytes,
+and the gradients of the norms' weights.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class Sent:
     backward: bool
 
 
-def hand_plan(planned: Planned, builder: Builder, found: Sequence[Found]) -> list[Sent]:
+def hand_plan(planned: Planned, builder: Builder, found: Sequence[Found], sequence: bool = False) -> list[Sent]:
     """The collectives of Megatron's plan; none where it has none: heads that tp does not divide, or a model that is not
-    mostly attention and feed-forward blocks."""
+    mostly attention and feed-forward blocks. `sequence`: with sequence parallelism."""
     counter = _Counter(planned, builder)
     heads = [f.heads.count for f in found if f.heads is not None]
     uneven = any(not isinstance(n, int) or n % planned.tp for n in heads)
@@ -59,6 +60,8 @@ def hand_plan(planned: Planned, builder: Builder, found: Sequence[Found]) -> lis
         elif f.kind == "head":
             out += [s for s in counter.block(f) if s.backward]
             out.append(Sent("all_gather", counter.size(f.nodes[-1]), False))
+        elif f.kind == "norm" and sequence:
+            out += [Sent("all_reduce", counter.size(p), True) for p in f.parameters]
     return out
 
 

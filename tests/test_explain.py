@@ -16,7 +16,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autotp
 from autotp.errors import InputError, PlanError
-from autotp.pipeline import Options, solve_plan
+from autotp.graph import Capture
+from autotp.inputs import Inputs
+from autotp.pipeline import Options, capture_model, solve_plan
 from autotp.plan import Plan
 from tests.models import captured
 
@@ -55,7 +57,7 @@ def test_what_binds():
     pinned = plan(2, pins={"*.up_proj.weight": Replicate()})
     assert pinned.explain(UP).binds == "the pin '*.up_proj.weight': Replicate() by the user"
     assert any(a.layout == "Shard(0) by 64" for a in pinned.explain(UP).alternatives)
-    norm = plan(2).explain("model.norm.weight")
+    norm = large("llama", 2).explain("model.norm.weight")
     assert norm.choice == "whole" and norm.alternatives[0].layout == "whole"
 
 
@@ -110,11 +112,10 @@ def test_comparing_degrees():
 
 
 BLOCK = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "vocab_size": 4096}
-BASE = {"num_hidden_layers": 2}  # and the sizes of the base model, which are the config's defaults
 SEQUENTIAL = {
     "llama": ("LlamaForCausalLM", BLOCK | {"intermediate_size": 2752, "num_key_value_heads": 8, "use_cache": False}),
-    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "use_cache": False}),
-    "bert": ("BertForMaskedLM", BASE),
+    "gpt2": ("GPT2LMHeadModel", {"use_cache": False}),  # the base models, whose sizes are the defaults
+    "bert": ("BertForMaskedLM", {}),
 }
 PARALLEL = {
     "gpt_neox": ("GPTNeoXForCausalLM", BLOCK | {"intermediate_size": 4096, "use_cache": False}),
@@ -124,13 +125,19 @@ PARALLEL = {
 
 
 @cache
-def large(name: str, tp: int) -> Plan:
-    """A plan for a model of real width, on the meta device, 4096 tokens."""
+def capture_of(name: str) -> tuple[Capture, list[str]]:
+    """A model of real width on the meta device, captured with 2048 tokens."""
     kind, fields = (SEQUENTIAL | PARALLEL)[name]
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         model: nn.Module = model_class(model_class.config_class(**fields)).to(torch.bfloat16).eval()
-    return autotp.plan(model, tp, example_inputs={"input_ids": torch.zeros(8, 512, dtype=torch.long)})
+    inputs = Inputs(input_ids=torch.zeros(4, 512, dtype=torch.long))
+    return capture_model(model, inputs, torch.device("cpu"))
+
+
+@cache
+def large(name: str, tp: int) -> Plan:
+    return solve_plan(*capture_of(name), Options.read(tp), name)
 
 
 def ratio(found: Plan) -> float:
@@ -151,10 +158,11 @@ def test_fewer_bytes_than_megatron_for_parallel_blocks(name):
 
 def test_megatrons_bytes_by_hand():
     """Two layers of two blocks, each with an all-reduce both ways; the embedding's; the head's, and its logits."""
-    rows, tp = 8 * 512, 2
+    rows, tp = 4 * 512, 2
     value, logits = rows * 1024 * 2, rows * 4096 * 2
     reduced = 2 * (tp - 1) / tp * value * (2 * 2 * 2 + 1 + 1)
-    assert large("llama", tp).totals.megatron_bytes == reduced + (tp - 1) / tp * logits
+    norms = 2 * (tp - 1) / tp * 5 * 1024 * 2  # the gradients of five norms' weights, as its tokens are split
+    assert large("llama", tp).totals.megatron_bytes == reduced + (tp - 1) / tp * logits + norms
     assert plan(1).totals.megatron_bytes == 0
 
 
