@@ -37,17 +37,27 @@ SAMPLES = (3, 9)  # batches, of which the median counts
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured: widths of square matmuls, bytes of copies and of collectives, and seconds for each."""
+    """What is measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
 
-    widths: tuple[int, ...]
+    matmuls: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
     transfers: tuple[int, ...]
     budget: float
 
 
 SIZES = {
-    "cpu": Sizes((256, 512, 1024), (2**22, 2**24, 2**26), (2**12, 2**16, 2**20, 2**23), 0.1),
-    "cuda": Sizes((1024, 2048, 4096, 8192), (2**24, 2**26, 2**28), (2**12, 2**18, 2**22, 2**26, 2**28), 0.1),
+    "cpu": Sizes(
+        ((256, 256), (64, 1024), (512, 512), (1024, 1024)),
+        (2**20, 2**22, 2**24, 2**26),
+        (2**12, 2**16, 2**20, 2**23),
+        0.1,
+    ),
+    "cuda": Sizes(
+        ((1024, 1024), (512, 4096), (2048, 2048), (4096, 4096), (8192, 8192)),
+        (2**24, 2**26, 2**28),
+        (2**12, 2**18, 2**22, 2**26, 2**28),
+        0.1,
+    ),
 }
 
 
@@ -63,7 +73,8 @@ def calibrate(
 
     Matmuls by dtype, copies and the launch of a kernel are timed on every rank at once, so ranks that share a device's
     memory or a processor's cores share them here too; where there are ranks (torchrun), also each collective, over
-    sizes and group sizes. The numbers are the least squares of the relative errors. Call it on all ranks alike.
+    sizes and group sizes. The numbers are least squares of the logarithm of predicted over measured time. Call it on all
+    ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -138,17 +149,18 @@ def _kernels(clock: Clock, step: Callable[[str], None]) -> Iterator[Kernel]:
     yield Kernel("launch", "float32", 0.0, 1.0, clock.time(partial(_launches, device)) / LAUNCHES)
     for size in sizes.copies:
         step("copy")
-        source, target = (torch.zeros(size // 4, device=device) for _ in range(2))
-        yield Kernel("copy", "float32", 0.0, 2.0 * size, clock.time(partial(target.copy_, source)))
+        source = torch.zeros(size // 4, device=device)  # into new memory, as operators write
+        yield Kernel("copy", "float32", 0.0, 2.0 * size, clock.time(source.clone))
     for dtype in DTYPES:
         short = str(dtype).removeprefix("torch.")
         if not _multiplies(dtype, device):
             continue
-        for n in sizes.widths:
+        for rows, n in sizes.matmuls:
             step(f"matmul {short}")
-            x, w = (torch.ones(n, n, dtype=dtype, device=device) for _ in range(2))
+            x, w = (torch.ones(k, n, dtype=dtype, device=device) for k in (rows, n))
             seconds = clock.time(partial(torch.nn.functional.linear, x, w))
-            yield Kernel(f"matmul {short}", short, 2.0 * n**3, 3.0 * n * n * dtype.itemsize, seconds)
+            moved = float((2 * rows * n + n * n) * dtype.itemsize)
+            yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
 
 
 def _launches(device: torch.device) -> None:

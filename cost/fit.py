@@ -1,4 +1,8 @@
-"""A cluster's numbers from measured times: least squares on what the cost model is linear in."""
+"""A cluster's numbers from measured times: least squares of the logarithm of predicted over measured.
+
+Relative errors would not do: a prediction that is too long can be off by more than one that is too short, so that the
+fit would lean to short ones.
+"""
 
 from __future__ import annotations
 
@@ -13,6 +17,7 @@ from .cluster import Cluster
 from .collectives import Group, Link, collective_seconds, ring_seconds
 from .compute import op_seconds
 
+ROUNDS = 30  # of reweighted least squares
 LEAST_LATENCY = 1e-9  # seconds, which a fit may not go below: a link is never free, nor is it faster than memory
 
 
@@ -57,7 +62,7 @@ class Error(NamedTuple):
 
 
 def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster) -> Cluster:
-    """The cluster that comes closest to the measured times, in the sum of squared relative errors.
+    """The cluster that comes closest to the measured times, by the squared logarithms of predicted over measured.
 
     Arguments:
         kernels: "launch" (a kernel that does nothing to speak of), "copy", and matmuls by dtype.
@@ -107,26 +112,29 @@ def _links(transfers: Sequence[Transfer], cluster: Cluster) -> Cluster:
 
 
 def _link(transfers: Sequence[Transfer], forwards: bool, least: float) -> tuple[Link | None, float]:
-    """Latency and bandwidth of the links of rings, and the sum of squared relative errors."""
+    """Latency and bandwidth of the links of rings, and the sum of squared logarithms."""
     if not transfers:
         return None, 0.0
-    steps = [ring_seconds(t.item, t.nbytes, t.n, Link(1.0, math.inf, forwards)) / t.seconds for t in transfers]
-    passed = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) / t.seconds for t in transfers]
-    a, b = torch.tensor(steps, dtype=torch.float64), torch.tensor(passed, dtype=torch.float64)
-    latency, per_byte = _two(a, b, least)
-    error = float((latency * a + per_byte * b - 1).square().sum())
-    return Link(latency, 1 / per_byte, forwards), error
+    steps = [ring_seconds(t.item, t.nbytes, t.n, Link(1.0, math.inf, forwards)) for t in transfers]
+    passed = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) for t in transfers]
+    a, b, t = (torch.tensor(x, dtype=torch.float64) for x in (steps, passed, [t.seconds for t in transfers]))
+    predicted, latency, per_byte = t, LEAST_LATENCY, least
+    for _ in range(ROUNDS):
+        weights = (predicted * t).rsqrt()  # (p - t) / sqrt(p t) is the logarithm of p / t, but for its third power
+        latency, per_byte = _two(a * weights, b * weights, t * weights, least)
+        predicted = latency * a + per_byte * b
+    return Link(latency, 1 / per_byte, forwards), float((predicted / t).log().square().sum())
 
 
-def _two(a: torch.Tensor, b: torch.Tensor, least: float) -> tuple[float, float]:
-    """Least squares x, y of a x + b y = 1, with x at least `LEAST_LATENCY` and y at least `least`."""
+def _two(a: torch.Tensor, b: torch.Tensor, t: torch.Tensor, least: float) -> tuple[float, float]:
+    """Least squares x, y of a x + b y = t, with x at least `LEAST_LATENCY` and y at least `least`."""
     scale = torch.stack([a.max(), b.max()]).clamp_min(1e-300)  # the columns differ by many orders of magnitude
-    rows, ones = torch.stack([a, b], dim=1) / scale, torch.ones(len(a), 1, dtype=torch.float64)
-    x, y = (torch.linalg.lstsq(rows, ones, driver="gelsd").solution.flatten() / scale).tolist()
+    found = torch.linalg.lstsq(torch.stack([a, b], dim=1) / scale, t[:, None], driver="gelsd").solution
+    x, y = (found.flatten() / scale).tolist()
     if x < LEAST_LATENCY:
-        x, y = LEAST_LATENCY, _one(b, 1 - LEAST_LATENCY * a)
+        x, y = LEAST_LATENCY, _one(b, t - LEAST_LATENCY * a)
     if y < least:
-        x, y = max(_one(a, 1 - least * b), LEAST_LATENCY), least
+        x, y = max(_one(a, t - least * b), LEAST_LATENCY), least
     return x, y
 
 
@@ -135,8 +143,6 @@ def _one(a: torch.Tensor, right: torch.Tensor) -> float:
 
 
 def _rate(points: Sequence[tuple[float, float]], default: float) -> float:
-    """Work per second from (work, seconds): least squares on the relative errors of the seconds."""
-    kept = [(work / seconds) for work, seconds in points if seconds > 0]
-    if not kept:
-        return default
-    return sum(r * r for r in kept) / sum(kept)  # 1/rate minimises the sum of (work / rate / seconds - 1)^2
+    """Work per second from (work, seconds)."""
+    logarithms = [math.log(work / seconds) for work, seconds in points if seconds > 0]
+    return math.exp(sum(logarithms) / len(logarithms)) if logarithms else default

@@ -84,7 +84,7 @@ def test_groups_leave_no_rank_over():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], widths=(64, 128), budget=0.01))
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.01))
 
 
 def test_one_process(quick, capsys, tmp_path):
@@ -122,7 +122,7 @@ def test_calls_are_timed():
 
 def on_a_rank(rank: int, world: int, group: Any, nodes: int) -> Cluster:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    SIZES["cpu"] = replace(SIZES["cpu"], widths=(64,), transfers=(2**12, 2**21), budget=0.005)
+    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((64, 64),), transfers=(2**12, 2**21), budget=0.005)
     return autotp.calibrate(mesh, devices_per_node=world // nodes, show=False)
 
 
