@@ -12,20 +12,17 @@ import torch
 from torch import Size, nn
 
 import autotp
-from autotp.cost import collective_bytes
 from autotp.inputs import MAKERS, for_model
-from autotp.plan import Block, Plan
+from autotp.megatron import layer
+from autotp.plan import Plan
 
 from .build import SCALE, Architecture, build, wide
 from .isolate import Record, Send
 
 ROOT = Path(__file__).resolve().parent.parent
 WORDS = 300  # characters of a reason
-LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 RULELESS = re.compile(r"operators without a rule run whole: (.*) \(autotp")  # as a plan's notes say it
 TEXT = {"input_ids", "decoder_input_ids"}
-FEED_FORWARD = ("mlp", "experts")
-COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks for Megatron's count to apply
 ROWS, LENGTH = 4, 64 * SCALE  # tokens that wide models are planned for
 
 
@@ -82,7 +79,7 @@ def proved(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> Record:
         return {"ok": False, "why": reason(error)}
     assert report.plan is not None
     why = None if report.ok else clean(str(report))
-    return {"ok": report.ok, "why": why, **figures(report.plan, model.config, inputs)}
+    return {"ok": report.ok, "why": why, **figures(report.plan, inputs)}
 
 
 def planned(architecture: Architecture, inputs: Mapping[str, Any], tp: int) -> Record:
@@ -90,12 +87,12 @@ def planned(architecture: Architecture, inputs: Mapping[str, Any], tp: int) -> R
     try:
         model = wide(architecture)
         long = {k: v.new_zeros(ROWS, LENGTH) for k, v in inputs.items()}
-        return figures(autotp.plan(model, tp, example_inputs=long), model.config, long)
+        return figures(autotp.plan(model, tp, example_inputs=long), long)
     except Exception as error:
         return {"failed": reason(error)}
 
 
-def figures(plan: Plan, config: Any, inputs: Mapping[str, Any]) -> Record:
+def figures(plan: Plan, inputs: Mapping[str, Any]) -> Record:
     """Shares of the fullest rank, collectives per layer, bytes, and the operators that have no rule."""
     inside = {name for block in plan.blocks for name in block.parameters}  # every parameter that is read
     read = [p for p in plan.parameters if p.name in inside]
@@ -107,15 +104,9 @@ def figures(plan: Plan, config: Any, inputs: Mapping[str, Any]) -> Record:
         "flops": round(plan.totals.local_flops / max(plan.totals.flops, 1.0), 4),
         "per_layer": per_layer(plan),
         "bytes": round(plan.totals.forward_bytes + plan.totals.backward_bytes),
-        "megatron": megatron(plan, config, inputs),
+        "megatron": megatron(plan, inputs),
         "without_rule": [x for x in ruleless if not x.startswith("aten.sym_")],  # these make no tensor
     }
-
-
-def layer(path: str) -> str:
-    """The repeated layer that a module path or a parameter's name lies in: up to the first number; "" for none."""
-    found = LAYER.match(path)
-    return found.group(1) if found else ""
 
 
 def per_layer(plan: Plan) -> list[float] | None:
@@ -126,48 +117,10 @@ def per_layer(plan: Plan) -> list[float] | None:
     return [round(n / count, 2) for n in sides] if count else None
 
 
-def megatron(plan: Plan, config: Any, inputs: Mapping[str, Any]) -> int | None:
-    """Bytes that a rank sends in a step by Megatron's scheme, counted from the plan's blocks (docs/models.md says how).
-
-    Returns: None for what is not a text model made of attention and feed-forward blocks.
-    """
-    attentions, others = count(plan, ("attention",)), count(plan, FEED_FORWARD)
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    width, vocabulary = getattr(text, "hidden_size", None), getattr(text, "vocab_size", None)
-    whole = set(inputs) <= TEXT and "input_ids" in inputs and attentions and covered(plan) >= COVERED
-    if not whole or not isinstance(width, int) or not isinstance(vocabulary, int):
-        return None
-    ids, decoder = inputs["input_ids"].numel(), inputs.get("decoder_input_ids")
-    if decoder is None:
-        logits, looked_up, rows = ids, ids, 2 * (attentions + others) * ids
-    else:
-        logits, looked_up = decoder.numel(), ids + decoder.numel()
-        above, below = attentions - others, 2 * others - attentions  # decoder layers have two attentions each
-        rows = 2 * (2 * below * ids + 3 * above * logits) + above * ids
-    kinds = {b.kind for b in plan.blocks if b.kind != "embedding" or b.detail.startswith(f"{vocabulary} ")}
-    rows += looked_up * ("embedding" in kinds) + logits * ("head" in kinds)
-    size = getattr(torch, plan.parameters[0].dtype).itemsize
-    sent = collective_bytes("all_reduce", size * width * rows, plan.tp)
-    return round(sent + collective_bytes("all_gather", size * vocabulary * logits * ("head" in kinds), plan.tp))
-
-
-def count(plan: Plan, kinds: Sequence[str]) -> int:
-    """Blocks of these kinds; those of a layer with experts count once."""
-    blocks = [b for b in plan.blocks if b.kind in kinds]
-    sparse = {layer(b.module) for b in blocks if b.kind == "experts"}
-    return len(sparse) + sum(layer(b.module) not in sparse for b in blocks)
-
-
-def covered(plan: Plan) -> float:
-    """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
-    sizes = {p.name: Size(p.shape).numel() for p in plan.parameters if len(p.shape) > 1}
-
-    def held(blocks: list[Block]) -> int:
-        return sum(sizes.get(n, 0) for n in {n for b in blocks for n in b.parameters})
-
-    ends = [b for b in plan.blocks if b.kind in ("embedding", "head")]
-    inside = [b for b in plan.blocks if b.kind in ("attention", *FEED_FORWARD)]
-    return held(inside) / max(sum(sizes.values()) - held(ends), 1)
+def megatron(plan: Plan, inputs: Mapping[str, Any]) -> int | None:
+    """Bytes that a rank sends in a step by Megatron's scheme (`autotp.megatron`); None for what is not a text model."""
+    text = set(inputs) <= TEXT and "input_ids" in inputs
+    return round(plan.totals.megatron_bytes) if text and plan.totals.megatron_bytes else None
 
 
 def reason(error: Exception) -> str:

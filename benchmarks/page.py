@@ -56,6 +56,9 @@ N ranks, an all-reduce of a value sends 2(N-1)/N of its bytes, an all-gather (N-
 - The embedding, split by vocabulary: one all-reduce of b·s·h forward.
 - The head, split by vocabulary: one all-reduce of b·s·h backward, and one all-gather of its b·s·V outputs, because
   autotp's outputs are whole.
+- Where the plan splits the sequence: an all-reduce of the gradient of every norm's weights.
+
+No count for heads that the ranks do not divide: Megatron refuses those.
 """
 
 HAND = """\
