@@ -92,19 +92,20 @@ class Prices:
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
         return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
 
-    def _cached(self, op: Op) -> dict[int, Mapping[Any, int]]:
-        """Operands that decoding reads from the cache, whole sequences of them: keys and values.
+    def _longer(self, op: Op) -> dict[int, float]:
+        """Operands that decoding reads of a whole sequence, keys and values of the cache, and how much longer that is.
 
         They are those of the fused attention, and second operands of products with scores, whose shape has the length
         twice.
         """
         if self.objective.name != "decode" or len(op.slots) < 2:
             return {}
-        whole = self.program.hints
-        if getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention:
-            return dict.fromkeys(range(1, len(op.slots)), whole)
+        fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
         often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
-        return {1: whole} if 2 in often and often[1] == 1 and self.flops(op.node) else {}
+        product = 2 in often and often[1] == 1 and self.flops(op.node)
+        slots = range(1, len(op.slots)) if fused else (1,) if product else ()
+        whole = self.program.hints
+        return {i: max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i]) for i in slots}
 
     def operator(
         self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
@@ -114,9 +115,9 @@ class Prices:
         if is_free(op):
             return 0.0, 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
-        cached = self._cached(op)
+        longer = self._longer(op)
         sides = enumerate(zip(vals, [*ins, *outs], strict=False))
-        sides = [nbytes(v, cached.get(i, self.hints)) * self.share(x) for i, (v, x) in sides]
+        sides = [self.bytes(v) * longer.get(i, 1.0) * self.share(x) for i, (v, x) in sides]
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         moved = sum(sides)
