@@ -151,13 +151,11 @@ def compile(
             gets inputs made from its config; any other module is captured at its first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node: see `autotp.plan`.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
         outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
-        backend: "eager".
-        options: options of the backend; none for "eager".
+        backend: "eager"; `options`: of the backend, none for "eager".
         check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
             feeds tp ranks different batches). Otherwise input shapes and dtypes are compared where they are new.
-        check_capture: see `autotp.plan`.
 
     Returns:
         The `ShardedModule`.
