@@ -20,11 +20,11 @@ from autotp.passes.patterns import Found
 
 from . import conversions
 from .figures import Memory
-from .graph import Value, module_path, resolve, short_name, size_hint, tensors
+from .graph import Value, module_path, resolve, short_name, tensors
 from .layouts import Layout
 from .objective import Objective
 from .planner import Planned
-from .pricing import nbytes
+from .pricing import nbytes, sizer
 from .rewrite import Sharded
 from .saved import Saved, saved_by
 from .slices import to_runtime
@@ -80,7 +80,7 @@ def _cache(found: Found, planned: Planned, line: _Line, hints: Hints) -> float:
     node, slot, _ = found.heads.kv_at
     key = resolve(planned.ops[node].slots[slot])
     val = tensors(key[0])[key[1]]
-    return 2 * nbytes(val, hints) * line.share(planned.decisions[node].ins[slot])
+    return 2 * nbytes(val, sizer(hints)) * line.share(planned.decisions[node].ins[slot])
 
 
 def _place(node: fx.Node | None) -> str:
@@ -95,7 +95,8 @@ class _Line:
     """The lifetimes of everything in a rank's program."""
 
     def __init__(self, planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> None:
-        self.planned, self.sharded, self.hints, self.training = planned, sharded, hints, objective.training
+        self.planned, self.sharded, self.hint, self.training = planned, sharded, sizer(hints), objective.training
+        self.example = sizer(planned.program.hints)
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind in STEADY}
@@ -109,14 +110,14 @@ class _Line:
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
-            self.shares[layout] = share(layout, self.planned.tp, lambda s: size_hint(s, self.hints))
+            self.shares[layout] = share(layout, self.planned.tp, self.hint)
         return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:
         """Bytes that a rank holds of a value; equal values of equal blocks are counted once."""
         key = self.planned.same.get(value[0], value[0]), value[1], layout
         if key not in self.sizes:
-            self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hints) * self.share(layout)
+            self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hint) * self.share(layout)
         return self.sizes[key]
 
     def saved(self, node: fx.Node) -> Saved:
@@ -200,8 +201,8 @@ class _Line:
         layouts, values = [*decision.ins, *decision.outs], [*(s.meta["val"] for s in op.slots), *tensors(old)]
         val = tensors(old)[0] if like is None else values[like]
         part = min(map(self.share, layouts)) if like is None else self.share(layouts[like])
-        example = nbytes(val, self.planned.program.hints)
-        return part * nbytes(val, self.hints) / example if example else part
+        example = nbytes(val, self.example)
+        return part * nbytes(val, self.hint) / example if example else part
 
     def _gradients(self, changes: list[float]) -> None:
         """The gradients of everything but parameters, whose gradients are steady."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from torch import Tensor, fx
@@ -15,7 +16,7 @@ from autotp.rules.core import Factor, Op, aten, sizes
 from . import conversions
 from .errors import PlanError
 from .graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
-from .layouts import I, Layout, Partial, R, Shard
+from .layouts import I, Layout, Partial, R, Shard, Size
 from .objective import TRAINING, Objective
 from .saved import Keepers, Kept
 from .slices import to_runtime
@@ -49,9 +50,11 @@ class Prices:
     keepers: Keepers | None = None
 
     def __post_init__(self) -> None:
+        self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
         self._answers: dict[fx.Node, list[Kept]] = {}
         self.tokens = lengths(self.program)
         self.hints = self._hints()
+        self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
@@ -73,11 +76,13 @@ class Prices:
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
-        return share(layout, self.tp, lambda s: size_hint(s, self.hints))
+        return share(layout, self.tp, self.hint)
 
     def bytes(self, val: Tensor) -> float:
         """Bytes of the whole value."""
-        return nbytes(val, self.hints)
+        if id(val) not in self._bytes:
+            self._bytes[id(val)] = nbytes(val, self.hint), val
+        return self._bytes[id(val)][0]
 
     def held_parameter(self, stored: float, val: Tensor) -> float:
         """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
@@ -200,11 +205,16 @@ def lengths(program: Capture) -> set[Any]:
     return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
 
 
-def nbytes(val: Tensor, hints: Mapping[Any, int]) -> float:
+def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:
+    """`size_hint` with these sizes for the symbols; substituting is slow, and a graph has few different sizes."""
+    return cache(lambda size: size_hint(size, hints))
+
+
+def nbytes(val: Tensor, hint: Callable[[Size], int]) -> float:
     """Bytes of the whole value with these sizes for its symbols."""
     count = val.element_size()
     for s in sizes(val):
-        count *= size_hint(s, hints)
+        count *= hint(s)
     return float(count)
 
 
