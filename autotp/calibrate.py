@@ -6,7 +6,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -67,14 +67,15 @@ def calibrate(
     name: str = "calibrated",
     base: str | Cluster | None = None,
     devices_per_node: int | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
     show: bool = True,
 ) -> Cluster:
     """Measure the machine that this runs on and fit a `Cluster` to it.
 
     Matmuls by dtype, copies and the launch of a kernel are timed on every rank at once, so ranks that share a device's
     memory or a processor's cores share them here too; where there are ranks (torchrun), also each collective, over
-    sizes and group sizes. The numbers are least squares of the logarithm of predicted over measured time. Call it on all
-    ranks alike.
+    sizes and group sizes. The numbers are least squares of the logarithms of predicted over measured times. Call it
+    on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -84,6 +85,7 @@ def calibrate(
             device, otherwise "local".
         devices_per_node: default: what torchrun started on this machine, where that is not all ranks; otherwise this
             machine's CUDA devices, or the base's number.
+        dtypes: of the matmuls that are measured; float32 always is. A dtype left out counts as float32.
         show: print what was found with the fit's error, and how far the measuring is, on rank 0.
 
     Returns:
@@ -92,6 +94,8 @@ def calibrate(
     Raises:
         InputError: an argument is not what it must be. RankError: a rank has no device, or is not in the mesh.
     """
+    if not all(isinstance(d, torch.dtype) for d in dtypes):
+        raise InputError(f"dtypes={dtypes!r}: give torch's dtypes, such as [torch.float32, torch.bfloat16].")
     ranks = Ranks.find(None, mesh)
     device = ranks.device if ranks else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = Cluster.resolve(base if base is not None else "h100" if device.type == "cuda" else "local")
@@ -99,7 +103,7 @@ def calibrate(
     first = ranks is None or ranks.rank == 0
     clock = Clock(ranks, device, SIZES[device.type].budget)
     with _progress(show and first) as step:
-        kernels = list(_kernels(clock, step))
+        kernels = list(_kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
         transfers = list(_transfers(clock, start, step)) if ranks is not None and ranks.tp > 1 else []
     found = fit(kernels, transfers, start)
     if show and first:
@@ -142,7 +146,7 @@ class Clock:
         return float(held)
 
 
-def _kernels(clock: Clock, step: Callable[[str], None]) -> Iterator[Kernel]:
+def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], None]) -> Iterator[Kernel]:
     """The launch of a kernel, copies, and matmuls of each dtype that this device has them for."""
     sizes, device = SIZES[clock.device.type], clock.device
     step("launch")
@@ -151,14 +155,14 @@ def _kernels(clock: Clock, step: Callable[[str], None]) -> Iterator[Kernel]:
         step("copy")
         source = torch.zeros(size // 4, device=device)  # into new memory, as operators write
         yield Kernel("copy", "float32", 0.0, 2.0 * size, clock.time(source.clone))
-    for dtype in DTYPES:
+    for dtype in dtypes:
         short = str(dtype).removeprefix("torch.")
         if not _multiplies(dtype, device):
             continue
         for rows, n in sizes.matmuls:
             step(f"matmul {short}")
-            x, w = (torch.ones(k, n, dtype=dtype, device=device) for k in (rows, n))
-            seconds = clock.time(partial(torch.nn.functional.linear, x, w))
+            x, g, w = (torch.ones(k, n, dtype=dtype, device=device) for k in (rows, rows, n))
+            seconds = clock.time(partial(_products, x, w, g)) / 3
             moved = float((2 * rows * n + n * n) * dtype.itemsize)
             yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
 
@@ -171,10 +175,15 @@ def _launches(device: torch.device) -> None:
     x.backward(torch.ones_like(x))
 
 
+def _products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a linear layer multiplies, forward and backward: they are laid out differently, and take different times."""
+    return x @ w.T, g @ w, g.T @ x
+
+
 def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
     x = torch.ones(8, 8, dtype=dtype, device=device)
     try:
-        torch.nn.functional.linear(x, x)
+        _products(x, x, x)
     except RuntimeError:  # "not implemented for": the device, or this build of torch, lacks the dtype
         return False
     return True
@@ -237,7 +246,7 @@ def _machine(
     if world > held and world % held:
         raise InputError(f"devices_per_node={held} does not divide the {world} ranks: every node holds equally many.")
     title = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads: {_processor()}"
-    size = torch.cuda.get_device_properties(device).total_memory if cuda else _memory() / min(here, world) or 1.0
+    size = torch.cuda.get_device_properties(device).total_memory if cuda else _memory() / min(here, world)
     links = "matmuls, copies, collectives" if world > 1 else f"matmuls, copies; links are those of {base.name!r}"
     source = f"autotp.calibrate, torch {torch.__version__}, {world} rank{'s' * (world > 1)}; {links}"
     return {
@@ -246,11 +255,9 @@ def _machine(
 
 
 def _memory() -> float:
-    """Bytes of this machine's memory."""
-    try:
-        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    except (AttributeError, OSError, ValueError):  # not on this platform
-        return 16e9
+    """Bytes of this machine's memory; a nominal number where the platform does not tell."""
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
 
 
 def _processor() -> str:

@@ -97,12 +97,11 @@ def measure(rank: int, tp: int, shapes: Sequence[Shape], folder: str) -> None:
     warnings.simplefilter("ignore")
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store{tp}", rank=rank, world_size=tp)
-    cluster = autotp.calibrate(name=f"{tp} ranks", show=False)
-    ranks = Ranks.find(tp)
-    clock = Clock(ranks, torch.device("cpu"), BUDGET)
+    clock = Clock(Ranks.find(tp), torch.device("cpu"), BUDGET)
+    cluster = autotp.calibrate(name=f"{tp} ranks", dtypes=[torch.float32], show=False)
     points = [step(shape, tp, cluster, clock) for shape in shapes]
     if rank == 0:
-        Path(folder, f"{tp}.json").write_text(json.dumps({"cluster": cluster.to_dict(), "points": points}))
+        Path(folder, f"{tp}.json").write_text(json.dumps({"cluster": fitted(cluster), "points": points}))
     dist.barrier()
     dist.destroy_process_group()
     time.sleep(0.2)  # gloo's threads
@@ -125,7 +124,7 @@ def step(shape: Shape, tp: int, cluster: autotp.Cluster, clock: Clock) -> Point:
 def run(
     tps: Sequence[int] = TPS, shapes: Sequence[Shape] | None = None, quiet: bool = False
 ) -> tuple[list[Point], Any]:
-    """All points, and the calibrated cluster of each degree."""
+    """All points, and what was calibrated for each."""
     chosen = [Shape(*s) for s in SHAPES] if shapes is None else shapes
     points: list[Point] = []
     clusters = {}
@@ -136,6 +135,13 @@ def run(
             points += [Point(*p) for p in found["points"]]
             clusters[tp] = found["cluster"]
     return points, clusters
+
+
+def fitted(cluster: autotp.Cluster) -> dict[str, float]:
+    """The numbers of a calibrated cluster that predictions here depend on, in three digits."""
+    names = ("memory_bandwidth", "launch_overhead", "intra_latency", "intra_bandwidth")
+    numbers = {"float32_flops": cluster.peak("float32"), **{n: getattr(cluster, n) for n in names}}
+    return {n: float(f"{x:.3g}") for n, x in numbers.items()}
 
 
 def summary(points: Sequence[Point]) -> dict[str, float]:

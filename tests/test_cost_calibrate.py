@@ -95,8 +95,8 @@ def test_one_process(quick, capsys, tmp_path):
     assert "matmul bfloat16" in said and "mean error of the fit" in said and "not measured" in said
     found.save(tmp_path / "mine.toml")
     assert Cluster.resolve(str(tmp_path / "mine.toml")) == found
-    autotp.calibrate(base=found, show=False)
-    assert not capsys.readouterr().out
+    again = autotp.calibrate(base=found, show=False, dtypes=[torch.bfloat16])
+    assert not capsys.readouterr().out and set(again.peak_flops) == {"float32", "bfloat16"}
 
 
 @pytest.mark.parametrize(
@@ -106,6 +106,7 @@ def test_one_process(quick, capsys, tmp_path):
         ({"name": 3}, "Cluster.name"),
         ({"devices_per_node": 0}, "devices_per_node"),
         ({"mesh": 2}, "mesh is int"),
+        ({"dtypes": ["float32"]}, "torch.float32"),
     ],
 )
 def test_bad_arguments_are_refused(given, said):
