@@ -1,0 +1,136 @@
+"""How long planning takes, from 2 to 126 layers, beside one `torch.export` of the same model.
+
+    python -m benchmarks.plan_time           # prints the table and a JSON line
+    python -m benchmarks.plan_time --write   # and the section of docs/performance.md
+
+Llama shapes on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.progress import track
+from torch.export import Dim
+
+import autotp
+from autotp.inputs import for_model
+from autotp.pipeline import Options, capture_model, solve_plan
+
+from . import isolate
+from .command import made
+from .isolate import Record, Send
+from .performance import table, write_section
+
+HEADING = "Planning time"
+TP, LIMIT, ROUNDS = 8, 300.0, 3
+# name -> layers, hidden size, feed-forward size, heads; 8 heads of keys and values, a vocabulary of 128256
+MODELS = {
+    "8B shape, 2 layers": (2, 4096, 14336, 32),
+    "8B shape, 8 layers": (8, 4096, 14336, 32),
+    "Llama-8B": (32, 4096, 14336, 32),
+    "Llama-70B": (80, 8192, 28672, 64),
+    "Llama-405B": (126, 16384, 53248, 128),
+}
+
+
+def build(name: str) -> transformers.LlamaForCausalLM:
+    """A model of these shapes on the meta device."""
+    layers, hidden, wide, heads = MODELS[name]
+    config = transformers.LlamaConfig(
+        num_hidden_layers=layers, hidden_size=hidden, intermediate_size=wide, num_attention_heads=heads,
+        num_key_value_heads=8, vocab_size=128256, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+
+
+def export(name: str, send: Send) -> None:
+    """CPU seconds of `torch.export` alone."""
+    model = build(name)
+    inputs: Any = for_model(model)
+    given = {k: v.to("meta") for k, v in inputs.kwargs.items()}
+    sizes = {k: dict.fromkeys(range(v.ndim), Dim.AUTO) for k, v in given.items()}
+    began = time.process_time()
+    torch.export.export(model, (), given, dynamic_shapes=sizes, strict=False)
+    send({"export": time.process_time() - began})
+
+
+def plan(name: str, send: Send) -> None:
+    """CPU seconds of capture and of planning, and the process's peak memory."""
+    model = build(name)
+    inputs: Any = for_model(model)
+    began = time.process_time()
+    captured, notes = capture_model(model, inputs, torch.device("cpu"))
+    between = time.process_time()
+    solve_plan(captured, notes, Options.read(TP), name)
+    ended = time.process_time()
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+    send({"capture": between - began, "plan": ended - between, "total": ended - began, "peak_gb": peak})
+
+
+def shard(name: str, send: Send) -> None:
+    """CPU seconds from the module to the sharded module of one rank."""
+    model = build(name)
+    began = time.process_time()
+    autotp.compile(model, TP)
+    send({"compile": time.process_time() - began})
+
+
+def measured(name: str, rounds: int) -> Record:
+    """Medians over processes, one after another."""
+    found: dict[str, list[float]] = {}
+    for round_ in range(rounds):
+        for function in (plan, shard, export)[: 3 if round_ == 0 else 2]:
+            record, why = isolate.run(function, name, limit=LIMIT)
+            if why:
+                raise RuntimeError(f"{name}, {function.__name__}: {why}")
+            for key, value in record.items():
+                found.setdefault(key, []).append(value)
+    return {key: round(statistics.median(values), 2) for key, values in found.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"processes for each figure (default {ROUNDS})")
+    given = parser.parse_args(arguments)
+    before = os.getloadavg()[0]
+    results = {
+        n: measured(n, given.rounds) for n in track(MODELS, "measuring", console=Console(stderr=True), transient=True)
+    }
+    head = "", "torch.export", "capture", "plan", "module to plan", "module to sharded module", "peak memory, GB"
+    keys = "export", "capture", "plan", "total", "compile", "peak_gb"
+    shown = table(head, [[n, *(f"{r[k]:.2f}" for k in keys)] for n, r in results.items()])
+    record = {"benchmark": "plan_time", **made("benchmarks.plan_time", arguments), "load_before": round(before, 1)}
+    record |= {"tp": TP, "rounds": given.rounds, "models": results}
+    print(shown)
+    if given.write:
+        write_section(HEADING, f"{_told(record)}\n\n{shown}")
+    print(json.dumps(record))
+
+
+def _told(record: Record) -> str:
+    machine = f"{os.cpu_count()} cores of {record['machine']}"
+    versions = f"torch {record['torch']}, transformers {record['transformers']}, Python {record['python']}"
+    return (
+        f"`{record['command']}`: CPU seconds at tp={TP}, median of {record['rounds']} processes (`torch.export`: one), "
+        "on the\nmeta device with symbolic batch and length. Equal blocks are traced once: capture grows by the "
+        f"bookkeeping of a\nlayer, not by its trace. {machine};\n{versions}, {record['date']}, load average "
+        f"{record['load_before']} before the run."
+    )
+
+
+if __name__ == "__main__":
+    main()
