@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import platform
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -26,12 +23,14 @@ from autotp.cost.fit import Kernel, Sample, Transfer, errors, fit
 
 from .collectives import real
 from .errors import InputError
+from .machine import described
 from .ranks import Ranks
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 BATCH = 10e-3  # seconds that calls are timed for together: many launches, and turns on a shared core
 LAUNCHES = 48  # operators that a launch is the mean of
 MOST = 1000  # calls in a batch
+LONG = 0.05  # seconds of a matmul after which no larger one of its dtype is measured
 SAMPLES = (3, 9)  # batches, of which the median counts
 
 
@@ -99,7 +98,7 @@ def calibrate(
     ranks = Ranks.find(None, mesh)
     device = ranks.device if ranks else torch.device("cuda" if torch.cuda.is_available() else "cpu")
     start = Cluster.resolve(base if base is not None else "h100" if device.type == "cuda" else "local")
-    start = replace(start, **_machine(name, start, ranks, device, devices_per_node))
+    start = replace(start, **described(name, start, ranks, device, devices_per_node))
     first = ranks is None or ranks.rank == 0
     clock = Clock(ranks, device, SIZES[device.type].budget)
     with _progress(show and first) as step:
@@ -165,6 +164,8 @@ def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], 
             seconds = clock.time(partial(_products, x, w, g)) / 3
             moved = float((2 * rows * n + n * n) * dtype.itemsize)
             yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
+            if seconds > LONG:  # this device is slow with the dtype
+                break
 
 
 def _launches(device: torch.device) -> None:
@@ -232,38 +233,6 @@ def _collective(
     shape = {"all_reduce": (count,), "all_gather": (count // n,), "reduce_scatter": (n, count // n)}
     x = torch.zeros(shape.get(primitive, (n, count // (n * n))), device=device)
     return lambda: real(primitive, x, "sum", tp=n, group=group.group_name)  # type: ignore[arg-type]
-
-
-def _machine(
-    name: str, base: Cluster, ranks: Ranks | None, device: torch.device, devices_per_node: int | None
-) -> dict[str, object]:
-    """What is known without measuring."""
-    world = ranks.tp if ranks is not None else 1
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
-    cuda = device.type == "cuda"
-    held = here if here < world else torch.cuda.device_count() if cuda else base.devices_per_node
-    held = held if devices_per_node is None else replace(base, devices_per_node=devices_per_node).devices_per_node
-    if world > held and world % held:
-        raise InputError(f"devices_per_node={held} does not divide the {world} ranks: every node holds equally many.")
-    title = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads: {_processor()}"
-    size = torch.cuda.get_device_properties(device).total_memory if cuda else _memory() / min(here, world)
-    links = "matmuls, copies, collectives" if world > 1 else f"matmuls, copies; links are those of {base.name!r}"
-    source = f"autotp.calibrate, torch {torch.__version__}, {world} rank{'s' * (world > 1)}; {links}"
-    return {
-        "name": name, "device": title, "memory_size": float(size), "devices_per_node": held, "source": source,
-    }  # fmt: skip
-
-
-def _memory() -> float:
-    """Bytes of this machine's memory; a nominal number where the platform does not tell."""
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
-    return named[0].partition(":")[2].strip() if named else platform.processor() or platform.machine()
 
 
 @contextmanager

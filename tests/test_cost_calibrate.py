@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from autotp.cost import Cluster
 from autotp.cost.collectives import COLLECTIVES
 from autotp.cost.fit import Kernel, Transfer, errors, fit
 from autotp.errors import InputError
+from autotp.machine import described
 from tests.test_cost import ROUND
 
 FOUND = ("launch_overhead", "memory_bandwidth", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth")
@@ -112,6 +114,18 @@ def test_one_process(quick, capsys, tmp_path):
 def test_bad_arguments_are_refused(given, said):
     with pytest.raises(InputError, match=said):
         autotp.calibrate(**given)
+
+
+def test_nodes_are_those_of_torchrun_or_given(monkeypatch):
+    def held(world: int, given: int | None = None) -> Any:
+        ranks: Any = SimpleNamespace(tp=world)
+        return described("x", Cluster.preset("local"), ranks, torch.device("cpu"), given)["devices_per_node"]
+
+    assert (held(4), held(4, 2)) == (64, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert (held(4), held(2), held(4, 4)) == (2, 64, 4)
+    with pytest.raises(InputError, match="devices_per_node=3 does not divide the 4 ranks"):
+        held(4, 3)
 
 
 def test_calls_are_timed():
