@@ -64,11 +64,13 @@ class Builder:
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
         self.rules: dict[fx.Node, Rule | None] = {}
-        for n in self.calls:
-            self.rules[n] = rule_of(self.ops[n])
+        alike = fold(self.program, self.grads)
+        for n in self.calls:  # equal nodes have equal rules
+            self.rules[n] = rule_of(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
-        self.same = fold(self.program, self.grads, self.user.marks(self.leaves))
+        marks = self.user.marks(self.leaves)
+        self.same = fold(self.program, self.grads, marks) if marks else alike
         self.candidates = Candidates(self.tp)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
