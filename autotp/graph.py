@@ -94,10 +94,11 @@ class Capture:
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
         h.update(repr(graded).encode() if graded else b"")
         for n in self.graph.nodes:
-            vals = tensors(n)
-            shape, kinds = [tuple(map(str, v.shape)) for v in vals], [str(v.dtype) for v in vals]
-            given = compat.tree_map(_without_device, (n.args, n.kwargs))
-            h.update(repr((n.op, str(n.target), str(given), shape, kinds)).encode())
+            shapes = [(str(v.shape), v.dtype) for v in tensors(n)]
+            given = str((n.args, n.kwargs))
+            if "device(" in given:
+                given = str(compat.tree_map(_without_device, (n.args, n.kwargs)))
+            h.update(repr((n.op, str(n.target), given, shapes)).encode())
         return h.hexdigest()[:16]
 
 
