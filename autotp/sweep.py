@@ -83,7 +83,7 @@ class Sweep:
 
 def sweep(
     model: nn.Module,
-    tps: Iterable[int] = DEGREES,
+    tps: int | Iterable[int] = DEGREES,
     *,
     example_inputs: Any = None,
     cluster: str | Cluster | None = None,

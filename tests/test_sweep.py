@@ -118,7 +118,8 @@ def test_as_text_and_as_data():
 
 
 def test_auto_takes_the_most_throughput_per_device_of_what_fits():
-    model, options = wide(), {"example_inputs": tokens()}
+    model = wide()
+    options: dict[str, Any] = {"example_inputs": tokens()}
     found = autotp.sweep(model, **options)
     plan = autotp.plan(model, "auto", **options)
     assert [row.tp for row in plan.degrees] == list(DEGREES) and plan.degrees == found.rows
