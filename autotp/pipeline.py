@@ -26,6 +26,7 @@ from .objective import TRAINING, Objective
 from .pins import Dims, read_pins
 from .plan import Plan
 from .planner import Builder, Planned, decide
+from .pricing import check_lengths
 from .problem import read_bytes
 from .ranks import check_degree
 from .reasons import without_rule
@@ -164,6 +165,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
+    check_lengths(captured, options.objective)
     with stage("plan"):
         builder = _builder(captured, options)
         planned = decide(builder)

@@ -64,15 +64,8 @@ class Prices:
 
     def _hints(self) -> dict[Any, int]:
         """Sizes to price with: the example inputs'; for decoding one token a sequence."""
-        hints = dict(self.program.hints)
-        if self.objective.name != "decode":
-            return hints
-        if not self.tokens:
-            raise PlanError(
-                "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
-                "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
-            )
-        return hints | dict.fromkeys(self.tokens, 1)
+        one = dict.fromkeys(self.tokens, 1) if self.objective.name == "decode" else {}
+        return {**self.program.hints, **one}
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
@@ -203,6 +196,15 @@ def lengths(program: Capture) -> set[Any]:
     """The symbols of the inputs' second dimension: the lengths of sequences."""
     sides = [shape_of(leaf.node)[1:2] for leaf in program.inputs]
     return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
+
+
+def check_lengths(program: Capture, objective: Objective) -> None:
+    """Refuse to plan for decoding where no input has a length: there is no one token to price."""
+    if objective.name == "decode" and not lengths(program):
+        raise PlanError(
+            "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
+            "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
+        )
 
 
 def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:
