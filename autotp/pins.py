@@ -26,7 +26,7 @@ from . import compat
 from .errors import InputError, PlanError
 from .graph import Capture, floating, module_path, resolve, short_name, tensors
 from .layouts import I, Layout, R, Shard
-from .problem import Choice, Problem
+from .problem import Choice
 
 Pins = Mapping[str, Placement]
 Dims = Mapping[str, int | None]  # key -> pinned dimension, None for whole
@@ -260,32 +260,6 @@ def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, i
                 yield from ((user, i, s.meta["val"]) for i, s in slots if s is node)
             elif resolve(user)[0] is maker:
                 work.append(user)
-
-
-def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
-    """Refuse a pin that no operator beside the pinned one can live with, naming it.
-
-    Args:
-        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
-
-    Raises:
-        PlanError: nothing that the pinned item makes can become anything that the other one reads.
-    """
-    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
-    for use in problem.uses:
-        i, k = makers[use.value]
-        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
-        for j, slot in use.consumers:
-            pin = asked.get(i) or asked.get(j)
-            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
-            ways = ((a, b) for a in made for b in wanted)
-            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
-                continue
-            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
-            name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
-            raise PlanError(
-                f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
-            )
 
 
 def where(node: fx.Node) -> str:

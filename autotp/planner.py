@@ -18,7 +18,7 @@ from .errors import PlanError
 from .graph import Capture, Value, differentiable, resolve, shape_of, tensors
 from .layouts import Grouped, I, Layout, Partition, R, Shard
 from .objective import TRAINING, Objective
-from .pins import Dims, check_neighbours, listed, outputs_of, read, where
+from .pins import Ask, Dims, listed, outputs_of, read, where
 from .pins import find as find_pins
 from .plan import Decision
 from .pricing import Prices
@@ -233,6 +233,32 @@ class Builder:
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]
+
+
+def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
+    """Refuse a pin that no operator beside the pinned one can live with, naming it.
+
+    Args:
+        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
+
+    Raises:
+        PlanError: nothing that the pinned item makes can become anything that the other one reads.
+    """
+    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
+    for use in problem.uses:
+        i, k = makers[use.value]
+        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
+        for j, slot in use.consumers:
+            pin = asked.get(i) or asked.get(j)
+            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
+            ways = ((a, b) for a in made for b in wanted)
+            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
+                continue
+            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
+            name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
+            raise PlanError(
+                f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
+            )
 
 
 def _planned(node: fx.Node) -> bool:

@@ -16,6 +16,7 @@ import argparse
 import functools
 import json
 from collections.abc import Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -37,25 +38,27 @@ from .performance import table, write_section
 MODELS = ("llama", "qwen3", "gpt2", "bert", "gpt_neox", "gptj", "falcon")
 SIDES = ("autotp", "DTensor", "transformers")
 LIMIT = 300.0
+TOKENS = ROWS * LENGTH  # in sequences of LENGTH, or as long as the model takes
 TITLE = "Bytes of plans against Megatron's"
 
 
 def compare(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
     """Count the plans of one architecture; for `isolate.run`."""
-    inputs = {"input_ids": torch.ones(ROWS, LENGTH, dtype=torch.long)}
     make = functools.partial(wide, architecture)
+    length = min(LENGTH, getattr(make().config, "max_position_embeddings", LENGTH))
+    inputs = {"input_ids": torch.ones(TOKENS // length, length, dtype=torch.long)}
     for tp in tps:
         try:
             plan = autotp.plan(make(), tp, example_inputs=inputs)
         except Exception as error:
             return send({str(tp): {"failed": reason(error)}})
-        found: Record = {"Megatron": round(plan.totals.megatron_bytes), "planned": round(sent(plan))}
-        written = bool(getattr(make(), "_tp_plan", None))
-        for side, distribute in zip(SIDES, (ours, usual, theirs if written else None), strict=True):
+        counts: Record = {"Megatron": round(plan.totals.megatron_bytes), "planned": round(sent(plan))}
+        hand = theirs if getattr(make(), "_tp_plan", None) else None
+        for side, distribute in zip(SIDES, (ours, usual, hand), strict=True):
             if distribute is not None:
-                found[side] = counted(distribute, make, inputs, tp)
-                found[side].pop("whole", None)
-        send({str(tp): found})
+                counts[side] = counted(distribute, make, inputs, tp)
+                counts[side].pop("whole", None)
+        send({str(tp): counts})
     return None
 
 
@@ -66,47 +69,62 @@ def sent(plan: autotp.Plan) -> float:
 
 def usual(model: Any, inputs: Mapping[str, Any], tp: int) -> nn.Module:
     """The model by DTensor's usual plan: every linear layer by itself, by the role that it has in Megatron's plan."""
-    pins = {"vocab": Shard(0), "heads": Shard(0), "mlp": Shard(0)}
-    plan = autotp.plan(model, tp, example_inputs=dict(inputs), pins=pins)
-    roles = {name: p.role for p in plan.parameters for name in (p.name, *p.aliases)}
+    roles = written(model) or found(model, inputs, tp)
     table, head = model.get_input_embeddings(), model.get_output_embeddings()
     styles: dict[str, Any] = {}
     for name, module in model.named_modules():
-        role = roles.get(f"{name}.weight", "")
         if module is table:
             styles[name] = RowwiseParallel(input_layouts=Replicate())
         elif module is head:
             styles[name] = ColwiseParallel(output_layouts=Replicate())
-        elif isinstance(module, nn.Linear) and role in ("column-parallel", "row-parallel"):
-            styles[name] = ColwiseParallel() if role == "column-parallel" else RowwiseParallel()
+        elif isinstance(module, nn.Linear) and roles.get(name):
+            styles[name] = ColwiseParallel() if roles[name] == "column" else RowwiseParallel()
     if len(styles) < 3:
         raise LookupError("its layers are no nn.Linear, and DTensor has a style for no other")
     return parallelize_module(model, init_device_mesh("cpu", (tp,)), styles)
 
 
-def ratios(found: Mapping[str, Any]) -> dict[str, float | None]:
+def written(model: nn.Module) -> dict[str, str]:
+    """Module -> "column" or "row", where transformers' tp_plan says so."""
+    words = {"colwise": "column", "rowwise": "row"}
+    plan = {k: words[v] for k, v in dict(getattr(model, "_tp_plan", None) or {}).items() if v in words}
+    names = [name for name, _ in model.named_modules()]
+    return {n: side for n in names for pattern, side in plan.items() if fnmatchcase(n, pattern)}
+
+
+def found(model: nn.Module, inputs: Mapping[str, Any], tp: int) -> dict[str, str]:
+    """The same by the roles of weights in autotp's plan with heads, feed-forward width and vocabulary dealt out."""
+    pins = {"vocab": Shard(0), "heads": Shard(0), "mlp": Shard(0)}
+    plan = autotp.plan(model, tp, example_inputs=dict(inputs), pins=pins)
+    words = {"column-parallel": "column", "row-parallel": "row"}
+    inside = {name for block in plan.blocks if block.kind in ("attention", "mlp") for name in block.parameters}
+    return {p.name.rpartition(".")[0]: words[p.role] for p in plan.parameters if p.role in words and p.name in inside}
+
+
+def ratios(counts: Mapping[str, Any]) -> dict[str, float | None]:
     """Bytes over Megatron's for each side; None for what cannot be run."""
     out: dict[str, float | None] = {}
     for side in SIDES:
-        ways = found.get(side, {})
+        ways = counts.get(side, {})
         total = ways["forward"]["bytes"] + ways["backward"]["bytes"] if "backward" in ways else None
-        out[side] = round(total / found["Megatron"], 3) if total is not None and found.get("Megatron") else None
+        out[side] = round(total / counts["Megatron"], 3) if total is not None and counts.get("Megatron") else None
     return out
 
 
 def section(results: Mapping[str, Any], about: Mapping[str, str]) -> str:
     """The section of the page."""
     rows = [
-        (name, tp, *("-" if x is None else f"{x:.2f}" for x in ratios(found).values()))
+        (name, tp, *("-" if x is None else f"{x:.2f}" for x in ratios(counts).values()))
         for name, record in results.items()
-        for tp, found in record.items()
-        if "Megatron" in found
+        for tp, counts in record.items()
+        if "Megatron" in counts
     ]
     return (
         "`python -m benchmarks.plan_quality --write`: bytes that rank 0 sends in a step, forward and backward, counted "
-        f"call by call, over those of Megatron's plan. Two layers 1024 wide, {ROWS} x {LENGTH} tokens, bfloat16, "
+        f"call by call, over those of Megatron's plan. Two layers 1024 wide, {TOKENS} tokens, bfloat16, "
         f"whole outputs, h100.\n\n{table(('model', 'tp', *SIDES), rows)}\n"
-        "autotp minimises time, not bytes, so it may send more where that is faster. DTensor reduces the gradient of a "
+        "autotp puts parameters per rank first and time second, so it may send more bytes: in models this small it "
+        "splits what Megatron leaves whole, such as BERT's position table. DTensor reduces the gradient of a "
         "value once for every layer that reads it (q, k and v; gate and up). A dash: there is no such plan, or it does "
         "not run without changes to the model (a number of heads that the forward takes from the config).\n\n"
         f"autotp {about['autotp']}, torch {about['torch']}, transformers {about['transformers']}, Python "
@@ -126,15 +144,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for name in given.only:
         record, why = isolate.run(compare, listed[name], given.tp, limit=LIMIT * len(given.tp))
         results[name] = record
-        for tp, found in record.items():
-            failed = {side: found[side]["failed"] for side in SIDES if "failed" in found.get(side, {})}
-            print(f"{name:12} tp={tp} {ratios(found)} {failed or ''}", flush=True)
+        for tp, counts in record.items():
+            failed = {side: counts[side]["failed"] for side in SIDES if "failed" in counts.get(side, {})}
+            print(f"{name:12} tp={tp} {ratios(counts)} {failed or counts.get('failed', '')}", flush=True)
         if why:
             print(f"{name:12} {why}", flush=True)
     about = made("benchmarks.plan_quality", arguments)
     if given.write:
         write_section(TITLE, section(results, about))
-    told = {name: {tp: ratios(found) for tp, found in record.items()} for name, record in results.items()}
+    told = {name: {tp: ratios(counts) for tp, counts in record.items()} for name, record in results.items()}
     print(json.dumps({"benchmark": "plan_quality", "made": about, "bytes over Megatron's": told}))
 
 

@@ -46,15 +46,19 @@ def of_plan(plan: Plan) -> tuple[list[Counter[str]], list[float]]:
 
 
 def counted(module: nn.Module, inputs: dict[str, Any], tp: int) -> tuple[list[Counter[str]], list[float]]:
-    """The same as it runs: every call of a collective by the second step, for the first one compares the ranks."""
-    for _ in range(2):
-        with Counted(tp) as forward:
-            outputs = module(**inputs)
-        loss = sum(x.float().square().mean() for x in outputs.values() if torch.is_tensor(x) and x.requires_grad)
-        with Counted(tp) as backward:
-            loss.backward()  # type: ignore[union-attr]
-    sides = forward, backward
+    """The same as it runs: every call of a collective in the second step, for the first one compares the ranks."""
+    step(module, inputs, tp)
+    sides = step(module, inputs, tp)
     return [by_primitive(side) for side in sides], [side.bytes for side in sides]
+
+
+def step(module: nn.Module, inputs: dict[str, Any], tp: int) -> tuple[Counted, Counted]:
+    with Counted(tp) as forward:
+        outputs = module(**inputs)
+    loss = sum(x.float().square().mean() for x in outputs.values() if torch.is_tensor(x) and x.requires_grad)
+    with Counted(tp) as backward:
+        loss.backward()  # type: ignore[union-attr]
+    return forward, backward
 
 
 def by_primitive(side: Counted) -> Counter[str]:

@@ -172,7 +172,13 @@ def test_pins_that_contradict_each_other_are_named():
 def test_a_finished_plan_takes_no_pins():
     model, inputs = build("llama")
     plan = planned("llama", 2)[0]
-    for given in ({"pins": {"*": Replicate()}}, {"memory": "1GB"}, {"within_node": True}, {"objective": "decode"}):
+    steering: list[dict[str, Any]] = [
+        {"pins": {"*": Replicate()}},
+        {"memory": "1GB"},
+        {"within_node": True},
+        {"objective": "decode"},
+    ]
+    for given in steering:
         with pytest.raises(InputError, match="plan= is complete"):
             autotp.verify(model, 2, inputs, plan=plan, **given)
         with pytest.raises(InputError, match="plan= is complete"):
@@ -194,12 +200,12 @@ def test_a_budget_changes_the_plan_or_says_what_the_least_is():
 @pytest.mark.parametrize(
     ("text", "nbytes"), [(7, 7), (2.5e9, 2.5e9), ("80GB", 80e9), ("1.5 GiB", 1.5 * 2**30), ("512", 512), ("3kb", 3e3)]
 )
-def test_budgets_are_read(text, nbytes):
+def test_budgets_are_read(text: Any, nbytes: float):
     assert read_bytes(text) == nbytes
 
 
 @pytest.mark.parametrize("text", ["", "80 G", "GB", -1, 0, True, float("nan"), float("inf"), "1.2.3GB", [1]])
-def test_what_is_no_budget(text):
+def test_what_is_no_budget(text: Any):
     with pytest.raises(InputError, match="memory="):
         read_bytes(text)
 
