@@ -173,7 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     points, clusters = run()
     record = {
         "benchmark": "cost_accuracy", **made("benchmarks.cost_accuracy", arguments), "cores": os.cpu_count(),
-        "load_before": round(before, 1), "seconds": round(time.monotonic() - began), **summary(points),
+        "load": [round(before, 1), round(os.getloadavg()[0], 1)],
+        "seconds": round(time.monotonic() - began), **summary(points),
         "by_tp": {tp: summary([p for p in points if p.tp == tp]) for tp in TPS},
         "points": [p._asdict() for p in points], "clusters": clusters,
     }  # fmt: skip
@@ -208,8 +209,8 @@ def page(record: dict[str, Any], points: Sequence[Point]) -> str:
 `{record["command"]}`: forward and backward of a decoder of {LAYERS} layers with heads of {HEAD}, float32, in
 milliseconds, by the plan's cost model on a cluster that `autotp.calibrate` measured on the same ranks just before, and
 as measured (median of batches, slowest rank). Gloo processes of one thread each on {record["cores"]} cores of
-{record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load average
-{record["load_before"]} before the run.
+{record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}; load average
+{record["load"][0]} before the run and {record["load"][1]} after it, of which its own ranks are one to four.
 
 {table(head, cells)}
 Spearman's rank correlation of predicted and measured times, the relative error of the prediction, and the median of

@@ -44,7 +44,7 @@ def test_a_section_is_replaced_and_others_stay(tmp_path):
 def test_the_page_says_machine_and_versions():
     record = {
         "command": "python -m x", "cores": 2, "machine": "a machine", "torch": "2", "python": "3", "date": "today",
-        "load_before": 0.1, "by_tp": {1: summary(POINTS[:2]), 2: summary(POINTS[2:])}, **summary(POINTS),
+        "load": [0.1, 2.5], "by_tp": {1: summary(POINTS[:2]), 2: summary(POINTS[2:])}, **summary(POINTS),
     }  # fmt: skip
     text = page(record, POINTS)
     assert "| a | 1000.0 | 2000.0 | 3000.0 | 3000.0 |" in text and "| all | 0.80 | 38% | 50% | 0.75 |" in text
