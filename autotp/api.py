@@ -55,7 +55,7 @@ def plan(
             it out.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
             the model's inputs and outputs, or a logical axis (docs/constraints.md); patterns as in `fnmatch`.
-        cluster: the machines to price for: a `Cluster` or the name of a preset; default "h100".
+        cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
         objective: "training" (forward and backward count), "prefill" (a forward), or "decode" (a forward of one new
             token a sequence, against a cache as long as the example inputs).
         optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
