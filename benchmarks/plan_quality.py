@@ -126,7 +126,7 @@ def section(results: Mapping[str, Any], about: Mapping[str, str]) -> str:
         "autotp puts parameters per rank first and time second, so it may send more bytes: in models this small it "
         "splits what Megatron leaves whole, such as BERT's position table. DTensor reduces the gradient of a "
         "value once for every layer that reads it (q, k and v; gate and up). A dash: there is no such plan, or it does "
-        "not run without changes to the model (a number of heads that the forward takes from the config).\n\n"
+        "not run without changes to the model (such as a number of heads that the forward takes from the config).\n\n"
         f"autotp {about['autotp']}, torch {about['torch']}, transformers {about['transformers']}, Python "
         f"{about['python']}, {about['machine']}, {about['date']}."
     )
