@@ -50,7 +50,8 @@ def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
 
 def told_by_data(val: Any) -> bool:
     """Whether a value, or one of its sizes, is a number that only the data tell."""
-    return any(isinstance(v, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))
+    symbolic = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
+    return any(isinstance(v, symbolic) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))
 
 
 def vmapped(graph: fx.Graph) -> bool:

@@ -24,7 +24,7 @@ def configure() -> None:
 
 
 def dump(name: str, text: object) -> None:
-    """Write a text, or what prints as one, to the folder that `AUTOTP_LOG` names, where it names one; ranks have folders of their own."""
+    """Write a text, or what prints as one, to the folder that `AUTOTP_LOG` names; ranks have folders of their own."""
     wish = os.environ.get("AUTOTP_LOG", "")
     if wish and wish.lower() not in LEVELS:
         folder = Path(wish, f"rank{os.environ['RANK']}") if "RANK" in os.environ else Path(wish)

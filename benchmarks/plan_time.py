@@ -52,7 +52,7 @@ def build(name: str) -> transformers.LlamaForCausalLM:
         num_key_value_heads=8, vocab_size=128256, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
-        return transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval()
+        return transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16).eval()
 
 
 def export(name: str, send: Send) -> None:
