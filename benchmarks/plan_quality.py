@@ -121,7 +121,7 @@ def section(results: Mapping[str, Any], about: Mapping[str, str]) -> str:
     ]
     return (
         "`python -m benchmarks.plan_quality --write`: bytes that rank 0 sends in a step, forward and backward, counted "
-        f"call by call, over those of Megatron's plan. Two layers 1024 wide, {TOKENS} tokens, bfloat16, "
+        f"call by call, over those of Megatron's plan. Two layers 768 or 1024 wide, {TOKENS} tokens, bfloat16, "
         f"whole outputs, h100.\n\n{table(('model', 'tp', *SIDES), rows)}\n"
         "autotp puts parameters per rank first and time second, so it may send more bytes: in models this small it "
         "splits what Megatron leaves whole, such as BERT's position table. DTensor reduces the gradient of a "
