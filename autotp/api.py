@@ -19,6 +19,7 @@ from .graph import Capture
 from .inputs import Inputs
 from .lazy import LazyModule
 from .module import ShardedModule, Source
+from .order import in_one_order
 from .pins import Pins
 from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
@@ -225,7 +226,8 @@ def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def _capture(model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None) -> tuple[Capture, list[str]]:
-    return together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks), check))
+    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks), check))
+    return in_one_order(ranks, made[0]), made[1]
 
 
 def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, ranks: Ranks | None) -> Plan:

@@ -98,7 +98,7 @@ class Capture:
             given = str((n.args, n.kwargs))
             if "device(" in given:
                 given = str(compat.tree_map(_without_device, (n.args, n.kwargs)))
-            h.update(repr((n.op, str(n.target), given, shapes)).encode())
+            h.update(repr((n.op, short_name(n.target), given, shapes)).encode())
         return h.hexdigest()[:16]
 
 

@@ -17,6 +17,7 @@ from .capture import skeleton
 from .errors import StateError
 from .graph import Capture
 from .inputs import Inputs, without_cache
+from .order import in_one_order
 from .outputs import wrap
 from .pipeline import Mode, mode_of, prepare
 from .plan import Plan
@@ -143,8 +144,10 @@ class ShardedModule(Part):
         agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
         if found is None:
-            captured, sharded = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
-            self._install(captured, sharded)
+            made = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
+            captured = in_one_order(source.ranks, made)
+            agree(source.ranks, "the model for this call", {"graph": captured.digest()})
+            self._install(captured, together(source.ranks, "rewriting the graph", lambda: source.make(captured)))
             found = self._match(flat, spec)
             if found is None:
                 raise StateError(
@@ -169,13 +172,12 @@ class ShardedModule(Part):
         return None
 
     @torch.inference_mode(False)
-    def _capture(self, flat: list[Any], spec: Any) -> tuple[Capture, Sharded]:
+    def _capture(self, flat: list[Any], spec: Any) -> Capture:
         source = self._source
         bare = skeleton(source.bare, source.device, state.dtypes(self))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
-        captured = prepare(bare, form(source.bare, flat, spec)[1], source.device, self._mode())
-        return captured, source.make(captured)
+        return prepare(bare, form(source.bare, flat, spec)[1], source.device, self._mode())
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from autotp.api import compile as compile_model
@@ -296,7 +297,8 @@ def test_decoding_needs_a_length():
 def decoded_on_a_rank(rank: int, world: int, group: Any) -> float:
     torch.manual_seed(0)
     model, given = transformer("llama"), inputs_of(transformer("llama"))["input_ids"]
-    sharded = compile_model(model, example_inputs={"input_ids": given}, objective="decode")
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    sharded = compile_model(model, mesh=mesh, example_inputs={"input_ids": given}, objective="decode")
     worst = 0.0
     for ids in (given, given[:, :1]):  # the second is captured by itself, with a fixed length
         ours, theirs = sharded(input_ids=ids).logits, model(input_ids=ids).logits
