@@ -144,7 +144,7 @@ def test_every_choice_is_right_for_other_sizes_than_captured(name, tp):
 
 @pytest.mark.parametrize("name", ["expand", "heads by -1"])
 def test_whole_sizes_in_a_shard_are_noticed(name, monkeypatch):
-    for target in (aten.expand.default, aten.view.default):
+    for target in (aten.expand.default, aten.reshape.default):
         right = RULES[target]
         monkeypatch.setitem(RULES, target, lambda op, right=right: replace(right(op), localise=None))
     with pytest.raises(simulate.StepError):
