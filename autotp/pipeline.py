@@ -147,7 +147,6 @@ def capture_model(
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
 
 
-@uncollected()
 @dataclass(frozen=True)
 class Staged:
     """A plan with what it was made from."""
@@ -163,6 +162,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
     return plan_stages(captured, notes, options, name).plan
 
 
+@uncollected()
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
     check_lengths(captured, options.objective)
