@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
-from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -81,7 +80,7 @@ class Explanation:
             table.add_row(a.layout, amount(a.stored), "" if a.why else f"{1e3 * a.seconds:.4f} ms", Text(told))
         parts: list[RenderableType] = [Text(f"{self.parameter}{shared}: {self.choice}", style="bold"), table]
         parts += [Text(f"binds: {self.binds}")]
-        parts += [Padding(Text(f"would change it: {x}"), (0, 0, 0, 0)) for x in self.changes]
+        parts += [Text(f"would change it: {x}") for x in self.changes]
         return Group(*parts)
 
 
@@ -167,7 +166,7 @@ class _Explainer:
             count, kv = block.heads.count, block.heads.kv
             if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
                 whole = self.found.layout == I
-                each = tried[0].stored - sum(a.stored for a in tried[:1]) / tp if whole else 0.0
+                each = tried[0].stored * (1 - 1 / tp) if whole else 0.0
                 held = f"whole on every rank, +{amount(each)}" if whole else "split, and all of k and v on every rank"
                 yield f"kv heads {kv} < tp {tp}: {held}; {self._degree(kv)}"
             elif isinstance(count, int) and count % tp:

@@ -94,15 +94,20 @@ class Capture:
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
         h.update(repr(graded).encode() if graded else b"")
         for n in self.graph.nodes:
-            shapes = [(str(v.shape), v.dtype) for v in tensors(n)]
-            given = str((n.args, n.kwargs))
-            if "device(" in given:
-                given = str(compat.tree_map(_without_device, (n.args, n.kwargs)))
-            h.update(repr((n.op, short_name(n.target), given, shapes)).encode())
+            h.update(described(n, (n.args, n.kwargs)).encode())
         return h.hexdigest()[:16]
 
 
-def _without_device(argument: Any) -> Any:
+def described(node: fx.Node, given: Any) -> str:
+    """What a node computes from these arguments, and what shapes it gives: the same text on every rank."""
+    told = str(given)
+    if "device(" in told:  # which is another on each
+        told = str(compat.tree_map(on_meta, given))
+    return repr((node.op, short_name(node.target), told, [(str(v.shape), v.dtype) for v in tensors(node)]))
+
+
+def on_meta(argument: Any) -> Any:
+    """The meta device in place of a device; anything else as it is."""
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 

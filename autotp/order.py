@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import fx
 
-from .graph import Capture, draws, short_name, tensors
+from .graph import Capture, described, draws
 from .ranks import Ranks, broadcast
 
 Row = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
@@ -39,9 +39,8 @@ def signatures(program: Capture) -> list[Row]:
     for node in program.graph.nodes:
         drawn += draws(node)
         read: list[fx.Node] = []
-        args = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or found[n])
-        shapes = [(str(v.shape), v.dtype) for v in tensors(node)]
-        parts = leaves.get(node), node.op, short_name(node.target), args, shapes, drawn if draws(node) else 0
+        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or found[n])
+        parts = leaves.get(node), described(node, given), drawn if draws(node) else 0
         found[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
         rows.append((found[node], node.name, tuple(n.name for n in read)))
     return rows

@@ -225,8 +225,7 @@ class _Finder:
         spec = self.program.out_spec
         named = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
         by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in named.items()}
-        out = next(n for n in self.program.graph.nodes if n.op == "output")
-        leaves = compat.tree_leaves(out.args[0])
+        leaves = compat.tree_leaves(self.program.graph.output_node().args[0])
         theirs = [i for i in range(len(leaves)) if i not in self.program.mutations]
         values = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node) and tensors(x)]
         return {k: by_place[str(theirs.index(i))] for k, i in enumerate(values) if i in theirs}
@@ -245,8 +244,7 @@ def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
 
 def outputs_of(program: Capture) -> list[fx.Node]:
     """The graph's tensor outputs, in order."""
-    out = next(n for n in program.graph.nodes if n.op == "output")
-    return [x for x in compat.tree_leaves(out.args) if isinstance(x, fx.Node) and tensors(x)]
+    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:

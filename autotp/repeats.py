@@ -59,13 +59,12 @@ class Repeats:
 
     Attributes:
         blocks: name and module of every block that has its like in a stack. first: the first call of each kind, by its
-            number. used: whether a later call was made short.
+            number.
     """
 
     bare: nn.Module
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
     first: dict[int, Call] = field(default_factory=dict)
-    used: bool = False
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -110,7 +109,7 @@ class Repeats:
     def _call(self, own: Callable[..., Any], block: int, kind: int, leaves: list[Any], spec: Any) -> Any:
         given = [x for x in leaves if isinstance(x, Tensor)]
         if kind in _results:
-            self.used, first = True, self.first[kind]
+            first = self.first[kind]
             return _rebuilt(first.leaves, REPEAT(given, kind, block), first.spec)
         args, kwargs = _rebuilt(leaves, ENTER(given, kind), spec)
         out = own(*args, **kwargs)
@@ -171,14 +170,15 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
     Raises:
         CannotRepeat: a block reads what is not its own.
     """
-    bodies = _bodies(graph)
-    for node in [n for n in graph.nodes if n.target is REPEAT]:
+    bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
+    for kind in dict.fromkeys(n.args[1] for n in short):
+        _, first = repeats.blocks[repeats.first[kind].block]
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in _held(first) if id(t) in holders)})
+    for node in short:
         _, kind, block = node.args
         (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]
         pairs = zip(_held(first), _held(other), strict=True)
-        weights = {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}
-        bodies[kind].refuse_foreign({*weights, *constants})
-        bodies[kind].copy(node, weights, path)
+        bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
     for body in bodies.values():
         body.dissolve()
 

@@ -14,6 +14,7 @@ from torch import fx
 
 from .graph import module_path, short_name
 from .layouts import Layout, Shard
+from .problem import amount
 
 if TYPE_CHECKING:
     from .figures import Degree, Memory
@@ -118,7 +119,7 @@ def _sent(collectives: Sequence[Collective], members: int) -> Iterator[Table]:
 
 
 def _way(direction: str, primitive: str | None, nbytes: float) -> str:
-    return f"{_primitive(primitive)} {size_text(nbytes)}" if primitive else f"no {direction}"
+    return f"{_primitive(primitive)} {amount(nbytes)}" if primitive else f"no {direction}"
 
 
 def _operator(name: str) -> str:
@@ -140,14 +141,6 @@ def _shape(shape: Sequence[int]) -> str:
     return " x ".join(map(str, shape)) or "scalar"
 
 
-def size_text(nbytes: float) -> str:
-    """Bytes with a binary unit."""
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= step:
-            return f"{nbytes / step:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
 def _number(x: float) -> str:
     """A count with a decimal unit."""
     for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
@@ -165,7 +158,7 @@ def _totals(plan: Plan) -> Table:
     rows = [
         ("parameters per rank", _part(t.local_parameters, t.parameters)),
         ("forward flops per rank", _part(t.local_flops, t.flops)),
-        ("sent per rank and step", f"{size_text(t.forward_bytes)} forward, {size_text(t.backward_bytes)} backward"),
+        ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
     ]
     if t.seconds:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
@@ -188,8 +181,8 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
         ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
         ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
     ]  # fmt: skip
-    yield "memory per rank", f"{size_text(m.peak)} at the peak, {m.phase} of {m.at}"
-    held = [f"{name} {size_text(size)}" for name, size in parts if size]
+    yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
+    held = [f"{name} {amount(size)}" for name, size in parts if size]
     for line in (held[:4], held[4:]):
         if line:
             yield "", ", ".join(line)
@@ -205,7 +198,7 @@ def sweep_table(rows: Sequence[Degree], heading: str) -> RenderableType:
         batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
         share = f"{_seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
         held = "" if r.fits else "too much"
-        row = (str(r.tp), _seconds(r.seconds), share, size_text(r.sent), size_text(r.memory), held, batch)
+        row = (str(r.tp), _seconds(r.seconds), share, amount(r.sent), amount(r.memory), held, batch)
         table.add_row(*row, _number(r.throughput))
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 

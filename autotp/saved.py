@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotp.cost import size_hint
 from autotp.rules.core import Op
 
-from .graph import Value, draws, resolve, tensors
+from .graph import Value, draws, on_meta, resolve, tensors
 
 META = torch.device("meta")
 STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
@@ -83,7 +83,7 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
         return x
 
     args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), made.__getitem__)  # type: ignore[arg-type]
-    args, kwargs = fx.node.map_aggregate((args, kwargs), _on_meta)  # type: ignore[misc,assignment]
+    args, kwargs = fx.node.map_aggregate((args, kwargs), on_meta)  # type: ignore[misc,assignment]
     with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
         out = op.target(*args, **kwargs)
     results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
@@ -109,10 +109,6 @@ def _example(val: Any, graded: bool) -> Any:
     if isinstance(val, list | tuple):
         return [_example(v, graded) for v in val]
     return size_hint(val) if isinstance(val, torch.SymInt) else val
-
-
-def _on_meta(argument: Any) -> Any:
-    return META if isinstance(argument, torch.device) else argument
 
 
 def _memory(x: Tensor) -> int:

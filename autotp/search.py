@@ -39,24 +39,10 @@ class Search:
 
     def run(self) -> tuple[np.ndarray, float, float] | None:
         """Column values, the optimum, and the bound proved for it; None where nothing is feasible."""
-        order = itertools.count()
-        best: tuple[np.ndarray, float] | None = None
-        root = self._relax({})
-        queue = [(root[1], next(order), Fixed(), root[0])] if root else []
-        while queue:
-            bound, nodes, fixed, x = heapq.heappop(queue)
-            if nodes > MOST_NODES:
-                return self._general()
-            column = self._branch(x)
-            if column is None:  # nothing in the queue is lower
-                best = x, bound
-                break
-            for value in (1, 0):
-                below = {**fixed, column: value}
-                got = self._relax(below)
-                if got:
-                    heapq.heappush(queue, (got[1], next(order), below, got[0]))
-        return None if best is None else (*best, best[1])
+        bound, x = self._descend(np.inf)
+        if x is not None:
+            return x, bound, bound
+        return None if bound == np.inf else self._general()
 
     def below(self, cost: np.ndarray, cutoff: float) -> tuple[float, np.ndarray | None]:
         """What no assignment is below by another objective, and an assignment below `cutoff` where there is one.
@@ -66,14 +52,20 @@ class Search:
             cutoff: nothing is looked for above it; the bound is at most this.
         """
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        return self._descend(cutoff)
+
+    def _descend(self, cutoff: float) -> tuple[float, np.ndarray | None]:
+        """What no assignment is below, at most `cutoff`; and the best one below it, unless the search gave up."""
         order = itertools.count()
         root = self._relax({})
         queue = [(root[1], next(order), Fixed(), root[0])] if root else []
         while queue:
             bound, nodes, fixed, x = heapq.heappop(queue)
+            if bound >= cutoff:
+                break
             column = self._branch(x)
-            if bound >= cutoff or nodes > MOST_NODES or column is None:
-                return min(bound, cutoff), x if column is None and bound < cutoff else None
+            if column is None or nodes > MOST_NODES:
+                return bound, x if column is None else None
             for value in (1, 0):
                 below = {**fixed, column: value}
                 got = self._relax(below)

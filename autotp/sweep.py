@@ -11,7 +11,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from autotp.cost import Cluster, collective_seconds
+from autotp.cost import Cluster
 
 from .errors import InputError, PlanError
 from .figures import Degree, Memory
@@ -20,7 +20,8 @@ from .memory import lifetimes
 from .pipeline import Options, Staged, capture_model, example, plan_stages
 from .plan import Plan
 from .pricing import lengths
-from .report import plain, size_text, sweep_table
+from .problem import amount
+from .report import plain, sweep_table
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -61,7 +62,7 @@ class Sweep:
             least = min(self.rows, key=lambda row: row.memory)
             raise PlanError(
                 f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
-                f"{size_text(self.limit)} a rank: the least is {size_text(least.memory)}, at tp={least.tp}.\n"
+                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
                 f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
             )
         why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
@@ -77,7 +78,7 @@ class Sweep:
         return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {size_text(self.limit)} a rank"
+        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank"
         return sweep_table(self.rows, f"{self.model} ({at})")
 
 
@@ -146,16 +147,10 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
     plan, (work, unit) = staged.plan, _work(captured, options)
     seconds = plan.totals.seconds
     return staged, Degree(
-        plan.tp, seconds, _exposed(plan, options.cluster), plan.totals.forward_bytes + plan.totals.backward_bytes,
+        plan.tp, seconds, plan.totals.communication, plan.totals.forward_bytes + plan.totals.backward_bytes,
         plan.memory.peak, plan.memory.peak <= limit, work / seconds / plan.tp if seconds else 0.0, unit,
         largest_batch(staged, limit),
     )  # fmt: skip
-
-
-def _exposed(plan: Plan, cluster: Cluster) -> float:
-    """Seconds of communication that nothing hides: all of it, as every rank waits for each collective."""
-    ways = [(way, c.bytes) for c in plan.collectives for way in (c.forward, c.backward) if way]
-    return sum(collective_seconds(way, size, plan.tp, cluster) for way, size in ways)
 
 
 def _batch(captured: Capture) -> tuple[list[Any], int]:

@@ -8,7 +8,6 @@ import platform
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import torch
 import transformers
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import autotp
+from autotp.machine import processor
 
 from .build import Architecture, architectures, model_class
 
@@ -65,11 +65,3 @@ def made(command: str, arguments: Sequence[str] | None) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", command, *(sys.argv[1:] if arguments is None else arguments)]),
     }
-
-
-def processor() -> str:
-    """The name of this machine's CPU."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = [x.partition(":")[2].strip() for x in lines if x.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Set
 from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
-from autotp import compat
+from autotp.graph import tensors
 from autotp.rules.core import Op, aten
 
 # What cuts a part out of a value -> what puts one in.
@@ -100,7 +100,7 @@ def written(node: fx.Node) -> fx.Node | None:
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     """The memory that each value lies in; equal numbers are shared memory."""
-    return {n: {v.untyped_storage()._cdata for v in _tensors(n)} for n in graph.nodes}
+    return {n: {v.untyped_storage()._cdata for v in tensors(n)} for n in graph.nodes}
 
 
 def _drop_inert_dropouts(graph: fx.Graph) -> None:
@@ -220,7 +220,3 @@ def _twin(node: fx.Node) -> Any:
     except (RuntimeError, TypeError, AttributeError):
         return None
     return twin if same else None
-
-
-def _tensors(node: fx.Node) -> list[Tensor]:
-    return [v for v in compat.tree_leaves(node.meta.get("val")) if isinstance(v, Tensor)]
