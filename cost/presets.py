@@ -3,6 +3,15 @@
 Peak rates are the dense ones (datasheets print tensor-core rates with sparsity, twice as high); float32 is the IEEE
 rate that torch uses by default, not TF32. Link bandwidths are for one direction: half of what datasheets print.
 Servers differ in their network adapters and PCIe trees: `dataclasses.replace` a preset to describe yours.
+
+What the comments call by short names, each looked up in November 2026:
+- H100, H200, A100 and L40S datasheets, as nvidia.com has them for the product; the H100 ("NVIDIA H100 Tensor Core GPU
+  Architecture") and Ada ("NVIDIA Ada GPU Architecture") whitepapers.
+- DGX H100, DGX H200: docs.nvidia.com, DGX BasePOD reference architecture, core components: 8 devices, 4 NVSwitches and
+  "eight single-port NVIDIA ConnectX-7 VPI, up to 400 Gb/s".
+- DGX A100: DGX SuperPOD reference architecture RA-09950: 8 devices, 6 NVSwitches, 8 adapters of 200 Gb/s for compute.
+- Configuration 2-8-5-200: NVIDIA Enterprise Reference Architectures: processors, devices, adapters, Gb/s per device.
+- NCCL: github.com/NVIDIA/nccl, version 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults.hwLatencies.
 """
 
 from __future__ import annotations
@@ -10,17 +19,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-# Seconds per step of a ring with the "Simple" protocol, which large messages use: NCCL, src/graph/tuning.cc, hwLat.
-NVLINK_LATENCY = 3.4e-6  # hwLat, NVLink, ring, Simple
-PCIE_LATENCY = 5.7e-6  # hwLat, PCI, ring, Simple
-NETWORK_LATENCY = 14e-6  # hwLat, Net, ring, Simple
+# Seconds per step of a ring with the "Simple" protocol, which large messages use: NCCL, hwLatencies.
+NVLINK_LATENCY = 3.4e-6  # hwLatencies, NVLINK, ring, Simple
+PCIE_LATENCY = 5.7e-6  # hwLatencies, PCI, ring, Simple
+NETWORK_LATENCY = 14e-6  # hwLatencies, NET, ring, Simple; 9.6 before version 2.18
 
-# A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100:
-# NVIDIA, "Getting Started with CUDA Graphs". Small operators of a model are of that kind, eager dispatch is slower.
+# A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100: NVIDIA,
+# "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs. Small operators of a model are of that
+# kind, eager dispatch is slower.
 CUDA_KERNEL = 4e-6
 
-# The smallest of the tiles that cuBLAS computes a matrix product in: NVIDIA, "Matrix Multiplication Background User's
-# Guide", section on tile quantization.
+# The smallest side of the tiles that the guide lists for cuBLAS: NVIDIA, "Matrix Multiplication Background User's
+# Guide" (DU-09799), sections 2.3 and 3.1.
 CUDA_TILE = 64
 
 H100_SXM_PEAK = {  # NVIDIA H100 datasheet, column SXM; with sparsity the tensor cores' rates are printed twice as high
