@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.cost import Cluster, collective_seconds
+from autotp.figures import Degree
 from autotp.graph import Capture
 from autotp.inputs import Inputs
 from autotp.pipeline import Options, capture_model, solve_plan
@@ -43,15 +45,20 @@ def test_a_layer_sends_4bsh_elements_forward_with_and_without_sequence_paralleli
     assert plain == sequence == 4 * BATCH * LENGTH * HIDDEN * (tp - 1) / tp
 
 
-@cache
-def layer_of_70b(tp: int, cluster: Cluster) -> Plan:
-    """One of Llama-70B's layers (and next to no vocabulary) on one sequence of 8192 tokens."""
+def layer_of_70b_shape(heads: int) -> Any:
+    """One of Llama-70B's layers and next to no vocabulary; `heads` of keys and values."""
     config = LlamaConfig(
         hidden_size=8192, intermediate_size=28672, num_hidden_layers=1, num_attention_heads=64,
-        num_key_value_heads=8, vocab_size=64, use_cache=False,
+        num_key_value_heads=heads, vocab_size=64, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
-        model: Any = LlamaForCausalLM(config).bfloat16()
+        return LlamaForCausalLM(config).bfloat16()
+
+
+@cache
+def layer_of_70b(tp: int, cluster: Cluster) -> Plan:
+    """A plan for one of Llama-70B's layers on one sequence of 8192 tokens."""
+    model = layer_of_70b_shape(heads=8)
     ids = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
     return autotp.plan(model, tp, example_inputs=ids, cluster=cluster)
 
@@ -73,16 +80,24 @@ def test_a_70b_layer_communicates_little_on_nvlink_and_mostly_on_slow_links():
 
 
 def test_throughput_per_device_falls_beyond_the_node_and_more_steeply_further():
-    """Of plans for tp=8, 16 and 32 where a node has 8 devices; one node of 32 is the control."""
+    """By the sweep, where a node has 8 devices; the control is one node of 32.
 
-    def falls(cluster: Cluster) -> list[float]:
-        rates = [TOKENS / tp / layer_of_70b(tp, cluster).totals.seconds for tp in (8, 16, 32)]
-        return [1 - later / earlier for earlier, later in zip(rates, rates[1:], strict=False)]
+    As many heads of keys and values as of queries: with 8, tp=16 has them twice, which costs by itself.
+    """
+    model, ids = layer_of_70b_shape(heads=64), {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
 
-    first, second = falls(H100)
-    assert 0.3 < first < second
-    wide = falls(replace(H100, name="one node", devices_per_node=32))
-    assert wide[0] < first - 0.05
+    def swept(cluster: Cluster) -> tuple[list[float], list[Degree]]:
+        rows = autotp.sweep(model, [8, 16, 32], example_inputs=ids, cluster=cluster).rows
+        return [1 - b.throughput / a.throughput for a, b in pairwise(rows)], list(rows)
+
+    falls, rows = swept(H100)
+    control, alike = swept(replace(H100, name="one node", devices_per_node=32))
+    assert 0.3 < falls[0] < falls[1]
+    assert control[0] < falls[0] - 0.05 and control[1] < falls[1] - 0.01
+    assert rows[0] == alike[0]
+    for row, other in zip(rows[1:], alike[1:], strict=True):  # the difference is communication, but for a kernel
+        assert row.exposed > 1.2 * other.exposed
+        assert row.seconds - other.seconds == pytest.approx(row.exposed - other.exposed, rel=0.01)
 
 
 def test_a_matmul_that_is_made_too_thin_costs_more_than_its_share():
