@@ -14,6 +14,7 @@ from autotp.passes.patterns import Found, Place, counted, find_blocks
 
 from . import conversions
 from .graph import module_path, resolve, short_name
+from .layer import Steps, layer, primitive
 from .layouts import Layout, Partial, Shard, Size
 from .megatron import Sent, hand_plan, priced
 from .memory import measure
@@ -39,7 +40,9 @@ def describe(
     known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     found = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
-    collectives = tuple(_Collectives(planned, builder, found).walk(sharded))
+    walker = _Collectives(planned, builder, found)
+    collectives = tuple(walker.walk(sharded))
+    steps = Steps(planned, builder, found, walker.block, lambda n: walker.place(n, sharded))
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
     read = [tuple(names[p] for p in f.parameters) for f in found]
@@ -51,6 +54,7 @@ def describe(
         model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
         blocks, _totals(planned, builder, parameters, collectives, found), memory,
         {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
+        layer=layer(tuple(steps.walk(sharded))),
     )  # fmt: skip
 
 
@@ -154,9 +158,9 @@ class _Collectives:
 
     def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
         (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
-        there, back = _primitive(src, dst), None
+        there, back = primitive(src, dst), None
         if origin in self.planned.grads and self.builder.objective.training:
-            back = _primitive(dst.dual, src.dual)
+            back = primitive(dst.dual, src.dual)
         if there is None and back is None:
             return None
         size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
@@ -168,15 +172,16 @@ class _Collectives:
             _innermost(node.meta["path"]),
             _innermost(module_path(origin)) if called else self.names[origin],
         )
-        block = self._place(node, src, origin, sharded)
+        block = self.place(node, sharded)
         first = self.planned.same[origin].name
         change = f"{src} -> {dst}"
         return Collective(
             name, change, module, block, origin.name, op, source, there, back, size, forward, backward, first
         )  # fmt: skip
 
-    def _place(self, node: fx.Node, src: Layout, origin: fx.Node, sharded: Sharded) -> int | None:
+    def place(self, node: fx.Node, sharded: Sharded) -> int | None:
         """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
+        (src, _), (origin, _) = node.meta["conversion"], sharded.origin[node]
         own = self._maker(origin) if isinstance(src, Partial) else self.block.get(origin)
         readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
         if isinstance(src, Partial) or len(readers) != 1 or origin.op == "placeholder":
@@ -203,13 +208,6 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
     for user in node.users:
         out += [sharded.origin[user][0]] if user in sharded.origin else _readers(user, sharded)
     return out
-
-
-def _primitive(src: Layout, dst: Layout) -> str | None:
-    """The primitive of a conversion; None where no bytes are sent."""
-    if src == dst:
-        return None
-    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive
 
 
 def _totals(

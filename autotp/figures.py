@@ -1,7 +1,8 @@
-"""What a plan comes to, as data: totals, the memory of a rank, a row of a sweep over degrees."""
+"""What a plan comes to, as data: totals, the memory of a rank, the times of a layer, a row of a sweep over degrees."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -92,3 +93,97 @@ class Degree:
     throughput: float
     unit: str
     largest_batch: int | None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operator or a conversion of one rank, and the seconds that it takes by the cost model.
+
+    Attributes:
+        name: of the operator ("aten.linear"), or of the conversion ("f_star").
+        module: path of the module in which it runs; `part`: "attention", "feed-forward" or "rest".
+        forward, backward: seconds in each direction.
+        forward_sends, backward_sends: the primitive (`all_reduce`, ...) where that direction communicates, else None.
+        change: of a conversion, the layouts; `bytes`: the whole size of its value.
+    """
+
+    name: str
+    module: str
+    part: str
+    forward: float
+    backward: float = 0.0
+    forward_sends: str | None = None
+    backward_sends: str | None = None
+    change: str = ""
+    bytes: float = 0.0
+
+    @property
+    def converts(self) -> bool:
+        return bool(self.change)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """What a part of a layer takes in a step: seconds of compute and of communication."""
+
+    name: str
+    compute: float
+    communication: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+    @property
+    def share(self) -> float:
+        """The part of its seconds that is communication."""
+        return self.communication / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The times of one repeated block, of the kind in which a step spends most; of the model where nothing repeats.
+
+    Attributes:
+        module: path of the block, "" for the whole model.
+        steps: its operators and conversions in the order of the forward. Views take no time and are left out.
+        count: blocks with the same operators, this one among them; `alike`: of them those with the same times, for the
+            first and the last one often convert differently.
+        total: seconds of all `count` blocks in a step; `outside`: what is outside of them, such as embedding and head.
+    """
+
+    module: str
+    steps: tuple[Timed, ...]
+    count: int
+    alike: int
+    total: float
+    outside: Sublayer
+
+    @property
+    def seconds(self) -> float:
+        """Of this block, forward and backward."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """Its parts: attention, feed-forward, and the rest; those that it has."""
+        parts = [sublayer(name, (step for step in self.steps if step.part == name)) for name in NAMED]
+        return tuple(part for part in parts if part.seconds)
+
+
+REST = "rest"
+PARTS = {"attention": "attention", "mlp": "feed-forward", "experts": "feed-forward"}  # kind of block -> sublayer
+NAMED = (*dict.fromkeys(PARTS.values()), REST)
+
+
+def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
+    """What these steps come to."""
+    compute = communication = 0.0
+    for step in steps:
+        for seconds, sends in ((step.forward, step.forward_sends), (step.backward, step.backward_sends)):
+            compute, communication = (compute, communication + seconds) if sends else (compute + seconds, communication)
+    return Sublayer(name, compute, communication)

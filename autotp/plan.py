@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from .errors import PlanError
-from .figures import Degree, Memory, Totals
+from .figures import Degree, Layer, Memory, Sublayer, Timed, Totals
 from .layouts import Dealt, Layout
 from .report import render, renderable
 from .serial import plain, read_layout, read_loop
@@ -120,6 +120,7 @@ class Plan:
         decisions: node name of the captured graph -> how it runs.
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
+        layer: the times of one repeated block, operator by operator; None in a plan saved by an earlier version.
     """
 
     model: str
@@ -136,6 +137,12 @@ class Plan:
     inputs: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = ()
+    layer: Layer | None = None
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """Compute and communication of one layer's attention, feed-forward block, and rest, with the share of each."""
+        return self.layer.sublayers if self.layer is not None else ()
 
     @property
     def placements(self) -> dict[str, Layout]:
@@ -219,6 +226,7 @@ def asdict_shallow(plan: Plan) -> dict[str, Any]:
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
+    out["layer"] = plan.layer and asdict(plan.layer)
     return out
 
 
@@ -244,7 +252,15 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         inputs=tuple(data["inputs"]),
         notes=tuple(data["notes"]),
         degrees=tuple(Degree(**r) for r in data["degrees"]),
+        layer=_read_layer(data.get("layer")),
     )
+
+
+def _read_layer(data: dict[str, Any] | None) -> Layer | None:
+    if data is None:
+        return None
+    steps = tuple(Timed(**step) for step in data["steps"])
+    return Layer(**{**data, "steps": steps, "outside": Sublayer(**data["outside"])})
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from .strategies import share
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
 
+BACKWARD = 2  # times the forward's arithmetic and bytes
 LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
@@ -128,8 +129,7 @@ class Prices:
         seconds = op_seconds(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
-        # the backward does about twice the arithmetic and moves about twice the bytes of the forward
-        return 3 * seconds, self._kept(op.node, [*ins, *outs])
+        return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
 
     def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
         """Bytes of what this call is the first to keep for the backward."""
@@ -156,10 +156,10 @@ class Prices:
         if self._forbidden(node, a, b):
             return None
         size = self.bytes(tensors(node)[i])
-        forward = self._one_way(a, b, size)
+        forward = self.one_way(a, b, size)
         if forward is None or node not in self.grads:
             return forward
-        backward = self._one_way(b.dual, a.dual, size)
+        backward = self.one_way(b.dual, a.dual, size)
         if backward is None:
             return None
         return forward + backward if self.objective.training else forward
@@ -182,7 +182,8 @@ class Prices:
         found = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
 
-    def _one_way(self, a: Layout, b: Layout, size: float) -> float | None:
+    def one_way(self, a: Layout, b: Layout, size: float) -> float | None:
+        """Seconds of a conversion of so many bytes in one direction; None where there is none."""
         if a == b:
             return 0.0
         kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))

@@ -17,7 +17,7 @@ from .layouts import Layout, Shard
 from .problem import amount
 
 if TYPE_CHECKING:
-    from .figures import Degree, Memory
+    from .figures import Degree, Memory, Sublayer
     from .plan import Block, Collective, Parameter, Plan
 
 WIDTH = 110
@@ -40,7 +40,7 @@ def renderable(plan: Plan) -> RenderableType:
     """The plan for a rich console: a headline, the blocks, the totals, what was left whole, and the notes."""
     head = Text(f"{plan.model} over {plan.tp} ranks ({plan.cluster}, {plan.objective})", style="bold")
     parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
-    parts += [*_blocks(plan), Text(), _totals(plan), *_left_whole(plan)]
+    parts += [*_blocks(plan), Text(), _totals(plan), *_layer(plan), *_left_whole(plan)]
     if plan.degrees:
         parts += [Text(), sweep_table(plan.degrees, "Degrees")]
     if plan.notes:
@@ -186,6 +186,24 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     for line in (held[:4], held[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def _layer(plan: Plan) -> Iterator[RenderableType]:
+    """What the sublayers of one of the repeated blocks take, and everything outside of those."""
+    if plan.layer is None or plan.layer.count == 1:
+        return
+    table = _table((24, "left"), (None, "left"))
+    table.add_row(f"one of {plan.layer.count} blocks", Text(plan.layer.module))
+    for part in plan.sublayers:
+        table.add_row(f"  {part.name}", _spent(part))
+    if plan.layer.outside.seconds:
+        table.add_row("outside of these blocks", _spent(plan.layer.outside))
+    yield from (Text(), table)
+
+
+def _spent(part: Sublayer) -> str:
+    sent = f", communication {_seconds(part.communication)} ({part.share:.1%})" if part.communication else ""
+    return f"compute {_seconds(part.compute)}{sent}"
 
 
 def sweep_table(rows: Sequence[Degree], heading: str) -> RenderableType:

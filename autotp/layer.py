@@ -1,0 +1,143 @@
+"""The times of one repeated block of a plan, operator by operator, by the cost model."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autotp.passes.patterns import Found
+
+from . import conversions
+from .figures import PARTS, REST, Layer, Timed, sublayer
+from .graph import module_path, short_name, tensors
+from .layouts import Layout
+from .planner import Builder, Planned
+from .pricing import BACKWARD
+from .rewrite import Sharded
+from .slices import to_runtime
+
+INDEXED = re.compile(r"\.\d+(@\d+)?$")
+Place = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
+Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that it runs in, outermost first
+
+
+def layer(steps: Sequence[Placed]) -> Layer:
+    """Of the repeated blocks the kind in which a step spends most, and what is outside of it.
+
+    Of that kind the times are those that most of its blocks have. Where nothing repeats it is the whole model.
+
+    Args:
+        steps: of the whole model, as `timed` gives them.
+    """
+    inside: dict[str, list[Timed]] = defaultdict(list)
+    for step, paths in steps:
+        for path in paths:
+            inside[path].append(step)
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for path, own in inside.items():
+        kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
+    spent = {path: sum(step.seconds for step in own) for path, own in inside.items()}
+    repeated = [paths for paths in kinds.values() if len(paths) > 1]
+    if not repeated:
+        whole = tuple(step for step, _ in steps)
+        return Layer("", whole, 1, 1, sum(step.seconds for step in whole), sublayer(OUTSIDE, ()))
+    members = max(repeated, key=lambda paths: sum(spent[p] for p in paths))  # of equals the first, the outermost
+    times = {path: tuple((s.name, s.forward, s.backward) for s in inside[path]) for path in members}
+    common, alike = Counter(times.values()).most_common(1)[0]
+    chosen, apart = next(path for path in members if times[path] == common), set(members)
+    outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
+    return Layer(chosen, tuple(inside[chosen]), len(members), alike, sum(spent[p] for p in members), outside)
+
+
+OUTSIDE = "outside"
+
+
+@dataclass
+class Steps:
+    """Prices every operator and conversion of the program of one rank.
+
+    Attributes:
+        planned: the decisions; `builder`: has the prices.
+        found: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
+    """
+
+    planned: Planned
+    builder: Builder
+    found: Sequence[Found]
+    block: Mapping[fx.Node, int]
+    place: Place
+    known: dict[Any, tuple[float, float]] = field(default_factory=dict)
+
+    def walk(self, sharded: Sharded) -> Iterator[Placed]:
+        """Those that take time, in the order of the program."""
+        left = dict.fromkeys(self.planned.ops)
+        for node in sharded.graph.nodes:
+            origin = sharded.origin.get(node, (None, 0))[0]
+            if "conversion" in node.meta:
+                yield from self._conversion(node, sharded.origin[node])
+            elif origin in left:
+                del left[origin]
+                yield from self._operator(origin)
+        for node in left:  # without a tensor as its result
+            yield from self._operator(node)
+
+    def _operator(self, node: fx.Node) -> Iterator[Placed]:
+        first = self.planned.same[node]
+        if first not in self.known:
+            decision, rule = self.planned.decisions[node], self.planned.rules[node]
+            split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+            seconds = self.builder.prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)[0]
+            trained = node in self.planned.grads and self.builder.objective.training
+            forward = seconds / (1 + BACKWARD) if trained else seconds
+            self.known[first] = forward, seconds - forward
+        forward, backward = self.known[first]
+        if forward or backward:
+            path = module_path(node)
+            name, where = short_name(node.target), path[-1] if path else ""
+            yield Timed(name, where, self._part(self.block.get(node)), forward, backward), _indexed(path)
+
+    def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
+        (origin, i), (a, b) = value, node.meta["conversion"]
+        trained = origin in self.planned.grads and self.builder.objective.training
+        size = self.builder.prices.bytes(tensors(origin)[i])
+        key = self.planned.same[origin], i, a, b
+        if key not in self.known:
+            forward = self.builder.prices.one_way(a, b, size)
+            backward = self.builder.prices.one_way(b.dual, a.dual, size) if trained else 0.0
+            self.known[key] = forward or 0.0, backward or 0.0
+        forward, backward = self.known[key]
+        if not (forward or backward):
+            return
+        kind = conversions.kind_of(to_runtime(a), to_runtime(b))
+        index, path = self.place(node), node.meta["path"]
+        sends = primitive(a, b), primitive(b.dual, a.dual) if trained else None
+        where = path[-1] if path else ""
+        made = Timed(kind.name, where, self._part(index), forward, backward, *sends, f"{a} -> {b}", size)
+        yield made, _indexed(self._home(index) or path)
+
+    def _home(self, index: int | None) -> tuple[str, ...]:
+        """The modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
+        if index is None:
+            return ()
+        paths = (module_path(n) for n in self.found[index].nodes)
+        own = self.found[index].module
+        return next((path[: path.index(own) + 1] for path in paths if own in path), ())
+
+    def _part(self, index: int | None) -> str:
+        return PARTS.get(self.found[index].kind, REST) if index is not None else REST
+
+
+def _indexed(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple(p for p in path if INDEXED.search(p))
+
+
+def primitive(src: Layout, dst: Layout) -> str | None:
+    """The primitive of a conversion; None where no bytes are sent."""
+    if src == dst:
+        return None
+    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive
