@@ -175,7 +175,7 @@ class Layer:
         return tuple(part for part in parts if part.seconds)
 
 
-REST = "rest"
+REST, OUTSIDE = "rest", "outside"
 PARTS = {"attention": "attention", "mlp": "feed-forward", "experts": "feed-forward"}  # kind of block -> sublayer
 NAMED = (*dict.fromkeys(PARTS.values()), REST)
 

@@ -13,7 +13,7 @@ from torch import fx
 from autotp.passes.patterns import Found
 
 from . import conversions
-from .figures import PARTS, REST, Layer, Timed, sublayer
+from .figures import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
 from .graph import module_path, short_name, tensors
 from .layouts import Layout
 from .planner import Builder, Planned
@@ -52,9 +52,6 @@ def layer(steps: Sequence[Placed]) -> Layer:
     chosen, apart = next(path for path in members if times[path] == common), set(members)
     outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
     return Layer(chosen, tuple(inside[chosen]), len(members), alike, sum(spent[p] for p in members), outside)
-
-
-OUTSIDE = "outside"
 
 
 @dataclass

@@ -1,0 +1,202 @@
+"""What a plan says, as rows of words: `autotp.report` sets them as text, `autotp.page` as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from .layouts import Shard
+from .problem import amount
+
+if TYPE_CHECKING:
+    from .figures import Memory
+    from .plan import Block, Collective, Parameter, Plan
+
+MARKS = {"f_star": "f*", "g_star": "g*"}
+NAMES = {"mlp": "MLP"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block and its equals, or what is in none.
+
+    Attributes:
+        kind: of the block; `module`: its path; `count`: how many are equal.
+        detail: what it is and what one rank has of it; `limit`: what the number of heads forbids.
+        weights: name, role, whole shape, shape on the fullest rank.
+        sent: Megatron's name, layouts, operator, and what one rank sends forward and backward.
+    """
+
+    kind: str
+    module: str
+    count: int
+    detail: str
+    limit: str
+    weights: list[tuple[str, ...]]
+    sent: list[tuple[str, ...]]
+
+    @property
+    def title(self) -> str:
+        times = f" x {self.count}" if self.count > 1 else ""
+        return " ".join(filter(None, [self.kind, self.module])) + times
+
+
+def parts(plan: Plan) -> Iterator[Part]:
+    """The blocks, equal ones folded, and then what is in none."""
+    parameters: dict[str, Parameter] = {p.name: p for p in plan.parameters}
+    shown: set[str] = set()
+    for i, block in enumerate(plan.blocks):
+        if block.first == i:
+            yield _part(plan, i, block, parameters, shown)
+            shown.update(block.parameters)
+    inside = {n for b in plan.blocks for n in b.parameters}
+    left = [p for p in plan.parameters if p.name not in inside]
+    outside = [c for c in plan.collectives if c.block is None]
+    if left or outside:
+        yield Part("elsewhere", "", 1, "", "", _weights(left, "", shown), _sent(outside, 1))
+
+
+def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> Part:
+    members = {j for j, b in enumerate(plan.blocks) if b.first == index}
+    detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
+    weights = _weights([parameters[n] for n in block.parameters], block.module, shown)
+    sent = _sent([c for c in plan.collectives if c.block in members], len(members))
+    kind = NAMES.get(block.kind, block.kind)
+    return Part(kind, block.module, len(members), detail, block.limit, weights, sent)
+
+
+def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for p in parameters:
+        name = p.name.removeprefix(module + ".") if module else p.name
+        where = f", dim {p.layout.dim}{_pieces(p.layout)}" if isinstance(p.layout, Shard) else ""
+        tied = " (tied)" if p.name in shown or p.aliases else ""
+        rows.append((f"{name}{tied}", f"{p.role}{where}", shape(p.shape), shape(p.local)))
+    return rows
+
+
+def _pieces(layout: Shard) -> str:
+    """How many pieces of one dimension are dealt separately, as those of a fused weight."""
+    repeat, segments = layout.partition.repeat, len(layout.partition.segments)
+    pieces = repeat * segments if isinstance(repeat, int) else repeat
+    return "" if pieces == 1 else f" in {pieces} pieces"
+
+
+def _sent(collectives: Sequence[Collective], members: int) -> list[tuple[str, ...]]:
+    """The collectives of a block and its equals: one row for each place, with its number where some lack it."""
+    groups: dict[tuple, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.name, c.change, c.first, c.bytes), []).append(c)
+    rows = []
+    for (name, change, *_), equal in groups.items():
+        c = equal[0]
+        times = f" ({len(equal)} of {members})" if len(equal) != members else ""
+        ways = (_way("forward", c.forward, c.forward_bytes), _way("backward", c.backward, c.backward_bytes))
+        rows.append((MARKS.get(name, name), change, f"{operator(c.op)} ({last(c.source)}){times}", *ways))
+    return rows
+
+
+def _way(direction: str, name: str | None, nbytes: float) -> str:
+    return f"{primitive(name)} {amount(nbytes)}" if name else f"no {direction}"
+
+
+def totals(plan: Plan) -> list[tuple[str, str]]:
+    """What the plan comes to: a name and a value; an empty name goes on with the row before."""
+    t = plan.totals
+    rows = [
+        ("parameters per rank", of(t.local_parameters, t.parameters)),
+        ("forward flops per rank", of(t.local_flops, t.flops)),
+        ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
+    ]
+    if t.seconds:
+        gap = max(t.seconds - t.bound, 0.0) / t.seconds
+        proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {seconds(t.bound)}, gap = {gap:.1%}"
+        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof})"))
+    if t.megatron_bytes:
+        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+        ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
+        rows.append(
+            ("against Megatron's plan", "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios))
+        )
+    return [*rows, *_memory(plan.memory)]
+
+
+def _memory(m: Memory) -> Iterator[tuple[str, str]]:
+    """What the fullest rank holds, the parts that are there, and where the peak is."""
+    held = [
+        ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
+        ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
+    ]  # fmt: skip
+    yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
+    told = [f"{name} {amount(size)}" for name, size in held if size]
+    for line in (told[:4], told[4:]):
+        if line:
+            yield "", ", ".join(line)
+
+
+def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Of one of the repeated blocks and of what is outside: name, compute, communication and its share; the last two
+    empty where there is none. No rows where nothing repeats."""
+    if plan.layer is None or plan.layer.count == 1:
+        return []
+    out = plan.layer.outside
+    every = [*plan.sublayers, *([out] if out.seconds else [])]
+    return [
+        (p.name, seconds(p.compute), *((seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "")))
+        for p in every
+    ]
+
+
+def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """The operator to blame -> the parameters that it keeps whole, folded over equal blocks, with their shape."""
+    reasons: dict[str, dict[str, list[Parameter]]] = {}
+    for p in plan.parameters:
+        if p.role == "whole":
+            reasons.setdefault(p.reason or "", {}).setdefault(p.first, []).append(p)
+    return {
+        reason: [(f"{first} x {len(x)}" if len(x) > 1 else first, shape(x[0].shape)) for first, x in groups.items()]
+        for reason, groups in reasons.items()
+    }
+
+
+# words
+
+
+def operator(name: str) -> str:
+    """`mul` of `aten.mul.Tensor`."""
+    return name.removeprefix("aten.").split(".")[0]
+
+
+def last(path: str) -> str:
+    """The last part of a module path, with the one before it where that is only a number."""
+    names = path.split(".")
+    return ".".join(names[-2:] if names[-1].isdigit() else names[-1:])
+
+
+def primitive(name: str | None) -> str:
+    """`all-reduce` of `all_reduce`."""
+    return (name or "").replace("_", "-")
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """`64 x 128`."""
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def number(x: float) -> str:
+    """A count with a decimal unit."""
+    for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= step:
+            return f"{x / step:.2f}{unit}"
+    return f"{x:.0f}"
+
+
+def seconds(x: float) -> str:
+    """A time in milliseconds or microseconds."""
+    return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
+
+
+def of(local: float, whole: float) -> str:
+    """A rank's part of a count."""
+    return f"{number(local)} of {number(whole)}" + (f" ({local / whole:.1%})" if whole else "")
