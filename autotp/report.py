@@ -13,6 +13,7 @@ from rich.text import Text
 from torch import fx
 
 from . import rows
+from .columns import WIDTH, Columns
 from .figures import OUTSIDE
 from .graph import module_path, short_name
 from .layouts import Layout
@@ -22,8 +23,6 @@ from .rows import MARKS, Part
 if TYPE_CHECKING:
     from .figures import Degree
     from .plan import Plan
-
-WIDTH = 110
 
 
 def render(plan: Plan) -> str:
@@ -43,7 +42,7 @@ def renderable(plan: Plan) -> RenderableType:
     head = Text(f"{plan.model} over {plan.tp} ranks ({plan.cluster}, {plan.objective})", style="bold")
     parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
     parts += [x for part in rows.parts(plan) for x in _part(part)]
-    totals = _filled(_table((24, "left"), (None, "left")), rows.totals(plan), "")
+    totals = _filled(Columns((24, None), "ll", (24, None)), rows.totals(plan), "")
     parts += [Text(), totals, *_layer(plan), *_left_whole(plan)]
     if plan.degrees:
         parts += [Text(), sweep_table(plan.degrees, "Degrees")]
@@ -52,23 +51,15 @@ def renderable(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def _table(*columns: tuple[int | None, str]) -> Table:
-    """A table without lines, of columns given as (width, justification)."""
-    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0), show_header=False)
-    for width, justify in columns:
-        table.add_column(width=width, justify=justify, overflow="fold")  # type: ignore[arg-type]
-    return table
-
-
 def _part(part: Part) -> Iterator[RenderableType]:
     heading = Text.assemble((part.title, "bold"), f"  {part.detail}" if part.detail else "")
     heading.overflow = "fold"
     yield from (Text(), heading)
     if part.limit:
         yield Padding(Text(f"limit: {part.limit}", style="yellow"), (0, 0, 0, 2))
-    yield _filled(_table((44, "left"), (36, "left"), (13, "right"), (13, "right")), part.weights)
+    yield _filled(Columns((44, 36, 13, 13), "llrr", (26, 24, 13, 13)), part.weights)
     if part.sent:
-        table = _table((12, "left"), (12, "left"), (32, "left"), (25, "left"), (25, "left"))
+        table = Columns((12, 12, 32, 25, 25), "lllll", (9, 9, 16, 21, 21))
         yield _filled(table, part.sent, style="cyan")
 
 
@@ -83,7 +74,7 @@ def _layer(plan: Plan) -> Iterator[RenderableType]:
     if found := rows.sublayers(plan):
         assert plan.layer is not None
         table = _filled(
-            _table((24, "left"), (None, "left")), [(f"one of {plan.layer.count} blocks", plan.layer.module)], ""
+            Columns((24, None), "ll", (24, None)), [(f"one of {plan.layer.count} blocks", plan.layer.module)], ""
         )
         for name, compute, sent, share in found:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
@@ -93,10 +84,10 @@ def _layer(plan: Plan) -> Iterator[RenderableType]:
 
 def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     """What each degree comes to: a heading, and a line for each."""
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     unit = degrees[0].unit if degrees else "samples"
-    for name in ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device"):
-        table.add_column(name, justify="right" if name else "left")
+    names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
+    short = (*names[:-2], "largest\nbatch", f"{unit}/s\n/device")
+    table = Columns((None,) * 8, "rrrrrlrr", (None,) * 8, gap=2).headed(names, short)
     for r in degrees:
         batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
         share = f"{rows.seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
@@ -113,7 +104,7 @@ def _left_whole(plan: Plan) -> Iterator[RenderableType]:
         yield from (Text(), Text("Left whole, and why", style="bold"))
     for reason, names in reasons.items():
         yield Padding(Text(reason), (0, 0, 0, 2))
-        yield _filled(_table((94, "left"), (13, "right")), names, "    ")
+        yield _filled(Columns((94, 13), "lr", (65, 13)), names, "    ")
 
 
 # the program of one rank

@@ -1,0 +1,51 @@
+"""The commands, by name."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from autotp import __version__
+
+from .command import Group, command
+from .doctor import doctor
+from .explain import explain
+from .plan import plan, sweep
+from .verify import calibrate, verify
+
+app = typer.Typer(
+    name="autotp",
+    cls=Group,
+    help="Tensor parallelism for an untouched PyTorch model: plan it, read the plan, prove it.",
+    epilog="Exit codes: 0 fine; 1 the answer is no (a proof failed, nothing fits, a pin cannot be kept); 2 wrong usage "
+    "or input; 3 the model cannot be captured; 4 anything else; 130 stopped.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+for function in (plan, sweep, explain, verify, doctor):
+    app.command()(command(function))
+app.command()(command(calibrate, everywhere=True))
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"autotp {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and leave."),
+    ] = False,
+) -> None:
+    """What every command has."""
+
+
+def main() -> None:
+    """Run the command line of this process."""
+    app(prog_name="autotp")

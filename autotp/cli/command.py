@@ -1,0 +1,139 @@
+"""What makes a function a command: shared options, one-line errors, exit codes."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import sys
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from dataclasses import MISSING, fields, is_dataclass
+from typing import Any, get_type_hints
+
+import typer
+from typer.core import TyperGroup
+
+from autotp.errors import AutoTPError, CaptureError, InputError, PlanError
+
+from .screen import Screen, rank, report
+
+FINE, NO, USAGE, CAPTURE, OTHER, STOPPED = 0, 1, 2, 3, 4, 130
+CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (InputError, USAGE), (PlanError, NO), (CaptureError, CAPTURE), (OSError, USAGE), (KeyboardInterrupt, STOPPED),
+)  # fmt: skip
+
+
+class Group(TyperGroup):
+    """Commands whose usage errors are one line, and whose results are exit codes."""
+
+    def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:
+        """Run and leave the process with the command's exit code."""
+        if not standalone_mode:
+            return super().main(*args, standalone_mode=False, **extra)
+        try:
+            code = super().main(*args, standalone_mode=False, **extra)
+        except Exception as error:
+            code = _usage(error)
+        sys.exit(code or FINE)
+
+
+def _usage(error: Exception) -> int:
+    """Report an error of the command line itself; anything else goes on."""
+    told: Callable[[], str] | None = getattr(error, "format_message", None)
+    if told is None:
+        raise error
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "autotp"
+    if rank() == 0 and told().strip():  # nothing where the help was asked for, which has been printed
+        report(f"{' '.join(told().split())} See {where} --help.")
+    return USAGE
+
+
+def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., int]:
+    """A function as a command for typer.
+
+    Args:
+        fn: gives the exit code. A parameter that is annotated with a dataclass stands for options, one for each field;
+            one of them is the `Screen`.
+        everywhere: whether ranks other than the first run it too.
+    """
+    hints = get_type_hints(fn, include_extras=True)
+    groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
+
+    @functools.wraps(fn)
+    def call(**given: Any) -> int:
+        built = {n: cls(**{f.name: given.pop(f.name) for f in fields(cls) if f.init}) for n, cls in groups.items()}
+        screen = next(x for x in built.values() if isinstance(x, Screen))
+        if rank() != 0 and not everywhere:
+            return FINE
+        with _quiet(screen):
+            try:
+                return fn(**given, **built)
+            except (Exception, KeyboardInterrupt) as error:
+                return _failed(screen, error)
+
+    parameters = [p for name, old in inspect.signature(fn).parameters.items() for p in _parameters(name, old, hints)]
+    parameters.sort(key=lambda p: _is_argument(p), reverse=True)
+    call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    call.__annotations__ = {p.name: p.annotation for p in parameters}
+    return call
+
+
+def _parameters(name: str, old: inspect.Parameter, hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
+    """A parameter for typer, or those that a dataclass stands for."""
+    kind, kept = inspect.Parameter.KEYWORD_ONLY, hints[name]
+    if not is_dataclass(kept):
+        yield old.replace(kind=kind, annotation=kept)
+        return
+    types = get_type_hints(kept, include_extras=True)
+    for f in fields(kept):
+        default = f.default_factory() if f.default_factory is not MISSING else f.default
+        if f.init:
+            yield inspect.Parameter(f.name, kind, default=default, annotation=types[f.name])
+
+
+def _is_argument(parameter: inspect.Parameter) -> bool:
+    return any(type(x).__name__ == "ArgumentInfo" for x in getattr(parameter.annotation, "__metadata__", ()))
+
+
+@contextmanager
+def _quiet(screen: Screen) -> Iterator[None]:
+    """Nothing but the result on stdout where programs read it; libraries' warnings and logs only with --debug."""
+    with redirect_stdout(sys.stderr) if screen.json else nullcontext(), warnings.catch_warnings():
+        if not screen.debug:
+            warnings.simplefilter("ignore")
+        log, level = logging.getLogger("autotp"), logging.getLogger("autotp").level
+        handler = logging.StreamHandler()
+        if screen.debug:
+            log.addHandler(handler)
+            log.setLevel(logging.DEBUG)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+
+
+def _failed(screen: Screen, error: BaseException) -> int:
+    """Report an error of a command; its exit code."""
+    if isinstance(error, typer.Exit):
+        return error.exit_code
+    if screen.debug:
+        traceback.print_exception(error, file=sys.stderr)
+    code = next((c for kind, c in CODES if isinstance(error, kind)), OTHER)
+    screen.fail(_message(error), type(error).__name__, code, everywhere=code == OTHER)
+    return code
+
+
+def _message(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped"
+    if isinstance(error, OSError):
+        return f"{error.filename or type(error).__name__}: {error.strerror or error}."
+    if isinstance(error, AutoTPError):
+        return str(error).strip()
+    first = (str(error).strip() or "no message").splitlines()[0]
+    return f"unexpected {type(error).__name__}: {first} (--debug shows where it came from)"

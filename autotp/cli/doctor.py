@@ -1,0 +1,135 @@
+"""`autotp doctor`: what this machine has, what autotp would use of it, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .command import FINE, NO
+from .screen import Screen
+
+DEFAULT = "h100"  # what autotp.plan prices for where nothing says otherwise
+
+
+def doctor(screen: Screen) -> int:
+    """Say what this machine has, what autotp would use, and what is missing."""
+    with screen.working("looking around"):
+        from .facts import gather  # noqa: PLC0415  it needs torch
+
+        found = gather()
+    found |= {"uses": uses(found), "missing": list(missing(found))}
+    screen.result(_page(found), lambda: found)
+    return NO if any(m["required"] for m in found["missing"]) else FINE
+
+
+def uses(found: dict[str, Any]) -> dict[str, Any]:
+    """What `autotp.compile` and the commands would take on this machine."""
+    cuda = [d for d in found["devices"] if d["kind"] == "cuda"]
+    ranks = len(cuda) or max(1, found["devices"][-1]["cores"] or 1)
+    backend = "nccl" if cuda else "gloo"
+    return {
+        "device": cuda[0]["name"] if cuda else found["devices"][-1]["name"],
+        "backend": backend if backend in found["links"]["backends"] else None,
+        "ranks": ranks,
+        "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
+        "cluster": DEFAULT,
+        "here": (cuda or found["devices"])[0]["preset"],
+    }
+
+
+def missing(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is not there, and what it would be good for; `required` where autotp does not work without it."""
+
+    def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
+        return {"what": what, "why": why, "required": required}
+
+    versions, links = found["versions"], found["links"]
+    for package, least in found["needs"].items():
+        have = versions.get(package)
+        if package in versions and (have is None or _older(have, least)):
+            yield lack(f"{package}>={least}".removesuffix(">="), f"autotp needs it; here is {have or 'none'}", True)
+    if versions["transformers"] is None:
+        yield lack("transformers", "a config.json is no model without it; package.module:factory works")
+    cuda = [d for d in found["devices"] if d["kind"] == "cuda"]
+    if not cuda:
+        yield lack("a CUDA device", "ranks run as gloo processes on the processor: right, but slow")
+    elif "nccl" not in links["backends"]:
+        yield lack("NCCL", "this build of torch has no collectives for CUDA devices", True)
+    if not cuda and "gloo" not in links["backends"]:
+        yield lack("gloo", "this build of torch has no collectives for the processor", True)
+    if len(cuda) == 1:
+        yield lack("a second CUDA device", "one rank holds the whole model; plan and verify need no devices")
+    if links["peers"] < links["pairs"]:
+        yield lack("peer access", f"{links['pairs'] - links['peers']} of {links['pairs']} pairs go through the host")
+    if uses(found)["here"] is None:
+        yield lack("a preset for this device", "autotp calibrate --out cluster.json measures one")
+
+
+def _older(have: str, least: str) -> bool:
+    """Whether a version is less than another, by the numbers before the first letter."""
+
+    def numbers(text: str) -> list[int]:
+        parts = text.split("+")[0].split(".")
+        return [int(p) for p in parts if p.isdecimal()]
+
+    return bool(least) and numbers(have) < numbers(least)
+
+
+def _page(found: dict[str, Any]) -> RenderableType:
+    """The facts for people, a table for each question."""
+    versions = [(k, v or "not installed") for k, v in found["versions"].items() if v or k not in ("cuda", "hip")]
+    parts: list[RenderableType] = []
+    for heading, rows in (
+        ("Versions", versions), ("Devices", list(_devices(found))), ("Links", list(_links(found))),
+        ("What autotp would use", list(_uses(found))),
+    ):  # fmt: skip
+        parts += [Text(heading, style="bold"), _rows(rows), Text()]
+    lacking = [(("required: " if m["required"] else "") + m["what"], m["why"]) for m in found["missing"]]
+    return Group(*parts, Text("Missing", style="bold"), _rows(lacking) if lacking else Text("  nothing", "green"))
+
+
+def _devices(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for d in found["devices"]:
+        told = [d["name"], f"{d['memory'] / 2**30:.1f} GiB"]
+        if d["kind"] == "cuda":
+            told.append(f"capability {d['capability']}")
+        else:
+            told.append(f"{d['cores']} core{'s' * (d['cores'] != 1)}, {d['threads']} threads")
+        yield (f"{d['kind']}:{d['index']}" if d["kind"] == "cuda" else d["kind"]), ", ".join(told)
+
+
+def _links(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    links = found["links"]
+    yield "backends", ", ".join(links["backends"]) or "none"
+    if links["pairs"]:
+        kinds = ", ".join(f"{kind} {count}" for kind, count in links["between"].items())
+        yield (
+            "between devices",
+            f"{links['peers']} of {links['pairs']} pairs with peer access; {kinds or 'kind unknown'}",
+        )
+    yield "interfaces", ", ".join(links["interfaces"]) or "none"
+    yield "InfiniBand", ", ".join(links["infiniband"]) or "none"
+    if found["torchrun"]:
+        yield "torchrun", ", ".join(f"{k}={v}" for k, v in found["torchrun"].items())
+
+
+def _uses(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    used = found["uses"]
+    yield "device", used["device"]
+    yield "collectives", used["backend"] or "none"
+    yield "to run", used["launch"]
+    here = f"--cluster {used['here']}" if used["here"] else "--cluster FILE, from autotp calibrate"
+    yield "to price", f"{used['cluster']}; for this machine {here}"
+
+
+def _rows(rows: list[tuple[str, str]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    table.add_column(min_width=18, no_wrap=True)
+    table.add_column()
+    for first, second in rows:
+        table.add_row(Text(f"  {first}"), Text(second))
+    return table

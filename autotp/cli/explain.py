@@ -1,0 +1,98 @@
+"""`autotp explain`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import autotp
+from autotp.errors import InputError
+
+from .command import FINE
+from .options import Degree, ModelOrPlan, Sizes, Steering
+from .plan import loaded, saved
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from autotp.plan import Parameter
+
+
+def explain(
+    model: ModelOrPlan,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Of a parameter.", show_default=False)],
+    sizes: Sizes,
+    degree: Degree,
+    steering: Steering,
+    screen: Screen,
+) -> int:
+    """Say why a parameter lies as it does: the alternatives, and what would change it."""
+    plan = saved(model, sizes, degree, steering)
+    if plan is not None:
+        known = recorded(plan, name)
+        screen.result(_table(known), lambda: known)
+        screen.say(f"A saved plan does not hold what else was possible: autotp explain MODEL {name} says that.")
+        return FINE
+    given = loaded(model, sizes, steering, screen)
+    with screen.working(f"planning {type(given.model).__name__}"):
+        made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
+        told = made.explain(name)
+    screen.say(f"{made.model} over {made.tp} ranks ({made.cluster}, {made.objective}), priced for {given.sizes}")
+    screen.result(told, lambda: {"tp": made.tp, **asdict(told)})
+    return FINE
+
+
+def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
+    """What a plan says of a parameter by itself, without the problem that it was solved from."""
+    from autotp.pins import near  # noqa: PLC0415  it needs torch
+
+    found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
+    if found is None:
+        raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
+    held = [b for b in plan.blocks if found.name in b.parameters]
+    return {
+        "parameter": found.name,
+        "aliases": list(found.aliases),
+        "tp": plan.tp,
+        "layout": str(found.layout),
+        "role": found.role,
+        "shape": list(found.shape),
+        "local": list(found.local),
+        "equals": sum(p.first == found.first for p in plan.parameters),
+        "reason": found.reason,
+        "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in held],
+        "limits": [b.limit for b in held if b.limit],
+        "collectives": _sent(plan, found),
+    }
+
+
+def _sent(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
+    """The collectives of the parameter itself, and of the module that holds it."""
+    module = parameter.name.rpartition(".")[0]
+    return [
+        {"name": c.name, "change": c.change, "of": c.source, "forward": c.forward, "backward": c.backward}
+        for c in plan.collectives
+        if c.source in (parameter.name, module)
+    ]
+
+
+def _table(known: dict[str, Any]) -> RenderableType:
+    """What is recorded, for people."""
+    shape, local = (" x ".join(map(str, known[k])) or "scalar" for k in ("shape", "local"))
+    equals = f" and its equals, {known['equals']} in all" if known["equals"] > 1 else ""
+    rows = [("lies", f"{known['layout']}, {known['role']}"), ("shape", f"{shape}; on a rank {local}")]
+    rows += [("tied to", name) for name in known["aliases"]]
+    rows += [("in", block) for block in known["blocks"]]
+    rows += [("limit", limit) for limit in known["limits"]]
+    rows += [("reason", known["reason"])] if known["reason"] else []
+    for c in known["collectives"]:
+        ways = [f"{c[way].replace('_', '-')} {way}" for way in ("forward", "backward") if c[way]]
+        rows.append(("sends", f"{', '.join(ways)} ({c['change']}, {c['of']})"))
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    return Group(Text(f"{known['parameter']}{equals}, over {known['tp']} ranks", style="bold"), table)

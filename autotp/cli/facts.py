@@ -1,0 +1,132 @@
+"""What there is on this machine that autotp could use: devices, links, versions. Facts only; `doctor` judges them."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.cuda import nccl
+
+from autotp import __version__, machine
+from autotp.cost.presets import PRESETS
+
+PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
+BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
+TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+PATIENCE = 10.0  # seconds for a tool of the driver
+
+
+def gather() -> dict[str, Any]:
+    """Everything, as plain data."""
+    return {
+        "versions": versions(), "needs": needs(), "devices": devices(), "links": links(),
+        "torchrun": {k: os.environ[k] for k in TORCHRUN if k in os.environ},
+    }  # fmt: skip
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of what autotp stands on; None for what is not installed."""
+    found: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
+    found |= {name: _version(name) for name in PACKAGES}
+    found["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
+    found["cuda"], found["hip"] = torch.version.cuda, torch.version.hip
+    if torch.cuda.is_available():
+        found["driver"] = next(iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None)
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        if dist.is_nccl_available():
+            found["nccl"] = ".".join(map(str, nccl.version()))
+    return found
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def needs() -> dict[str, str]:
+    """Package -> the least version that autotp runs with, from its own metadata; empty where it is not installed."""
+    try:
+        required = importlib.metadata.requires("autotp") or []
+    except importlib.metadata.PackageNotFoundError:
+        return {}
+    found = [re.match(r"([\w-]+)(?:>=([\d.]+))?", text) for text in required if "extra ==" not in text]
+    return {m[1]: m[2] or "" for m in found if m}
+
+
+def devices() -> list[dict[str, Any]]:
+    """The accelerators, and the processor."""
+    found = [_cuda(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*found, _processor()]
+
+
+def _cuda(index: int) -> dict[str, Any]:
+    known = torch.cuda.get_device_properties(index)
+    return {
+        "kind": "cuda", "index": index, "name": known.name, "memory": known.total_memory,
+        "capability": f"{known.major}.{known.minor}", "preset": preset(known.name),
+    }  # fmt: skip
+
+
+def _processor() -> dict[str, Any]:
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "kind": "cpu", "index": 0, "name": machine.processor(), "memory": int(machine.memory()), "cores": cores,
+        "threads": torch.get_num_threads(), "preset": "local",
+    }  # fmt: skip
+
+
+def preset(device: str) -> str | None:
+    """The preset of a device with this name: the one with the most words of its own in the name, all of them there."""
+    words = device.lower()
+    fitting = [name for name in PRESETS if all(part in words for part in name.split("-"))]
+    return max(fitting, key=len, default=None)
+
+
+def links() -> dict[str, Any]:
+    """How ranks on this machine, and on others, could talk."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    pairs = [(i, j) for i in range(count) for j in range(count) if i != j]
+    infiniband = Path("/sys/class/infiniband")
+    return {
+        "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],
+        "peers": sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs),
+        "pairs": len(pairs),
+        "between": topology(_nvidia("topo", "-m")) if count > 1 else {},
+        "interfaces": sorted(name for _, name in socket.if_nameindex()),
+        "infiniband": sorted(p.name for p in infiniband.iterdir()) if infiniband.is_dir() else [],
+    }
+
+
+def _nvidia(*arguments: str) -> str:
+    """What the driver's tool prints; empty where there is none, or it fails."""
+    tool = shutil.which("nvidia-smi")
+    if tool is None:
+        return ""
+    try:
+        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return ""
+    return done.stdout
+
+
+def topology(text: str) -> dict[str, int]:
+    """Kind of link (`NV18`, `PIX`, `SYS`) -> pairs of devices that have it, from the driver's table."""
+    lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
+    heads = next((line for line in lines if line[:1] == ["GPU0"] and line[1:2] != ["X"]), [])
+    count = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in heads)
+    found: dict[str, int] = {}
+    for i, row in enumerate([line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]):
+        for kind in row[2 + i : 1 + count]:
+            found[kind] = found.get(kind, 0) + 1
+    return found

@@ -1,0 +1,241 @@
+"""From what the command line calls a model to a module and its example inputs."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp import compat
+from autotp.errors import InputError, PlanError
+from autotp.inputs import Inputs, for_model, normalise
+from autotp.plan import Plan
+from autotp.selfcheck import LARGEST
+
+from .options import Sizes
+
+CONFIG = "config.json"
+# Which of transformers' tables to ask, in this order, for a config that does not name its class.
+TABLES = ("PreTraining", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "AudioClassification")
+
+
+@dataclass(frozen=True)
+class Given:
+    """A model and what it is called with; `remark`: what the user should know of that."""
+
+    model: nn.Module
+    inputs: Inputs
+    remark: str = ""
+
+    @property
+    def sizes(self) -> str:
+        """The example inputs in words: `input_ids 2 x 16`."""
+        named = [*((f"input {i}", x) for i, x in enumerate(self.inputs.args)), *self.inputs.kwargs.items()]
+        told = [f"{name} {' x '.join(map(str, x.shape)) or 'scalar'}" for name, x in named if isinstance(x, Tensor)]
+        return ", ".join(told)
+
+
+def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> Given:
+    """The model that the command line names, with example inputs of the sizes asked for.
+
+    Args:
+        text: a folder or config.json of transformers, or `package.module:factory`.
+        training: the mode of a model that is built from a config: with live dropout, or without.
+        real: build it from a config with random weights, where they are small enough to be compared.
+
+    Raises:
+        InputError: there is no such model, or it cannot be built or sized so.
+    """
+    dtype = read_dtype(sizes.dtype)
+    path = config_path(text)
+    if path is not None:
+        model, example = from_config(path, dtype, real).train(training), None
+    else:
+        model, example = from_factory(text, dtype)
+    inputs = for_model(model) if example is None else normalise(example)
+    if inputs is None:
+        raise InputError(
+            f"{text}: {type(model).__name__} needs example inputs, and only a transformers config says them. Let the "
+            "factory return (module, example_inputs)."
+        )
+    return Given(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
+
+
+def saved_plan(text: str) -> Plan | None:
+    """The plan, where the text names the file of a saved one."""
+    path = Path(text)
+    if path.suffix != ".json" or path.name == CONFIG or not path.is_file():
+        return None
+    data = _json(path)
+    return read_plan(path) if {"schema", "decisions"} <= data.keys() else None
+
+
+def read_plan(path: Path) -> Plan:
+    """A saved plan.
+
+    Raises:
+        InputError: the file cannot be read as one.
+    """
+    try:
+        return Plan.load(path)
+    except PlanError as error:
+        raise InputError(f"{path}: {error}") from error
+
+
+def config_path(text: str) -> Path | None:
+    """The config.json that the text names; None where it names a factory."""
+    path = Path(text)
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise InputError(f"{text} holds no {CONFIG}. Name a folder or {CONFIG} of transformers.")
+        return path / CONFIG
+    if path.is_file():
+        return path
+    if ":" in text and os.sep not in text:
+        return None
+    raise InputError(
+        f"{text}: no such file or folder. Name a folder or {CONFIG} of transformers (nothing is downloaded), or "
+        "package.module:factory."
+    )
+
+
+def from_config(path: Path, dtype: torch.dtype | None, real: bool = False) -> Any:
+    """A model of the transformers library from its config: on the meta device, or `real` with random weights where
+    they take less than 1 GB."""
+    try:
+        import transformers  # noqa: PLC0415  only where a config is read
+    except ImportError as error:
+        raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
+    transformers.logging.set_verbosity_error()
+    if "model_type" not in _json(path):
+        raise InputError(f"{path} is no config of transformers: it has no model_type.")
+    try:
+        build = _builder(transformers, transformers.AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+        with torch.device("meta"):
+            model = build()
+        if real and sum(p.numel() * p.element_size() for p in model.parameters()) < LARGEST:
+            torch.manual_seed(0)
+            model = build()
+    except Exception as error:  # whatever a config of another version, or of code of its own, lacks
+        raise InputError(f"{path}: transformers {transformers.__version__} cannot build it: {_line(error)}") from error
+    return model
+
+
+def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
+    """What makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
+    wanted = {} if dtype is None else {"dtype": dtype}
+    named = next((getattr(transformers, n) for n in config.architectures or () if hasattr(transformers, n)), None)
+    if named is not None:
+        return lambda: named._from_config(config, **wanted)
+    classes = [getattr(transformers, f"AutoModelFor{name}") for name in TABLES]
+    known = next((c for c in classes if type(config) in c._model_mapping), transformers.AutoModel)
+    return lambda: known.from_config(config, **wanted)
+
+
+def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
+    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable."""
+    where, _, name = text.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        made: Any = importlib.import_module(where)
+        for part in name.split("."):
+            made = getattr(made, part)
+        made = made if isinstance(made, nn.Module) else made()
+    except Exception as error:
+        raise InputError(f"{text}: {type(error).__name__}: {_line(error)} (--debug shows where)") from error
+    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(model, nn.Module):
+        raise InputError(f"{text} gives {type(made).__name__}: it must give an nn.Module, or (module, example_inputs).")
+    if dtype is None:
+        return model, example
+    inputs = None if example is None else _mapped(normalise(example), lambda x: _cast(x, dtype))
+    return model.to(dtype), inputs
+
+
+def _cast(x: Any, dtype: torch.dtype) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x
+
+
+def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
+    """The inputs with another batch size and length, by repeating or cutting what they hold.
+
+    The batch is the first dimension of the first tensor, and of all others where it is as large. The length is the
+    second dimension of the first tensor that has two or three; other ids keep their ratio to it.
+
+    Raises:
+        InputError: no tensor has such a dimension.
+    """
+    tensors = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
+    rows = tensors[0].shape[0] if tensors else None
+    lengths = [x.shape[1] for x in tensors if _has_length(x)]
+    if batch is not None and rows is None:
+        raise InputError("--batch: the example inputs hold no tensor with a batch dimension. Leave it out.")
+    if seq is not None and not lengths:
+        raise InputError("--seq: the example inputs hold no sequence (a tensor of 2 or 3 dimensions). Leave it out.")
+
+    def resize(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.ndim:
+            return x
+        if seq is not None and _has_length(x) and (x.shape[1] == lengths[0] or not x.is_floating_point()):
+            x = _tiled(x, 1, max(1, x.shape[1] * seq // lengths[0]))
+        return _tiled(x, 0, batch) if batch is not None and x.shape[0] == rows else x
+
+    return _mapped(inputs, resize)
+
+
+def _has_length(x: Tensor) -> bool:
+    return x.ndim == 3 or x.ndim == 2 and x.shape[1] > 1
+
+
+def _tiled(x: Tensor, dim: int, size: int) -> Tensor:
+    """The first `size` of the slices along `dim`, repeated as often as it takes."""
+    copies = math.ceil(size / x.shape[dim])
+    return x.repeat(*(copies if d == dim else 1 for d in range(x.ndim))).narrow(dim, 0, size)
+
+
+def _mapped(inputs: Inputs, fn: Callable[[Any], Any]) -> Inputs:
+    leaves, spec = compat.tree_flatten((inputs.args, inputs.kwargs))
+    args, kwargs = compat.tree_unflatten([fn(x) for x in leaves], spec)
+    return Inputs(*args, **kwargs)
+
+
+def read_dtype(text: str | None) -> torch.dtype | None:
+    """A torch dtype by its name."""
+    found = None if text is None else getattr(torch, text.removeprefix("torch."), None)
+    if text is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+        raise InputError(f"--dtype {text}: give a floating-point dtype of torch, such as bfloat16.")
+    return found
+
+
+def _too_long(model: nn.Module, seq: int | None) -> str:
+    """A remark where the length asked for is more than the config allows."""
+    config = getattr(model, "config", None)
+    most = getattr(config, "max_position_embeddings", None)
+    if seq is None or not isinstance(most, int) or not 0 < most < seq:
+        return ""
+    return f"--seq {seq} is more than the config's max_position_embeddings, {most}"
+
+
+def _json(path: Path) -> Mapping[str, Any]:
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config or a saved plan.")
+    return data
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error's message."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,139 @@
+"""`autotp plan` and `autotp sweep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+import autotp
+from autotp.errors import InputError, PlanError
+
+from .command import FINE, NO
+from .options import Degree, Model, ModelOrPlan, Sizes, Steering, read_degrees, writable
+from .screen import PANEL, Screen
+
+if TYPE_CHECKING:
+    from .models import Given
+
+
+def plan(
+    model: ModelOrPlan,
+    sizes: Sizes,
+    degree: Degree,
+    steering: Steering,
+    screen: Screen,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE.json", help="Write the plan.", rich_help_panel=PANEL)
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE.html", help="Write a page that shows it.", rich_help_panel=PANEL)
+    ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE.json", help="Write the timeline of a layer for Perfetto.", rich_help_panel=PANEL),
+    ] = None,
+) -> int:
+    """Find the cheapest legal placement, or show a saved plan."""
+    writable(save, html, trace)
+    made = saved(model, sizes, degree, steering)
+    if made is None:
+        given = loaded(model, sizes, steering, screen)
+        with screen.working(f"planning {type(given.model).__name__}"):
+            made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
+        screen.say(f"priced for {given.sizes}")
+    written: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
+        (save, lambda plan, path: plan.save(path)), (html, _html), (trace, _trace),
+    ]  # fmt: skip
+    for path, write in written:
+        if path is not None:
+            write(made, path)
+            screen.say(f"wrote {path}")
+    screen.result(made, made.to_json)
+    return FINE
+
+
+def sweep(
+    model: Model,
+    sizes: Sizes,
+    steering: Steering,
+    screen: Screen,
+    tp: Annotated[
+        str | None, typer.Option(metavar="N,N,...", help="The degrees. Default: 1,2,4,8,16,32.", show_default=False)
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.svg",
+            help="Draw time, memory and exposed communication, with and without sequence parallelism.",
+            rich_help_panel=PANEL,
+        ),
+    ] = None,
+) -> int:
+    """Plan for several degrees and compare them."""
+    writable(plot)
+    asked: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
+    given = loaded(model, sizes, steering, screen)
+    asked |= {"example_inputs": given.inputs, **steering.arguments()}
+    with screen.working(f"planning {type(given.model).__name__}"):
+        made = autotp.sweep(given.model, **asked)
+        if plot is not None:
+            _plot(given, made, asked, plot)
+            screen.say(f"wrote {plot}")
+    screen.say(f"priced for {given.sizes}")
+    best = made.best
+    screen.result(made, lambda: {**made.to_dict(), "best": None if best is None else best.tp})
+    if best is None:
+        screen.say("no degree fits into the memory of a rank", style="yellow")
+    return NO if best is None else FINE
+
+
+def loaded(model: str, sizes: Sizes, steering: Steering, screen: Screen, real: bool = False) -> Given:
+    """The model and its inputs; `real`: with weights where they are small."""
+    with screen.working(f"building {model}"):
+        from .models import load  # noqa: PLC0415  it needs torch
+
+        given = load(model, sizes, steering.objective == "training", real)
+    if given.remark:
+        screen.say(given.remark, style="yellow")
+    return given
+
+
+def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | None:
+    """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
+    from .models import saved_plan  # noqa: PLC0415
+
+    found = saved_plan(model)
+    if found is not None and any(given != type(given)() for given in steering):
+        raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
+    return found
+
+
+def _html(plan: autotp.Plan, path: Path) -> None:
+    from autotp.page import write_html  # noqa: PLC0415  only where a page is asked for
+
+    write_html(plan, path)
+
+
+def _trace(plan: autotp.Plan, path: Path) -> None:
+    from autotp.timeline import write_trace  # noqa: PLC0415
+
+    write_trace(plan, path)
+
+
+def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
+    """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
+    from autotp.plot import write_svg  # noqa: PLC0415
+
+    def other(wanted: bool) -> autotp.Sweep:
+        if asked["sequence_parallel"] is wanted:
+            return made
+        return autotp.sweep(given.model, **{**asked, "sequence_parallel": wanted})
+
+    try:
+        forced = other(True)
+    except PlanError:
+        forced = made
+    write_svg(forced, other(False), path)

@@ -1,0 +1,105 @@
+"""Where results, progress and errors go: tables or JSON on stdout, all else on stderr, from rank 0 alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Annotated, Any, TextIO
+
+import typer
+from rich.console import Console, RenderableType
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.text import Text
+
+PANEL = "Output"
+PATIENCE = 1.0  # seconds after which work shows that it goes on
+
+
+@dataclass(frozen=True)
+class Screen:
+    """What a command writes to; its options are every command's."""
+
+    json: Annotated[
+        bool, typer.Option("--json", metavar="", help="Print JSON on stdout, and nothing else.", rich_help_panel=PANEL)
+    ] = False
+    debug: Annotated[
+        bool, typer.Option("--debug", metavar="", help="Show tracebacks, warnings and the log.", rich_help_panel=PANEL)
+    ] = False
+    out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
+
+    def result(self, shown: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
+        """Print the result: `shown` for people, or what `data` gives as JSON: the text, or plain data."""
+        if rank() != 0:
+            return
+        if self.json:
+            made = data()
+            print(made if isinstance(made, str) else as_json(made), file=self.out)
+        else:
+            Console(file=self.out, highlight=False).print(shown)
+
+    def say(self, text: str, style: str = "dim") -> None:
+        """A line beside the result, on stderr."""
+        if rank() == 0:
+            _stderr().print(Text(text, style=style), soft_wrap=True)
+
+    def fail(self, text: str, kind: str, code: int, everywhere: bool = False) -> None:
+        """An error: a line on stderr, and JSON on stdout for programs. `everywhere`: other ranks tell theirs too."""
+        if rank() == 0 or everywhere:
+            report(text)
+        if rank() == 0 and self.json:
+            print(as_json({"error": {"kind": kind, "message": text, "code": code}}), file=self.out)
+
+    @contextmanager
+    def working(self, what: str) -> Iterator[None]:
+        """Shows on a terminal that work goes on, once it takes longer than a second, and goes away."""
+        console = _stderr()
+        if rank() != 0 or not console.is_terminal:
+            yield
+            return
+        columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        progress = Progress(*columns, console=console, transient=True)
+        progress.add_task(what, total=None)
+        late = threading.Timer(PATIENCE, progress.start)
+        late.daemon = True
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+            late.join()
+            progress.stop()
+
+
+def report(text: str) -> None:
+    """An error on stderr."""
+    who = "autotp" if rank() == 0 else f"autotp, rank {rank()}"
+    _stderr().print(Text.assemble(f"{who}: ", ("error: ", "bold red"), text), soft_wrap=True)
+
+
+def rank() -> int:
+    """This process's rank under torchrun, otherwise 0."""
+    told = os.environ.get("RANK", "0")
+    return int(told) if told.isdigit() else 0
+
+
+def as_json(data: Any) -> str:
+    """Plain data as JSON text; numbers that JSON has no word for become null."""
+    return json.dumps(_finite(data), indent=1, ensure_ascii=False)
+
+
+def _finite(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {str(k): _finite(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_finite(v) for v in x]
+    return None if isinstance(x, float) and not math.isfinite(x) else x
+
+
+def _stderr() -> Console:
+    return Console(stderr=True, highlight=False)

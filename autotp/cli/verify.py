@@ -1,0 +1,107 @@
+"""`autotp verify` and `autotp calibrate`: what runs on this machine."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+import autotp
+from autotp.cost.files import SUFFIXES
+from autotp.errors import InputError
+
+from .command import FINE, NO
+from .options import Degree, Model, Sizes, Steering, writable
+from .plan import loaded
+from .screen import PANEL, Screen, rank
+
+if TYPE_CHECKING:
+    from autotp.verify import Report
+
+RANKS = 2  # simulated where nothing says how many
+
+
+def verify(
+    model: Model,
+    sizes: Sizes,
+    degree: Degree,
+    steering: Steering,
+    screen: Screen,
+    plan: Annotated[
+        Path | None, typer.Option("--plan", metavar="FILE.json", help="Prove this plan.", show_default=False)
+    ] = None,
+) -> int:
+    """Prove a plan on simulated ranks in this process: every value and gradient."""
+    asked = degree.arguments(default=RANKS) | steering.arguments()
+    if plan is not None:
+        from .models import read_plan  # noqa: PLC0415  it needs torch
+
+        if degree != Degree() or steering != Steering():
+            raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
+        loaded_plan = read_plan(plan)
+        asked = {"tp": loaded_plan.tp, "plan": loaded_plan}
+    given = loaded(model, sizes, steering, screen, real=True)
+    with screen.working(f"proving {type(given.model).__name__}"):
+        if asked["tp"] == "auto":
+            made = autotp.plan(given.model, example_inputs=given.inputs, **asked)
+            asked = {"tp": made.tp, "plan": made}
+        report = autotp.verify(given.model, example_inputs=given.inputs, **asked)
+    screen.result(_table(report, given.sizes), lambda: as_data(report))
+    return FINE if report else NO
+
+
+def as_data(report: Report) -> dict[str, Any]:
+    """A report as plain data, without the plan."""
+    kept = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference")}
+    difference = None if report.difference is None else asdict(report.difference)
+    return {"ok": report.ok, "model": report.plan.model if report.plan else None, **kept, "difference": difference}
+
+
+def _table(report: Report, sizes: str) -> RenderableType:
+    """What was compared, and the verdict."""
+    model = report.plan.model if report.plan else "the model"
+    gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
+    apart = report.capture_error != report.capture_error  # nan
+    capture = "not compared: the weights are not real" if apart else f"{report.capture_error:.1e}"
+    rows = [
+        ("ranks", f"{report.tp}, simulated"), ("inputs", sizes), ("values compared", str(report.values)),
+        ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),
+        ("tolerance", f"{report.tolerance:.0e} (float64)"), ("captured graph against the model", capture),
+    ]  # fmt: skip
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
+    for row in rows:
+        table.add_row(*map(Text, row))
+    verdict = Text("equal", style="bold green") if report else Text(str(report), style="bold red")
+    return Group(Text(f"{model} over {report.tp} ranks", style="bold"), table, verdict)
+
+
+def calibrate(
+    screen: Screen,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write the cluster: .json or .toml.", rich_help_panel=PANEL)
+    ] = None,
+    name: Annotated[str, typer.Option(help="What plans call the cluster.")] = "calibrated",
+    base: Annotated[
+        str | None,
+        typer.Option(help="Preset or file for what is not measured. Default: h100 on CUDA devices, otherwise local."),
+    ] = None,
+    devices_per_node: Annotated[
+        int | None, typer.Option(min=1, help="Default: what torchrun started here, or this machine's devices.")
+    ] = None,
+) -> int:
+    """Measure this machine and describe it as a cluster. Under torchrun: its links too."""
+    writable(out)
+    if out is not None and out.suffix not in SUFFIXES:
+        raise InputError(f"--out {out} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")
+    found = autotp.calibrate(name=name, base=base, devices_per_node=devices_per_node, show=not screen.json)
+    if out is not None and rank() == 0:
+        found.save(out)
+        screen.say(f"wrote {out}: use it with --cluster {out}")
+    if screen.json:
+        screen.result("", found.to_dict)
+    return FINE
