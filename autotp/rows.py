@@ -24,7 +24,7 @@ class Part:
     Attributes:
         kind: of the block; `module`: its path; `count`: how many are equal.
         detail: what it is and what one rank has of it; `limit`: what the number of heads forbids.
-        weights: name, role, whole shape, shape on the fullest rank.
+        weights: name, role, whole shape, shape on the fullest rank; `parameters`: which they are.
         sent: Megatron's name, layouts, operator, and what one rank sends forward and backward.
     """
 
@@ -33,6 +33,7 @@ class Part:
     count: int
     detail: str
     limit: str
+    parameters: Sequence[Parameter]
     weights: list[tuple[str, ...]]
     sent: list[tuple[str, ...]]
 
@@ -54,16 +55,17 @@ def parts(plan: Plan) -> Iterator[Part]:
     left = [p for p in plan.parameters if p.name not in inside]
     outside = [c for c in plan.collectives if c.block is None]
     if left or outside:
-        yield Part("elsewhere", "", 1, "", "", _weights(left, "", shown), _sent(outside, 1))
+        yield Part("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(outside, 1))
 
 
 def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> Part:
     members = {j for j, b in enumerate(plan.blocks) if b.first == index}
     detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
-    weights = _weights([parameters[n] for n in block.parameters], block.module, shown)
+    own = [parameters[n] for n in block.parameters]
+    weights = _weights(own, block.module, shown)
     sent = _sent([c for c in plan.collectives if c.block in members], len(members))
     kind = NAMES.get(block.kind, block.kind)
-    return Part(kind, block.module, len(members), detail, block.limit, weights, sent)
+    return Part(kind, block.module, len(members), detail, block.limit, own, weights, sent)
 
 
 def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:
@@ -124,15 +126,20 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
 
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     """What the fullest rank holds, the parts that are there, and where the peak is."""
-    held = [
-        ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
-        ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
-    ]  # fmt: skip
     yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
-    told = [f"{name} {amount(size)}" for name, size in held if size]
+    told = [f"{name} {amount(size)}" for name, size in held(m)]
     for line in (told[:4], told[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def held(m: Memory) -> list[tuple[str, float]]:
+    """The parts of what the fullest rank holds, in bytes, that are there."""
+    parts = [
+        ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
+        ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
+    ]  # fmt: skip
+    return [(name, size) for name, size in parts if size]
 
 
 def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
@@ -195,6 +202,12 @@ def number(x: float) -> str:
 def seconds(x: float) -> str:
     """A time in milliseconds or microseconds."""
     return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
+
+
+def round_seconds(x: float, most: float) -> str:
+    """A round time, in a unit that suits all up to `most`."""
+    unit, factor = next((u, f) for u, f, least in (("s", 1, 1.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0)) if most >= least)
+    return f"{factor * x:g} {unit}" if x else "0"
 
 
 def of(local: float, whole: float) -> str:

@@ -207,4 +207,5 @@ def test_the_wheel_holds_each_file_once_under_autotp(tmp_path):
     (wheel,) = tmp_path.glob("dist/*.whl")
     held = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
     wanted = [f"{package_of(p).replace('.', '/')}/{p.name}" for p in sources("autotp", *ROOMS)]
-    assert sorted(held) == sorted([*wanted, "autotp/py.typed"])
+    templates = [f"autotp/templates/{p.name}" for p in (ROOT / "autotp/templates").iterdir()]
+    assert templates and sorted(held) == sorted([*wanted, *templates, "autotp/py.typed"])
