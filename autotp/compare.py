@@ -153,11 +153,11 @@ class _Proof:
 
     def forward(self, given: Mapping[fx.Node, Any]) -> Difference | None:
         """The first value, then the first output, that differs."""
-        named = {n.name: v for n, v in given.items()}
-        leaves = [n for n in self.sharded.graph.nodes if n.op == "placeholder"]
+        graphs = self.sharded.graph, self.planned.program.graph
+        leaves = zip(*([n for n in g.nodes if n.op == "placeholder"] for g in graphs), strict=True)
         failed: StepError | None = None
         try:
-            inputs = {n: self._deal(n, named[n.name]) for n in leaves}
+            inputs = {n: self._deal(n, given[whole]) for n, whole in leaves}
             self.outputs = run(self.sharded, self.planned.tp, inputs, self._keep)
         except StepError as e:
             failed = e

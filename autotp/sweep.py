@@ -14,6 +14,7 @@ from torch import nn
 from autotp.cost import Cluster
 
 from .errors import InputError, PlanError
+from .explain import KEPT
 from .figures import Degree, Memory
 from .graph import Capture, shape_of, size_hint
 from .memory import lifetimes
@@ -67,7 +68,9 @@ class Sweep:
             )
         why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
         plan = self.plans[self.best.tp]
-        return replace(plan, degrees=self.rows, notes=(*plan.notes, why))
+        made = replace(plan, degrees=self.rows, notes=(*plan.notes, why))
+        made.__dict__[KEPT] = plan.__dict__.get(KEPT)  # `replace` carries fields only
+        return made
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans, as plain data that JSON can hold."""

@@ -135,5 +135,4 @@ def _message(error: BaseException) -> str:
         return f"{error.filename or type(error).__name__}: {error.strerror or error}."
     if isinstance(error, AutoTPError):
         return str(error).strip()
-    first = (str(error).strip() or "no message").splitlines()[0]
-    return f"unexpected {type(error).__name__}: {first} (--debug shows where it came from)"
+    return f"unexpected {type(error).__name__}: {str(error).strip() or 'no message'} (--debug shows where it came from)"

@@ -94,5 +94,5 @@ def _table(known: dict[str, Any]) -> RenderableType:
         rows.append(("sends", f"{', '.join(ways)} ({c['change']}, {c['of']})"))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(Text(f"  {row[0]}"), Text(row[1]))
     return Group(Text(f"{known['parameter']}{equals}, over {known['tp']} ranks", style="bold"), table)

@@ -38,10 +38,10 @@ class Given:
 
     @property
     def sizes(self) -> str:
-        """The example inputs in words: `input_ids 2 x 16`."""
-        named = [*((f"input {i}", x) for i, x in enumerate(self.inputs.args)), *self.inputs.kwargs.items()]
-        told = [f"{name} {' x '.join(map(str, x.shape)) or 'scalar'}" for name, x in named if isinstance(x, Tensor)]
-        return ", ".join(told)
+        """The example inputs in words: `input_ids (2 x 16)`."""
+        named = [*(("", x) for x in self.inputs.args), *((f"{name} ", x) for name, x in self.inputs.kwargs.items())]
+        told = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in named if isinstance(x, Tensor)]
+        return ", ".join(told) or "no tensors"
 
 
 def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> Given:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 PANEL = "Output"
+TABLE = re.compile(r"\S {2,}\S.* {2,}\S")  # three columns of a row
 PATIENCE = 1.0  # seconds after which work shows that it goes on
 
 
@@ -51,7 +53,7 @@ class Screen:
     def fail(self, text: str, kind: str, code: int, everywhere: bool = False) -> None:
         """An error: a line on stderr, and JSON on stdout for programs. `everywhere`: other ranks tell theirs too."""
         if rank() == 0 or everywhere:
-            report(text)
+            report(one_line(text))
         if rank() == 0 and self.json:
             print(as_json({"error": {"kind": kind, "message": text, "code": code}}), file=self.out)
 
@@ -80,6 +82,13 @@ def report(text: str) -> None:
     """An error on stderr."""
     who = "autotp" if rank() == 0 else f"autotp, rank {rank()}"
     _stderr().print(Text.assemble(f"{who}: ", ("error: ", "bold red"), text), soft_wrap=True)
+
+
+def one_line(text: str) -> str:
+    """A message of several lines as one, without the rows of tables in it."""
+    lines = [line.strip() for line in text.splitlines()]
+    kept = [line for i, line in enumerate(lines) if line and not (i and TABLE.search(line))]
+    return "".join(line + (" " if line.endswith((".", ":", ";")) else "; ") for line in kept).removesuffix("; ").strip()
 
 
 def rank() -> int:

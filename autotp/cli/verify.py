@@ -73,9 +73,9 @@ def _table(report: Report, sizes: str) -> RenderableType:
         ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),
         ("tolerance", f"{report.tolerance:.0e} (float64)"), ("captured graph against the model", capture),
     ]  # fmt: skip
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2), show_header=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
-        table.add_row(*map(Text, row))
+        table.add_row(Text(f"  {row[0]}"), Text(row[1]))
     verdict = Text("equal", style="bold green") if report else Text(str(report), style="bold red")
     return Group(Text(f"{model} over {report.tp} ranks", style="bold"), table, verdict)
 
