@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from functools import cache
 from pathlib import Path
 
 import jinja2
+from markupsafe import Markup
 
+UNIT = re.compile(r"(?<=\d) (?=[KMGT]?i?B\b|[mu]?s\b)")
 STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
 
 
@@ -18,7 +21,18 @@ def template(name: str) -> jinja2.Template:
     environment = jinja2.Environment(
         loader=folder, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
+    environment.filters |= {"glued": glued, "breaking": breaking}
     return environment.get_template(name)
+
+
+def glued(text: str) -> str:
+    """Figures with their units, and arrows between layouts, so that no line breaks within."""
+    return UNIT.sub("\u00a0", text).replace(" -> ", "\u00a0\u2192\u00a0")
+
+
+def breaking(name: str) -> Markup:
+    """A dotted name that may break after its dots and underscores."""
+    return Markup("").join(part + Markup("<wbr>") if part in "._" else part for part in re.split(r"([._])", name))
 
 
 def ticks(top: float, most: int = 5) -> list[float]:

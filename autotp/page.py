@@ -18,7 +18,7 @@ from .timeline import TRACKS, Event, heading, timeline
 WIDTH, LEFT, RIGHT = 1200, 108, 24  # of the timeline: all, the names of the tracks, and what the last tick needs
 HEIGHT, TOP, GAP = 38, 34, 12  # of a track, above the first, between two
 LETTER = 6.1  # width of a letter in the timeline's boxes, on the safe side
-BANDS = 8  # drawn of a split weight at most
+BANDS, PIECES = 8, 4  # drawn of a split weight at most
 GLYPH = (30, 20)
 
 
@@ -48,6 +48,7 @@ def html(plan: Plan) -> str:
     """The page as text."""
     return template("page.html.jinja").render(
         plan=plan,
+        over=rows.over(plan),
         figures=list(_figures(plan)),
         totals=_joined(rows.totals(plan)),
         memory=list(_memory(plan.memory)),
@@ -97,14 +98,22 @@ def _degree(row: Any) -> tuple[str, ...]:
 
 
 def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
-    """How a weight is cut: its bands, the first one being rank 0's. Dimension 0 goes down, the last one across."""
-    width, height = GLYPH
+    """How a weight is cut: rank 0's parts, and the cuts. The last dimension goes across, the others go down.
+
+    A weight of one piece is cut once for each rank; of several, each of which is dealt separately, these are shown.
+    """
     if not isinstance(p.layout, Shard):
-        return {"cuts": [], "own": None}
-    bands, across = min(tp, BANDS), len(p.shape) == 1 or p.layout.dim == len(p.shape) - 1
-    side = width if across else height
-    cuts = [round(side * i / bands, 2) for i in range(1, bands)]
-    return {"cuts": cuts, "own": cuts[0] if cuts else side, "across": across}
+        return {"own": [], "cuts": [], "across": False}
+    across = p.layout.dim == len(p.shape) - 1
+    side, pieces = GLYPH[0 if across else 1], rows.pieces(p.layout)
+    shown = min(pieces, PIECES) if isinstance(pieces, int) else PIECES
+    size, bands = side / shown, min(tp, BANDS) if shown == 1 else 1
+    own = [(round(i * size, 2), round(size / min(tp, BANDS), 2)) for i in range(shown)]
+    return {
+        "own": own,
+        "cuts": [round(side * i / (shown * bands), 2) for i in range(1, shown * bands)],
+        "across": across,
+    }
 
 
 def _timeline(plan: Plan) -> dict[str, Any]:
@@ -125,7 +134,9 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         "boxes": [_box(e, scale, dict(tracks)[e.track]) for e in events],
         "passes": [(name, x, end, rows.seconds(took)) for name, x, end, took in passes],
         "tracks": tracks,
-        "ticks": [(LEFT + scale * t, rows.round_seconds(t, marks[-1])) for t in marks if LEFT + scale * t <= WIDTH],
+        "ticks": [
+            (LEFT + scale * t, rows.round_seconds(t, marks[-1])) for t in marks if LEFT + scale * t <= WIDTH - RIGHT
+        ],
         "size": (WIDTH, bottom + 34),
         "bottom": bottom,
         "height": HEIGHT,

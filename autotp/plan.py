@@ -175,6 +175,12 @@ class Plan:
 
         return compare(self, other)
 
+    def to_html(self, path: str | Path) -> None:
+        """Write the plan as one self-contained page: blocks, totals, the predicted timeline of one layer."""
+        from .page import write_html  # noqa: PLC0415  jinja2 is read only where it is wanted
+
+        write_html(self, path)
+
     def __getstate__(self) -> dict[str, Any]:
         return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .layouts import Shard
+from .layouts import Shard, Size
 from .problem import amount
 
 if TYPE_CHECKING:
@@ -72,17 +72,17 @@ def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> l
     rows = []
     for p in parameters:
         name = p.name.removeprefix(module + ".") if module else p.name
-        where = f", dim {p.layout.dim}{_pieces(p.layout)}" if isinstance(p.layout, Shard) else ""
+        where = f", dim {p.layout.dim}" if isinstance(p.layout, Shard) else ""
+        if isinstance(p.layout, Shard) and (several := pieces(p.layout)) != 1:
+            where += f" in {several} pieces"
         tied = " (tied)" if p.name in shown or p.aliases else ""
         rows.append((f"{name}{tied}", f"{p.role}{where}", shape(p.shape), shape(p.local)))
     return rows
 
 
-def _pieces(layout: Shard) -> str:
+def pieces(layout: Shard) -> Size:
     """How many pieces of one dimension are dealt separately, as those of a fused weight."""
-    repeat, segments = layout.partition.repeat, len(layout.partition.segments)
-    pieces = repeat * segments if isinstance(repeat, int) else repeat
-    return "" if pieces == 1 else f" in {pieces} pieces"
+    return layout.partition.repeat * len(layout.partition.segments)
 
 
 def _sent(collectives: Sequence[Collective], members: int) -> list[tuple[str, ...]]:
@@ -93,9 +93,11 @@ def _sent(collectives: Sequence[Collective], members: int) -> list[tuple[str, ..
     rows = []
     for (name, change, *_), equal in groups.items():
         c = equal[0]
-        times = f" ({len(equal)} of {members})" if len(equal) != members else ""
+        times = f" ({len(equal)} of {members})" if len(equal) < members else ""
+        times = f" x {len(equal)}" if len(equal) > members else times
         ways = (_way("forward", c.forward, c.forward_bytes), _way("backward", c.backward, c.backward_bytes))
-        rows.append((MARKS.get(name, name), change, f"{operator(c.op)} ({last(c.source)}){times}", *ways))
+        made = f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)
+        rows.append((MARKS.get(name, name), change, made + times, *ways))
     return rows
 
 
