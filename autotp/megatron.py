@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from autotp.cost import collective_bytes, collective_seconds
+from autotp.cost import call_seconds, collective_bytes
 from autotp.passes.patterns import Found
 
 from .graph import resolve, tensors
@@ -69,7 +69,7 @@ def priced(sent: Sequence[Sent], builder: Builder) -> tuple[float, float]:
     """Bytes that a rank sends by these collectives, and seconds; those of the backward only where the plan trains."""
     counted = [s for s in sent if builder.objective.training or not s.backward]
     nbytes = sum(collective_bytes(s.primitive, s.bytes, builder.tp) for s in counted)
-    return nbytes, sum(collective_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)
+    return nbytes, sum(call_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)
 
 
 def layer(path: str) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.cost import Cluster, collective_seconds, node_flops, op_seconds
+from autotp.cost import Cluster, call_seconds, node_flops, op_seconds
 from autotp.rules.core import Factor, Op, aten, sizes
 
 from . import conversions
@@ -190,7 +190,7 @@ class Prices:
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
-        return collective_seconds(work, size, self.tp, self.cluster)
+        return call_seconds(work, size, self.tp, self.cluster)
 
 
 def lengths(program: Capture) -> set[Any]:

@@ -1,11 +1,12 @@
 """What a plan costs: the cluster, its collectives (alpha-beta) and its kernels (roofline)."""
 
 from .cluster import Cluster
-from .collectives import collective_bytes, collective_seconds
+from .collectives import call_seconds, collective_bytes, collective_seconds
 from .compute import node_flops, op_seconds, size_hint, tensor_bytes
 
 __all__ = [
     "Cluster",
+    "call_seconds",
     "collective_bytes",
     "collective_seconds",
     "node_flops",

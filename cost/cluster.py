@@ -35,6 +35,7 @@ class Cluster:
         launch_overhead: of one kernel, s.
         source: where the numbers come from.
         matmul_tile: columns that a matrix product computes together: fewer take as long as so many.
+        collective_overhead: of one collective before its first step, s.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
@@ -54,6 +55,7 @@ class Cluster:
     launch_overhead: float
     source: str
     matmul_tile: int = 64
+    collective_overhead: float = 8.4e-6
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -126,6 +126,15 @@ def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, 
     return min(ways)
 
 
+def call_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int = 1) -> float:
+    """`collective_seconds`, and what a collective takes before its first step.
+
+    Arguments and errors are those of `collective_seconds`.
+    """
+    seconds = collective_seconds(primitive, nbytes, n, cluster, stride)
+    return seconds + cluster.collective_overhead if primitive in COLLECTIVES and n > 1 else seconds
+
+
 def ring_seconds(primitive: str, nbytes: float, n: int, link: Link) -> float:
     """The collective over `n` ranks whose links are all the same: a ring, for all_to_all pairs."""
     ring = _RINGS[primitive]

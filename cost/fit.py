@@ -77,6 +77,7 @@ def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster)
     found = replace(
         base,
         launch_overhead=overhead,
+        collective_overhead=overhead if transfers else base.collective_overhead,  # the rest shows as latency
         memory_bandwidth=_rate([(k.nbytes, k.seconds - overhead) for k in copies], base.memory_bandwidth),
         peak_flops={
             d: _rate([(k.flops, k.seconds - overhead) for k in products if k.dtype == d], base.peak(d))

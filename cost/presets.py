@@ -11,7 +11,7 @@ What the comments call by short names, each looked up in November 2026:
   "eight single-port NVIDIA ConnectX-7 VPI, up to 400 Gb/s".
 - DGX A100: DGX SuperPOD reference architecture RA-09950: 8 devices, 6 NVSwitches, 8 adapters of 200 Gb/s for compute.
 - Configuration 2-8-5-200: NVIDIA Enterprise Reference Architectures: processors, devices, adapters, Gb/s per device.
-- NCCL: github.com/NVIDIA/nccl, version 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults.hwLatencies.
+- NCCL: github.com/NVIDIA/nccl, version 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from typing import Any
 NVLINK_LATENCY = 3.4e-6  # hwLatencies, NVLINK, ring, Simple
 PCIE_LATENCY = 5.7e-6  # hwLatencies, PCI, ring, Simple
 NETWORK_LATENCY = 14e-6  # hwLatencies, NET, ring, Simple; 9.6 before version 2.18
+
+# What a collective takes before its first step: NCCL, baseLatencies, ring, Simple.
+NCCL_BASE = 8.4e-6
 
 # A short kernel launched back to back with others takes 3.8e-6 s of which 2.9e-6 are its own on a V100: NVIDIA,
 # "Getting Started with CUDA Graphs", developer.nvidia.com/blog/cuda-graphs. Small operators of a model are of that
@@ -65,6 +68,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": True,  # NVSwitch
         "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA H100 and DGX H100 datasheets; NCCL tuning.cc (latency)",
     },
     "h200": {
@@ -80,6 +84,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": True,  # NVSwitch
         "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA H200 and DGX H200 datasheets; NCCL tuning.cc (latency)",
     },
     "a100": {
@@ -95,6 +100,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": True,  # NVSwitch
         "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA A100 and DGX A100 datasheets; NCCL tuning.cc (latency)",
     },
     "a100-pcie": {
@@ -110,6 +116,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": False,
         "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA A100 datasheet; NCCL tuning.cc (latency); one 200 Gb/s adapter per device assumed",
     },
     "l40s": {
@@ -133,6 +140,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": False,
         "matmul_tile": CUDA_TILE,
         "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
         "source": "NVIDIA L40S datasheet, Ada whitepaper, configuration 2-8-5-200; NCCL tuning.cc (latency)",
     },
     # Processes on one machine with gloo over loopback, one thread each. Orders of magnitude, measured with torch 2.13
@@ -150,6 +158,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "switch": True,  # any process reaches any other through the kernel
         "matmul_tile": 16,  # [2048, 1024] by [1024, n], float32: 2 to 16 columns take as long, 24 half as long again
         "launch_overhead": 1e-6,  # measured: dispatch of an operator on 8 elements
+        "collective_overhead": 1e-6,  # that of an operator: the rest is in intra_latency as measured
         "source": "measured on a two-core server with torch 2.13 and gloo",
     },
 }

@@ -103,7 +103,10 @@ def test_throughput_per_device_falls_beyond_the_node_and_more_steeply_further():
 def test_a_matmul_that_is_made_too_thin_costs_more_than_its_share():
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 512), torch.nn.ReLU(), torch.nn.Linear(512, 64))
-    free = replace(H100, launch_overhead=1e-12, memory_bandwidth=1e18, intra_latency=1e-12, intra_bandwidth=1e18)
+    free = replace(
+        H100, launch_overhead=1e-12, memory_bandwidth=1e18, intra_latency=1e-12, intra_bandwidth=1e18,
+        collective_overhead=1e-12,
+    )  # fmt: skip
 
     def seconds(tp: int, tile: int) -> float:
         cluster = replace(free, matmul_tile=tile)

@@ -156,13 +156,15 @@ def test_fewer_bytes_than_megatron_for_parallel_blocks(name):
     assert f"against Megatron's plan  {ratio(large(name, 2)):.2f} of its bytes" in str(large(name, 2))
 
 
-def test_megatrons_bytes_by_hand():
+@pytest.mark.parametrize("sequence", [True, False])
+def test_megatrons_bytes_by_hand(sequence):
     """Two layers of two blocks, each with an all-reduce both ways; the embedding's; the head's, and its logits."""
     rows, tp = 4 * 512, 2
     value, logits = rows * 1024 * 2, rows * 4096 * 2
     reduced = 2 * (tp - 1) / tp * value * (2 * 2 * 2 + 1 + 1)
-    norms = 2 * (tp - 1) / tp * 5 * 1024 * 2  # the gradients of five norms' weights, as its tokens are split
-    assert large("llama", tp).totals.megatron_bytes == reduced + (tp - 1) / tp * logits + norms
+    norms = 2 * (tp - 1) / tp * 5 * 1024 * 2  # the gradients of five norms' weights, where its tokens are split
+    found = solve_plan(*capture_of("llama"), Options.read(tp, sequence=sequence), "llama")
+    assert found.totals.megatron_bytes == reduced + (tp - 1) / tp * logits + norms * sequence
     assert plan(1).totals.megatron_bytes == 0
 
 

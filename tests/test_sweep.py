@@ -12,7 +12,7 @@ from torch import nn
 
 import autotp
 from autotp import sweep as public
-from autotp.cost import collective_seconds
+from autotp.cost import call_seconds
 from autotp.errors import InputError, PlanError
 from autotp.plan import Plan
 from autotp.sweep import DEGREES, Sweep
@@ -52,7 +52,7 @@ def test_communication_is_exposed_in_full():
     for row, plan in zip(found.rows, found.plans.values(), strict=True):
         ways = [(way, c.bytes) for c in plan.collectives for way in (c.forward, c.backward) if way is not None]
         h100 = autotp.Cluster.preset("h100")
-        assert row.exposed == pytest.approx(sum(collective_seconds(way, size, row.tp, h100) for way, size in ways))
+        assert row.exposed == pytest.approx(sum(call_seconds(way, size, row.tp, h100) for way, size in ways))
         assert (row.exposed == 0) == (row.tp == 1) and row.exposed < row.seconds
 
 
