@@ -12,7 +12,6 @@ from rich.table import Table
 from rich.text import Text
 
 import autotp
-from autotp.cost.files import SUFFIXES
 from autotp.errors import InputError
 
 from .command import FINE, NO
@@ -95,6 +94,8 @@ def calibrate(
     ] = None,
 ) -> int:
     """Measure this machine and describe it as a cluster. Under torchrun: its links too."""
+    from autotp.cost.files import SUFFIXES  # noqa: PLC0415  it needs torch
+
     writable(out)
     if out is not None and out.suffix not in SUFFIXES:
         raise InputError(f"--out {out} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")
