@@ -126,6 +126,11 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, *_memory(plan.memory)]
 
 
+def over(plan: Plan) -> str:
+    """The ranks, in words."""
+    return f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
+
+
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     """What the fullest rank holds, the parts that are there, and where the peak is."""
     yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
