@@ -55,6 +55,7 @@ class Capture:
     state: tuple[Any, ...] = ()  # (training, parameter dtype, autocast) that it was captured in
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
+    origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
 
     @property

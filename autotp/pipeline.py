@@ -138,7 +138,9 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     trial = Trial.of(model, inputs, device, check)
-    captured = prepare(skeleton(model, device), inputs, device, mode_of(model.modules(), device), trial)
+    bare = skeleton(model, device)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial)
+    captured.origin = bare, inputs
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
     captured.notes += [trial.remark] if trial.remark else []

@@ -17,6 +17,7 @@ from .report import render, renderable
 from .serial import plain, read_layout, read_loop
 
 if TYPE_CHECKING:
+    from .elsewhere import Styles
     from .explain import Comparison, Explanation
 
 SCHEMA = 2
@@ -174,6 +175,22 @@ class Plan:
         from .explain import compare  # noqa: PLC0415
 
         return compare(self, other)
+
+    def to_parallelize_plan(self) -> Styles:
+        """The plan as torch's styles, for `parallelize_module(model, mesh, ...)`: a dict whose `cannot` lists the rest.
+
+        Raises:
+            PlanError: the plan was not made in this process.
+        """
+        from .elsewhere import to_parallelize_plan  # noqa: PLC0415  it reads the graph that plans are made from
+
+        return to_parallelize_plan(self)
+
+    def to_tp_plan(self) -> Styles:
+        """The plan as a `tp_plan` of transformers, for its `DistributedConfig`: likewise."""
+        from .elsewhere import to_tp_plan  # noqa: PLC0415
+
+        return to_tp_plan(self)
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one self-contained page: blocks, totals, the predicted timeline of one layer."""
