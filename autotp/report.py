@@ -59,7 +59,7 @@ def _part(part: Part) -> Iterator[RenderableType]:
         yield Padding(Text(f"limit: {part.limit}", style="yellow"), (0, 0, 0, 2))
     yield _filled(Columns((44, 36, 13, 13), "llrr", (26, 24, 13, 13)), part.weights)
     if part.sent:
-        table = Columns((12, 12, 32, 25, 25), "lllll", (9, 9, 16, 21, 21))
+        table = Columns((12, 12, 32, 25, 25), "lllll", (12, 9, 15, 20, 20))
         yield _filled(table, part.sent, style="cyan")
 
 
