@@ -156,10 +156,8 @@ def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
         return []
     out = plan.layer.outside
     every = [*plan.sublayers, *([out] if out.seconds else [])]
-    return [
-        (p.name, seconds(p.compute), *((seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "")))
-        for p in every
-    ]
+    sent = [(seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "") for p in every]
+    return [(p.name, seconds(p.compute), *ways) for p, ways in zip(every, sent, strict=True)]
 
 
 def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:

@@ -28,8 +28,8 @@ def swept(factor: float, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Sweep:
     return Sweep("Net", "h100", "training", "adamw", 4, 40 * GIB, tuple(rows))
 
 
-def drawn(tmp_path, *sweeps: Sweep) -> ElementTree.Element:
-    write_svg(*sweeps, tmp_path / "out.svg")
+def drawn(tmp_path, with_sp: Sweep, without_sp: Sweep) -> ElementTree.Element:
+    write_svg(with_sp, without_sp, tmp_path / "out.svg")
     return ElementTree.parse(tmp_path / "out.svg").getroot()
 
 
