@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import fx
@@ -68,7 +68,7 @@ class Steps:
     found: Sequence[Found]
     block: Mapping[fx.Node, int]
     place: Place
-    known: dict[Any, tuple[float, float]] = field(default_factory=dict)
+    known: dict[Any, Timed] = field(default_factory=dict)
 
     def walk(self, sharded: Sharded) -> Iterator[Placed]:
         """Those that take time, in the order of the program."""
@@ -86,36 +86,40 @@ class Steps:
     def _operator(self, node: fx.Node) -> Iterator[Placed]:
         first = self.planned.same[node]
         if first not in self.known:
-            decision, rule = self.planned.decisions[node], self.planned.rules[node]
-            split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
-            seconds = self.builder.prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)[0]
-            trained = node in self.planned.grads and self.builder.objective.training
-            forward = seconds / (1 + BACKWARD) if trained else seconds
-            self.known[first] = forward, seconds - forward
-        forward, backward = self.known[first]
-        if forward or backward:
+            self.known[first] = self._time(node)
+        made = self.known[first]
+        if made.seconds:
             path = module_path(node)
-            name, where = short_name(node.target), path[-1] if path else ""
-            yield Timed(name, where, self._part(self.block.get(node)), forward, backward), _indexed(path)
+            part = self._part(self.block.get(node))
+            yield replace(made, module=path[-1] if path else "", part=part), _indexed(path)
+
+    def _time(self, node: fx.Node) -> Timed:
+        decision, rule, prices = self.planned.decisions[node], self.planned.rules[node], self.builder.prices
+        split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+        seconds = prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)[0]
+        trained = node in self.planned.grads and self.builder.objective.training
+        forward = seconds / (1 + BACKWARD) if trained else seconds
+        return Timed(short_name(node.target), "", "", forward, seconds - forward)
 
     def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
         (origin, i), (a, b) = value, node.meta["conversion"]
-        trained = origin in self.planned.grads and self.builder.objective.training
-        size = self.builder.prices.bytes(tensors(origin)[i])
         key = self.planned.same[origin], i, a, b
         if key not in self.known:
-            forward = self.builder.prices.one_way(a, b, size)
-            backward = self.builder.prices.one_way(b.dual, a.dual, size) if trained else 0.0
-            self.known[key] = forward or 0.0, backward or 0.0
-        forward, backward = self.known[key]
-        if not (forward or backward):
-            return
-        kind = conversions.kind_of(to_runtime(a), to_runtime(b))
-        index, path = self.place(node), node.meta["path"]
+            self.known[key] = self._convert(origin, i, a, b)
+        made = self.known[key]
+        if made.seconds:
+            index, path = self.place(node), node.meta["path"]
+            where = path[-1] if path else ""
+            yield replace(made, module=where, part=self._part(index)), _indexed(self._home(index) or path)
+
+    def _convert(self, origin: fx.Node, i: int, a: Layout, b: Layout) -> Timed:
+        trained = origin in self.planned.grads and self.builder.objective.training
+        size = self.builder.prices.bytes(tensors(origin)[i])
+        forward = self.builder.prices.one_way(a, b, size) or 0.0
+        backward = self.builder.prices.one_way(b.dual, a.dual, size) or 0.0 if trained else 0.0
         sends = primitive(a, b), primitive(b.dual, a.dual) if trained else None
-        where = path[-1] if path else ""
-        made = Timed(kind.name, where, self._part(index), forward, backward, *sends, f"{a} -> {b}", size)
-        yield made, _indexed(self._home(index) or path)
+        name = conversions.kind_of(to_runtime(a), to_runtime(b)).name
+        return Timed(name, "", "", forward, backward, *sends, f"{a} -> {b}", size)
 
     def _home(self, index: int | None) -> tuple[str, ...]:
         """The modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
