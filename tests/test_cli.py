@@ -160,7 +160,7 @@ def test_drawings_are_written(run, folder, flag, name, start, tmp_path):
     assert (tmp_path / name).read_text().lower().startswith(start) and f"wrote {name}" in done.stderr
 
 
-@pytest.mark.parametrize("columns", [60, 80, 160])
+@pytest.mark.parametrize("columns", [60, 80, 95, 160])
 def test_tables_fit_the_console(run, plan, columns):
     plan.save("plan.json")
     lines = run("plan", "plan.json", columns=columns).stdout.splitlines()
@@ -250,6 +250,12 @@ def test_what_json_has_no_word_for_is_null(run, folder, monkeypatch):
     monkeypatch.setattr("autotp.cli.models.LARGEST", 1)
     told = json.loads(run("verify", folder, "--json").stdout)
     assert told["ok"] and told["capture_error"] is None
+
+
+def test_verify_says_that_a_model_is_too_large(run, monkeypatch):
+    assert "the proof needs" not in run("verify", SMALL).stderr
+    monkeypatch.setattr("autotp.machine.memory", lambda: 1e3)
+    assert "the proof needs about 0 GiB" in run("verify", SMALL).stderr
 
 
 # calibrate

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,6 +64,18 @@ def test_a_config_that_nobody_knows(tmp_path):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=said):
             load(str(tmp_path), Sizes())
+
+
+def test_fields_of_a_config_can_be_set(tmp_path):
+    name = config(transformers.LlamaConfig, tmp_path, **DECODER)
+    given = load(name, Sizes(set=["num_hidden_layers=1", "tie_word_embeddings=true", "hidden_act=gelu"]))
+    made: Any = given.model.config
+    assert (made.num_hidden_layers, made.tie_word_embeddings, made.hidden_act) == (1, True, "gelu")
+    for text, said in (("layers=1", "no attribute 'layers'"), ("num_hidden_layers", "give FIELD=VALUE")):
+        with pytest.raises(InputError, match=said):
+            load(name, Sizes(set=[text]))
+    with pytest.raises(InputError, match="is a factory"):
+        load("tests.test_cli:small", Sizes(set=["x=1"]))
 
 
 def test_a_factory_in_the_working_directory(tmp_path, monkeypatch):
@@ -212,6 +225,12 @@ def test_as_a_module():
     assert len(refused.stderr.splitlines()) == 1
     shown = python("-m", "autotp", "plan", "nowhere", "--debug")
     assert shown.returncode == 2 and "Traceback" in shown.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    command = f"set -o pipefail; {sys.executable} -m autotp doctor --json | true"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_help_needs_no_torch():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import os
 import sys
 import traceback
 import warnings
@@ -121,6 +122,9 @@ def _failed(screen: Screen, error: BaseException) -> int:
     """Report an error of a command; its exit code."""
     if isinstance(error, typer.Exit):
         return error.exit_code
+    if isinstance(error, BrokenPipeError):  # such as `autotp plan ... | head`: nothing is wrong
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FINE
     if screen.debug:
         traceback.print_exception(error, file=sys.stderr)
     code = next((c for kind, c in CODES if isinstance(error, kind)), OTHER)

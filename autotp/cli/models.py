@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import sys
@@ -22,8 +21,8 @@ from autotp.plan import Plan
 from autotp.selfcheck import LARGEST
 
 from .options import Sizes
+from .paths import config_path, read_json
 
-CONFIG = "config.json"
 # Which of transformers' tables to ask, in this order, for a config that does not name its class.
 TABLES = ("PreTraining", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "AudioClassification")
 
@@ -58,7 +57,9 @@ def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> 
     dtype = read_dtype(sizes.dtype)
     path = config_path(text)
     if path is not None:
-        model, example = from_config(path, dtype, real).train(training), None
+        model, example = from_config(path, dtype, sizes.fields(), real).train(training), None
+    elif sizes.set:
+        raise InputError(f"{text} is a factory, which has no fields to set: --set goes with a config.json.")
     else:
         model, example = from_factory(text, dtype)
     inputs = for_model(model) if example is None else normalise(example)
@@ -68,15 +69,6 @@ def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> 
             "factory return (module, example_inputs)."
         )
     return Given(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
-
-
-def saved_plan(text: str) -> Plan | None:
-    """The plan, where the text names the file of a saved one."""
-    path = Path(text)
-    if path.suffix != ".json" or path.name == CONFIG or not path.is_file():
-        return None
-    data = _json(path)
-    return read_plan(path) if {"schema", "decisions"} <= data.keys() else None
 
 
 def read_plan(path: Path) -> Plan:
@@ -91,24 +83,7 @@ def read_plan(path: Path) -> Plan:
         raise InputError(f"{path}: {error}") from error
 
 
-def config_path(text: str) -> Path | None:
-    """The config.json that the text names; None where it names a factory."""
-    path = Path(text)
-    if path.is_dir():
-        if not (path / CONFIG).is_file():
-            raise InputError(f"{text} holds no {CONFIG}. Name a folder or {CONFIG} of transformers.")
-        return path / CONFIG
-    if path.is_file():
-        return path
-    if ":" in text and os.sep not in text:
-        return None
-    raise InputError(
-        f"{text}: no such file or folder. Name a folder or {CONFIG} of transformers (nothing is downloaded), or "
-        "package.module:factory."
-    )
-
-
-def from_config(path: Path, dtype: torch.dtype | None, real: bool = False) -> Any:
+def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:
     """A model of the transformers library from its config: on the meta device, or `real` with random weights where
     they take less than 1 GB."""
     try:
@@ -116,10 +91,14 @@ def from_config(path: Path, dtype: torch.dtype | None, real: bool = False) -> An
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    if "model_type" not in _json(path):
+    if "model_type" not in read_json(path):
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
     try:
-        build = _builder(transformers, transformers.AutoConfig.from_pretrained(path, local_files_only=True), dtype)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        for name, value in fields.items():
+            getattr(config, name)  # a field that it has
+            setattr(config, name, value)
+        build = _builder(transformers, config, dtype)
         with torch.device("meta"):
             model = build()
         if real and sum(p.numel() * p.element_size() for p in model.parameters()) < LARGEST:
@@ -224,16 +203,6 @@ def _too_long(model: nn.Module, seq: int | None) -> str:
     if seq is None or not isinstance(most, int) or not 0 < most < seq:
         return ""
     return f"--seq {seq} is more than the config's max_position_embeddings, {most}"
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}.") from error
-    if not isinstance(data, dict):
-        raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config or a saved plan.")
-    return data
 
 
 def _line(error: Exception) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,6 +41,28 @@ class Sizes:
             metavar="NAME", help="Of the weights, such as bfloat16. Default: the config's.", rich_help_panel=MODEL
         ),
     ] = None
+
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="FIELD=VALUE",
+            help="Another value for a field of the config, such as num_hidden_layers=2. Repeatable.",
+            rich_help_panel=MODEL,
+        ),
+    ] = field(default=None)
+
+    def fields(self) -> dict[str, Any]:
+        """The fields that are set, by name; values are JSON where they can be read so, otherwise text."""
+        found: dict[str, Any] = {}
+        for text in self.set or []:
+            name, equals, value = text.partition("=")
+            if not name or not equals:
+                raise InputError(f"--set {text}: give FIELD=VALUE, such as num_hidden_layers=2.")
+            try:
+                found[name] = json.loads(value)
+            except ValueError:
+                found[name] = value
+        return found
 
 
 @dataclass(frozen=True)

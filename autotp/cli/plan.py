@@ -13,6 +13,7 @@ from autotp.errors import InputError, PlanError
 
 from .command import FINE, NO
 from .options import Degree, Model, ModelOrPlan, Sizes, Steering, read_degrees, writable
+from .paths import config_path, is_plan
 from .screen import PANEL, Screen
 
 if TYPE_CHECKING:
@@ -92,6 +93,7 @@ def sweep(
 
 def loaded(model: str, sizes: Sizes, steering: Steering, screen: Screen, real: bool = False) -> Given:
     """The model and its inputs; `real`: with weights where they are small."""
+    config_path(model)  # what is not there is said at once
     with screen.working(f"building {model}"):
         from .models import load  # noqa: PLC0415  it needs torch
 
@@ -103,12 +105,13 @@ def loaded(model: str, sizes: Sizes, steering: Steering, screen: Screen, real: b
 
 def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | None:
     """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
-    from .models import saved_plan  # noqa: PLC0415
-
-    found = saved_plan(model)
-    if found is not None and any(given != type(given)() for given in steering):
+    if not is_plan(model):
+        return None
+    if any(given != type(given)() for given in steering):
         raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
-    return found
+    from .models import read_plan  # noqa: PLC0415
+
+    return read_plan(Path(model))
 
 
 def _html(plan: autotp.Plan, path: Path) -> None:

@@ -41,9 +41,14 @@ class Screen:
             return
         if self.json:
             made = data()
-            print(made if isinstance(made, str) else as_json(made), file=self.out)
+            text = (made if isinstance(made, str) else as_json(made)) + "\n"
         else:
-            Console(file=self.out, highlight=False).print(shown)
+            console = Console(file=self.out, highlight=False)
+            with console.capture() as drawn:
+                console.print(shown)
+            text = drawn.get()
+        self.out.write(text)
+        self.out.flush()  # a reader that has had enough says so here
 
     def say(self, text: str, style: str = "dim") -> None:
         """A line beside the result, on stderr."""

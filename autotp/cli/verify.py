@@ -22,7 +22,10 @@ from .screen import PANEL, Screen, rank
 if TYPE_CHECKING:
     from autotp.verify import Report
 
+    from .models import Given
+
 RANKS = 2  # simulated where nothing says how many
+COPIES = 4  # of all weights: the original's, the ranks', and the gradients of both
 
 
 def verify(
@@ -45,6 +48,8 @@ def verify(
         loaded_plan = read_plan(plan)
         asked = {"tp": loaded_plan.tp, "plan": loaded_plan}
     given = loaded(model, sizes, steering, screen, real=True)
+    if remark := _too_large(given):
+        screen.say(remark, style="yellow")
     with screen.working(f"proving {type(given.model).__name__}"):
         if asked["tp"] == "auto":
             made = autotp.plan(given.model, example_inputs=given.inputs, **asked)
@@ -52,6 +57,17 @@ def verify(
         report = autotp.verify(given.model, example_inputs=given.inputs, **asked)
     screen.result(_table(report, given.sizes), lambda: as_data(report))
     return FINE if report else NO
+
+
+def _too_large(given: Given) -> str:
+    """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
+    from autotp.machine import memory  # noqa: PLC0415
+
+    needed = COPIES * 8 * sum(p.numel() for p in given.model.parameters())
+    if needed < memory():
+        return ""
+    least = f"about {needed / 2**30:.0f} GiB, and this machine has {memory() / 2**30:.0f} GiB"
+    return f"the proof needs {least}: take fewer layers (--set num_hidden_layers=2)"
 
 
 def as_data(report: Report) -> dict[str, Any]:

@@ -1,0 +1,52 @@
+"""What the command line's word for a model names: a config, a saved plan or a factory. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from autotp.errors import InputError
+
+CONFIG = "config.json"
+
+
+def config_path(text: str) -> Path | None:
+    """The config.json that the text names; None where it names a factory."""
+    path = Path(text)
+    if path.is_dir():
+        if not (path / CONFIG).is_file():
+            raise InputError(f"{text} holds no {CONFIG}. Name a folder or {CONFIG} of transformers.")
+        return path / CONFIG
+    if path.is_file():
+        return path
+    if ":" in text and os.sep not in text:
+        return None
+    raise InputError(
+        f"{text}: no such file or folder. Name a folder or {CONFIG} of transformers (nothing is downloaded), or "
+        "package.module:factory."
+    )
+
+
+def is_plan(text: str) -> bool:
+    """Whether the text names the file of a saved plan."""
+    path = Path(text)
+    named = path.suffix == ".json" and path.name != CONFIG and path.is_file()
+    return named and {"schema", "decisions"} <= read_json(path).keys()
+
+
+def read_json(path: Path) -> Mapping[str, Any]:
+    """The fields in a JSON file.
+
+    Raises:
+        InputError: it holds no such thing.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not JSON: {error}.") from error
+    if not isinstance(data, dict):
+        raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config or a saved plan.")
+    return data
