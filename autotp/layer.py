@@ -29,10 +29,11 @@ Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that i
 def layer(steps: Sequence[Placed]) -> Layer:
     """Of the repeated blocks the kind in which a step spends most, and what is outside of it.
 
-    Of that kind the times are those that most of its blocks have. Where nothing repeats it is the whole model.
+    Of that kind the times are those that most of its blocks have; kinds of which no two blocks take equal times come
+    last. Where nothing repeats it is the whole model.
 
     Args:
-        steps: of the whole model, as `timed` gives them.
+        steps: of the whole model, as `Steps.walk` gives them.
     """
     inside: dict[str, list[Timed]] = defaultdict(list)
     for step, paths in steps:
@@ -41,17 +42,32 @@ def layer(steps: Sequence[Placed]) -> Layer:
     kinds: dict[Any, list[str]] = defaultdict(list)
     for path, own in inside.items():
         kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
-    spent = {path: sum(step.seconds for step in own) for path, own in inside.items()}
-    repeated = [paths for paths in kinds.values() if len(paths) > 1]
+    repeated = [_Kind.of(paths, inside) for paths in kinds.values() if len(paths) > 1]
     if not repeated:
         whole = tuple(step for step, _ in steps)
         return Layer("", whole, 1, 1, sum(step.seconds for step in whole), sublayer(OUTSIDE, ()))
-    members = max(repeated, key=lambda paths: sum(spent[p] for p in paths))  # of equals the first, the outermost
-    times = {path: tuple((s.name, s.forward, s.backward) for s in inside[path]) for path in members}
-    common, alike = Counter(times.values()).most_common(1)[0]
-    chosen, apart = next(path for path in members if times[path] == common), set(members)
+    kind = max(repeated, key=lambda kind: (kind.alike > 1, kind.total))  # of equals the first, the outermost
+    apart = set(kind.paths)
     outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
-    return Layer(chosen, tuple(inside[chosen]), len(members), alike, sum(spent[p] for p in members), outside)
+    return Layer(kind.chosen, tuple(inside[kind.chosen]), len(kind.paths), kind.alike, kind.total, outside)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks with the same operators: `chosen`, the first of those that take the times that most of them take, which
+    `alike` of them do, and the seconds of all."""
+
+    paths: Sequence[str]
+    chosen: str
+    alike: int
+    total: float
+
+    @classmethod
+    def of(cls, paths: Sequence[str], inside: Mapping[str, Sequence[Timed]]) -> _Kind:
+        times = {path: tuple((step.name, step.forward, step.backward) for step in inside[path]) for path in paths}
+        common, alike = Counter(times.values()).most_common(1)[0]
+        total = sum(step.seconds for path in paths for step in inside[path])
+        return cls(paths, next(path for path in paths if times[path] == common), alike, total)
 
 
 @dataclass

@@ -10,6 +10,8 @@ import pytest
 
 from autotp.api import plan as make_plan
 from autotp.errors import PlanError
+from autotp.figures import Layer, Timed
+from autotp.layer import layer
 from autotp.plan import Plan
 from autotp.timeline import heading, timeline, write_trace
 from tests.models import inputs_of, planned, transformer
@@ -42,17 +44,17 @@ def test_layers_and_the_rest_make_the_step(name):
 @pytest.mark.parametrize("name", ["llama", "bert"])
 def test_equal_layers_take_equal_times(name):
     plan = planned(name, 4)[0]
-    layer = plan.layer
-    assert layer is not None and layer.alike == layer.count == 2
-    assert layer.total == pytest.approx(2 * layer.seconds, rel=EXACT)
-    both = 2 * sent(plan) + layer.outside.communication
+    one = plan.layer
+    assert one is not None and one.alike == one.count == 2
+    assert one.total == pytest.approx(2 * one.seconds, rel=EXACT)
+    both = 2 * sent(plan) + one.outside.communication
     assert both == pytest.approx(plan.totals.communication, rel=EXACT) and sent(plan) > 0
 
 
 def test_a_layer_that_converts_otherwise_is_told_apart():
-    layer = planned("gpt2", 4)[0].layer
-    assert layer is not None and (layer.count, layer.alike) == (2, 1)
-    assert layer.total != pytest.approx(2 * layer.seconds, rel=1e-3)
+    one = planned("gpt2", 4)[0].layer
+    assert one is not None and (one.count, one.alike) == (2, 1)
+    assert one.total != pytest.approx(2 * one.seconds, rel=1e-3)
 
 
 def test_sublayers_are_attention_and_feed_forward():
@@ -75,6 +77,28 @@ def test_depth_is_only_counted():
     assert layers[0] is not None and layers[1] is not None
     assert layers[0].steps == layers[1].steps and [x.count for x in layers if x] == [2, 5]
     assert layers[1].total == pytest.approx(2.5 * layers[0].total, rel=EXACT)
+
+
+def made(*blocks: tuple[str, float]) -> Layer:
+    """The layer of blocks of one operator each, at these paths and of these seconds."""
+    steps = [Timed("aten.linear", path, "rest", seconds) for path, seconds in blocks]
+    return layer([(step, tuple(p for p in outer(step.module))) for step in steps])
+
+
+def outer(path: str) -> list[str]:
+    """The indexed modules around a path, outermost first: a.0.b.1 lies in a.0 and a.0.b.1."""
+    names = path.split(".")
+    return [".".join(names[: i + 1]) for i, name in enumerate(names) if name.isdigit()]
+
+
+def test_the_block_that_takes_most_and_repeats_is_taken():
+    assert made(("a.0", 1.0), ("a.1", 1.0), ("b.0", 2.0), ("b.1", 2.0)).module == "b.0"
+    common = made(("a.0", 3.0), ("a.1", 1.0), ("a.2", 1.0), ("rest", 0.5))
+    assert (common.module, common.count, common.alike) == ("a.1", 3, 2)
+    assert (common.total, common.outside.compute) == (5.0, 0.5)
+    stages = made(("a.0.b.0", 9.0), ("a.1.b.0", 1.0), ("a.1.c.0", 2.0), ("a.1.c.1", 2.0))
+    assert stages.module == "a.1.c.0"  # no two stages are equal
+    assert made(("a.0", 1.0), ("a.1", 2.0)).count == 2  # unequal ones where there is nothing else
 
 
 def ids() -> dict[str, Any]:
