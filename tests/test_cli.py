@@ -147,6 +147,8 @@ def test_a_mesh_of_two_axes_is_passed_on(run, monkeypatch):
 
     monkeypatch.setattr(autotp, "plan", keep)
     assert run("plan", SMALL, "--mesh", "2x4").exit_code == 4 and (asked["dp"], asked["tp"]) == (2, 4)
+    assert "fully_shard" not in asked
+    assert run("plan", SMALL, "--mesh", "2x4", "--fully-shard").exit_code == 4 and asked["fully_shard"] is True
     asked.clear()
     assert run("plan", SMALL, "--mesh", "1x4").exit_code == 4 and asked["tp"] == 4 and "dp" not in asked
 
@@ -296,6 +298,7 @@ def test_calibrate_refuses_before_it_measures(run, monkeypatch):
         (["sweep", SMALL, "--tp", "1;2"], 2, "--tp 1;2: give numbers of ranks"),
         (["plan", SMALL, "--mesh", "2by4"], 2, "--mesh 2by4: give dp x tp"),
         (["plan", SMALL, "--mesh", "1x4", "--tp", "2"], 2, "--mesh 1x4 says tp=4, and --tp says 2"),
+        (["verify", SMALL, "--mesh", "2x2"], 2, "simulates the ranks of one tp group"),
         (["plan", SMALL, "--pin", "0.weight"], 2, "--pin 0.weight: give NAME=PLACEMENT"),
         (["plan", SMALL, "--pin", "0.weigt=shard:0"], 2, "Names are like 0.weight"),
         (["plan", SMALL, "--cluster", "abacus"], 2, "'abacus' is not a preset"),

@@ -124,6 +124,9 @@ class Degree:
         str | None,
         typer.Option(metavar="DPxTP", help="Batch and tensor axis at once, such as 2x4.", rich_help_panel=STEERING),
     ] = None
+    fully_shard: Annotated[
+        bool, typer.Option("--fully-shard", metavar="", help="Split weights over dp too.", rich_help_panel=STEERING)
+    ] = False
     within_node: Annotated[
         bool,
         typer.Option(
@@ -132,13 +135,15 @@ class Degree:
     ] = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and `dp` where it is more than 1."""
+        """`tp`, `within_node`, and where they are asked for `dp` and `fully_shard`."""
         dp, tp = read_mesh(self.mesh) if self.mesh is not None else (1, None)
         asked = read_degree(self.tp) if self.tp is not None else None
         if tp is not None and asked not in (None, tp):
             raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {asked}. Leave one out.")
         found = tp or asked or default
-        return {"tp": found, "within_node": self.within_node, **({"dp": dp} if dp > 1 else {})}
+        two_axes = {"dp": dp} if dp > 1 else {}
+        two_axes |= {"fully_shard": True} if self.fully_shard else {}
+        return {"tp": found, "within_node": self.within_node, **two_axes}
 
 
 def read_degree(text: str) -> int | str:

@@ -44,7 +44,7 @@ def plan(
         given = loaded(model, sizes, steering, screen)
         with screen.working(f"planning {type(given.model).__name__}"):
             made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
-        screen.say(f"priced for {given.sizes}")
+        screen.say(f"priced for {given.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
     written: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
         (save, lambda plan, path: plan.save(path)), (html, _html), (trace, _trace),
     ]  # fmt: skip

@@ -40,6 +40,8 @@ def verify(
 ) -> int:
     """Prove a plan on simulated ranks in this process: every value and gradient."""
     asked = degree.arguments(default=RANKS) | steering.arguments()
+    if {"dp", "fully_shard"} & asked.keys():
+        raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
     if plan is not None:
         from .models import read_plan  # noqa: PLC0415  it needs torch
 
