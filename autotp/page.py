@@ -9,7 +9,7 @@ from typing import Any
 
 from . import rows
 from .drawing import template, ticks
-from .figures import Memory
+from .figures import NAMED, REST, Degree, Memory
 from .layouts import Shard
 from .plan import Parameter, Plan
 from .problem import amount
@@ -20,6 +20,7 @@ HEIGHT, TOP, GAP = 38, 34, 12  # of a track, above the first, between two
 LETTER = 6.1  # width of a letter in the timeline's boxes, on the safe side
 BANDS, PIECES = 8, 4  # drawn of a split weight at most
 GLYPH = (30, 20)
+KINDS = {**{name: name for name in NAMED}, REST: "everything else", "communication": "communication"}
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _memory(m: Memory) -> Iterator[tuple[str, str, float]]:
         yield name, amount(size), 100 * size / m.peak
 
 
-def _degree(row: Any) -> tuple[str, ...]:
+def _degree(row: Degree) -> tuple[str, ...]:
     batch = "fixed" if row.largest_batch is None else str(row.largest_batch)
     held = amount(row.memory) + ("" if row.fits else " (too much)")
     return (
@@ -98,13 +99,13 @@ def _degree(row: Any) -> tuple[str, ...]:
 
 
 def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
-    """How a weight is cut: rank 0's parts, and the cuts. The last dimension goes across, the others go down.
+    """How a weight is cut: rank 0's parts, and the cuts. The first dimension of several goes down, others go across.
 
     A weight of one piece is cut once for each rank; of several, each of which is dealt separately, these are shown.
     """
     if not isinstance(p.layout, Shard):
         return {"own": [], "cuts": [], "across": False}
-    across = p.layout.dim == len(p.shape) - 1
+    across = p.layout.dim > 0 or len(p.shape) == 1
     side, pieces = GLYPH[0 if across else 1], rows.pieces(p.layout)
     shown = min(pieces, PIECES) if isinstance(pieces, int) else PIECES
     size, bands = side / shown, min(tp, BANDS) if shown == 1 else 1
@@ -131,6 +132,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
     return {
         "heading": heading(plan.layer),
         "events": events,
+        "kinds": [(kind, name) for kind, name in KINDS.items() if any(_kind(e) == kind for e in events)],
         "boxes": [_box(e, scale, dict(tracks)[e.track]) for e in events],
         "passes": [(name, x, end, rows.seconds(took)) for name, x, end, took in passes],
         "tracks": tracks,
@@ -152,5 +154,8 @@ def _box(e: Event, scale: float, y: float) -> Box:
     text = next((x for x in (e.label, short) if len(x) * LETTER + 6 <= width), "")
     told = f"{e.label}: {rows.seconds(e.seconds)}, {e.direction}, {e.step.part}"
     change = f" ({e.step.change}, {amount(e.step.bytes)})" if e.step.converts else ""
-    kind = "communication" if e.track == "communication" else e.step.part
-    return Box(LEFT + scale * e.start, y, width, kind, text, told + change)
+    return Box(LEFT + scale * e.start, y, width, _kind(e), text, told + change)
+
+
+def _kind(e: Event) -> str:
+    return e.track if e.track in KINDS else e.step.part

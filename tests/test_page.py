@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from autotp.layouts import Shard
 from autotp.page import html, write_html
 from autotp.plan import Plan
 from autotp.rows import seconds
@@ -105,8 +106,12 @@ def test_glyphs_show_the_cut():
     own = page(plan).find("rect", "blocks", class_="own")
     split = [p for i, b in enumerate(plan.blocks) if b.first == i for p in plan.parameters if p.name in b.parameters]
     assert len(own) == sum(p.role != "whole" for p in split)
-    down = [attrs for attrs, _ in own if attrs["width"] == "30"]  # dimension 0 of a matrix
-    assert down and all(float(attrs["height"] or 0) == 20 / 4 for attrs in down)
+    down = [float(attrs["height"] or 0) for attrs, _ in own if attrs["width"] == "30"]
+    across = [float(attrs["width"] or 0) for attrs, _ in own if attrs["height"] == "20"]
+    assert down == [20 / 4] * sum(
+        p.role != "whole" and isinstance(p.layout, Shard) and p.layout.dim == 0 for p in split
+    )
+    assert across == [30 / 4] * (len(own) - len(down)) and down and across
     assert not page(planned("llama", 1)[0]).find("rect", "blocks", class_="own")
 
 
