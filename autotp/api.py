@@ -24,6 +24,7 @@ from .pins import Pins
 from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
+from .reuse import plan_like
 from .sweep import DEGREES, Sweep, automatic, sweep
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
@@ -41,6 +42,7 @@ def plan(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False,
+    like: Plan | None = None,
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -63,6 +65,7 @@ def plan(
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node, rather than to price it.
+        like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
 
@@ -81,9 +84,7 @@ def plan(
             "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
         )
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
-    if tp == "auto":
-        return automatic(captured, notes, DEGREES, asked, type(model).__name__)
-    return solve_plan(captured, notes, options, type(model).__name__)
+    return _planned(captured, notes, tp, options, asked, like, type(model).__name__)
 
 
 def parallelize(
@@ -179,6 +180,17 @@ def compile(
         return _shard(model, found, ranks, chosen, captured, outputs, check)
 
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
+
+
+def _planned(
+    captured: Capture, notes: list[str], tp: Any, options: Options, asked: tuple[Any, ...], like: Plan | None, name: str
+) -> Plan:
+    """The plan of a captured model: like another one, at the best degree, or at this one."""
+    if like is not None:
+        return plan_like(like, tp, captured, options, lambda o: solve_plan(captured, notes, o, name))
+    if tp == "auto":
+        return automatic(captured, notes, DEGREES, asked, name)
+    return solve_plan(captured, notes, options, name)
 
 
 def _automatic(
