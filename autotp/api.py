@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -14,14 +15,16 @@ from autotp.cost import Cluster
 
 from . import state
 from .capture import aliases, skeleton
+from .data_parallel import read_axis, refuse_late
 from .errors import InputError, PlanError
+from .figures import Axis
 from .graph import Capture
 from .inputs import Inputs
 from .lazy import LazyModule
 from .module import ShardedModule, Source
 from .order import in_one_order
 from .pins import Pins
-from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
+from .pipeline import Options, apply_plan, capture_model, example, needed, refuse_steering, solve_plan
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
 from .reuse import plan_like
@@ -42,6 +45,8 @@ def plan(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False,
+    dp: int = 1,
+    fully_shard: bool = False,
     like: Plan | None = None,
     check_capture: bool | None = None,
 ) -> Plan:
@@ -65,6 +70,8 @@ def plan(
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node, rather than to price it.
+        dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
+        fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
@@ -76,14 +83,9 @@ def plan(
         InputError, CaptureError, PlanError.
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    options = Options.read(1 if tp == "auto" else tp, *asked)
-    inputs = example(model, example_inputs)
-    if inputs is None:
-        raise InputError(
-            f"autotp.plan needs example_inputs for {type(model).__name__}: only transformers models get theirs from "
-            "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
-        )
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
+    options = Options.read(1 if tp == "auto" else tp, *asked, read_axis(dp, fully_shard, tp))
+    inputs = needed(model, example_inputs, "autotp.plan")
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, dp)
     return _planned(captured, notes, tp, options, asked, like, type(model).__name__)
 
 
@@ -112,11 +114,11 @@ def parallelize(
     _refuse_names("outputs", outputs, ("full", "sharded"))
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    ranks = Ranks.find(plan.tp, mesh)
-    inputs = None
+    ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
-    captured = _capture(model, inputs, ranks, False)[0] if inputs is not None else None
+    refuse_late(plan.batch, inputs)
+    captured = _capture(model, inputs, ranks, False, plan.batch.size)[0] if inputs is not None else None
     return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, outputs, check))
 
 
@@ -134,16 +136,17 @@ def compile(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False,
+    dp: int | None = None,
+    fully_shard: bool = False,
     outputs: str = "full",
     backend: str = "eager",
     options: Mapping[str, Any] | None = None,
     check: bool | None = None,
     check_capture: bool | None = None,
 ) -> ShardedModule:
-    """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`.
+    """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all ranks.
 
-    Run it by torchrun, the same on every rank. In one plain process the plan is made and prints, and calling the
-    module raises an error with the torchrun line.
+    In one plain process the plan is made and prints, and calling the module is an error with the torchrun line.
 
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
@@ -154,6 +157,9 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
+        dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice of
+            the batch and gets its outputs; gradients are the mean over dp. Otherwise all axes but tp are the caller's.
+        fully_shard: split weights, gradients and optimizer states over dp too; they are gathered before use.
         outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
         backend: "eager"; `options`: of the backend, none for "eager".
         check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
@@ -167,19 +173,27 @@ def compile(
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     _refuse(backend, options, outputs, plan, asked)
+    axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     if tp == "auto":
         plan, tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture), None
-    ranks, degree = _ranks(plan, tp, mesh)
-    chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked)
+    ranks, degree = _ranks(plan, tp, mesh, axis)
+    chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked, axis)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
-
-    def build(inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
-        captured, notes = _capture(model, inputs, ranks, check_capture)
-        agree(ranks, "the model", {**versions(), "graph": captured.digest(), **_parameters(model, check)})
-        found = plan or _solve(captured, notes, chosen, type(model).__name__, ranks)
-        return _shard(model, found, ranks, chosen, captured, outputs, check)
-
+    refuse_late(axis, inputs)
+    build = partial(_built, model, plan, ranks, chosen, outputs, (check, check_capture))
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
+
+
+def _built(
+    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, outputs: str,
+    checks: tuple[bool | None, bool | None], inputs: Inputs,
+) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
+    """What a `ShardedModule` is made from, for these inputs."""
+    captured, notes = _capture(model, inputs, ranks, checks[1], options.batch.size)
+    told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
+    agree(ranks and ranks.planners, "the model", told)
+    found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
+    return _shard(model, found, ranks, options, captured, outputs, checks[0])
 
 
 def _planned(
@@ -212,13 +226,17 @@ def _automatic(
     return broadcast(world, made)  # type: ignore[return-value]
 
 
-def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None) -> tuple[Ranks | None, int]:
+def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis) -> tuple[Ranks | None, int]:
     """The ranks that are there, and the degree."""
     degree = plan.tp if plan is not None and tp is None else tp
-    ranks = Ranks.find(degree, mesh)
+    ranks = Ranks.find(degree, mesh, axis.size)
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
+    if plan is not None and (plan.batch.size, plan.batch.fully_shard) != (axis.size, axis.fully_shard):
+        raise PlanError(
+            f"the plan is for dp={plan.batch.size}, and dp={axis.size} is asked for. Leave out dp, or plan again."
+        )
     return ranks, degree
 
 
@@ -237,13 +255,17 @@ def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
         raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
 
 
-def _capture(model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None) -> tuple[Capture, list[str]]:
-    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, _device(ranks), check))
+def _capture(
+    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, dp: int = 1
+) -> tuple[Capture, list[str]]:
+    ranks, device = ranks and ranks.planners, _device(ranks)
+    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, dp))
     return in_one_order(ranks, made[0]), made[1]
 
 
 def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, ranks: Ranks | None) -> Plan:
     """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
+    ranks = ranks and ranks.planners
     first = ranks is None or ranks.rank == 0
     found = together(ranks, "planning", lambda: solve_plan(captured, notes, chosen, name) if first else None)
     return broadcast(ranks, found)  # type: ignore[return-value]
@@ -254,15 +276,16 @@ def _shard(
     check: bool | None,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, agreed on by the ranks."""
-    together(ranks, "fitting the plan to the model", lambda: _fits(model, plan))
+    every = ranks and ranks.planners
+    together(every, "fitting the plan to the model", lambda: _fits(model, plan))
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-    agree(ranks, "the plan", {**versions(), "plan": digest, "outputs": outputs, **_parameters(model, None)})
+    agree(every, "the plan", {**versions(), "plan": digest, "outputs": outputs, **_parameters(model, None)})
     source = Source(
         skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, outputs)[1], ranks, plan.tp,
         aliases(model), outputs, bool(check),
     )  # fmt: skip
     if captured is not None:
-        source.ready.append((captured, together(ranks, "rewriting the graph", lambda: source.make(captured))))
+        source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))
     return model, plan, source
 
 

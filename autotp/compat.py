@@ -16,6 +16,7 @@ from torch import fx
 from torch._library.custom_ops import CustomOpDef
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.export import _trace
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
@@ -184,6 +185,11 @@ def read_shape_env(env: ShapeEnv | None) -> tuple[dict, dict, list[sympy.Basic]]
 
 def _bound(x: Any, otherwise: int) -> int:
     return int(x) if getattr(x, "is_Integer", False) else otherwise
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """A mesh of several dimensions as one of one dimension."""
+    return mesh._flatten()
 
 
 sym_size: Any = torch.ops.aten.sym_size.int

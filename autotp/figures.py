@@ -73,6 +73,29 @@ class Memory:
 
 
 @dataclass(frozen=True)
+class Axis:
+    """The data-parallel axis of the mesh beside tp.
+
+    Attributes:
+        size: number of ranks on it, each with a slice of the batch.
+        fully_shard: whether weights, gradients and optimizer states are split over it too, gathered before use.
+        sent: bytes that a rank sends over it in a step for gradients, and for gathering weights; `seconds`: of that,
+            which can run beside the backward's `backward` seconds.
+        values: bytes that it sends over it for other values in a step, such as a loss.
+    """
+
+    size: int = 1
+    fully_shard: bool = False
+    sent: float = 0.0
+    seconds: float = 0.0
+    backward: float = 0.0
+    values: float = 0.0
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
 class Degree:
     """What a plan for `tp` ranks comes to, as a row of a sweep.
 

@@ -49,6 +49,10 @@ class Sizes:
             self.known[size] = self._compute(size)
         return self.known[size]
 
+    def share(self, partition: Partition) -> fx.Node | None:
+        """What every rank owns of a symbolic partition, where it is known to be the same for all."""
+        return None
+
     def _compute(self, size: sympy.Expr) -> fx.Node:
         if isinstance(size, sympy.Symbol) and size in self.symbols:
             return self.graph.call_function(compat.sym_size, self.symbols[size])
@@ -111,7 +115,8 @@ class Local:
         """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
         if partition.static and partition.even(self.tp):
             return partition.local(0, self.tp)
-        return self.ranked(local_size, *self.segments(partition))
+        even = self.sizes.share(partition)
+        return even if even is not None else self.ranked(local_size, *self.segments(partition))
 
     def segments(self, partition: Partition) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
         """`(repeat, ((count, unit), ...))` with nodes for symbolic sizes."""
@@ -153,7 +158,7 @@ class Local:
     def ranked(self, function: Any, *args: Any) -> fx.Node:
         """A call that needs to know its rank (`rank` and `tp` are filled in per rank)."""
         node = self.emit(function, args)
-        node.meta["ranked"] = True
+        node.meta["ranked"] = "tp"
         return node
 
 

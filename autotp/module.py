@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from . import compat, state
+from . import compat, data_parallel, state
 from .calls import Form, form, signature
 from .capture import skeleton
 from .errors import StateError
@@ -23,7 +23,7 @@ from .pipeline import Mode, mode_of, prepare
 from .plan import Plan
 from .ranks import Ranks, agree, no_ranks_error, together
 from .report import render_graph
-from .rewrite import Sharded, specialise
+from .rewrite import Place, Sharded, specialise
 from .storage import Storage
 from .tree import Assembler, Part, Read
 
@@ -93,6 +93,8 @@ class ShardedModule(Part):
         self._storages: dict[str, Storage] = {}
         self._programs_made: list[Program] = []
         self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
+        self._units: dict[str, str] = {}  # with dp: parameter -> the module in whose group it is
+        self._summing = True  # over dp, in this backward
         state.populate(self, model, plan.placements, source)
         self._order = list(dict.fromkeys(self._parts.values()))  # as the original's `modules()`
         for captured, sharded in source.ready:
@@ -102,9 +104,12 @@ class ShardedModule(Part):
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
-        """Run the model; same inputs on every rank, full outputs on every rank."""
-        if self._source.ranks is None and self._source.tp > 1:
-            raise no_ranks_error(self._source.tp)
+        """Run the model; same inputs on every tp rank, full outputs on every tp rank.
+
+        With dp each dp rank passes its slice of the batch, and gets the outputs of its slice.
+        """
+        if self._source.ranks is None and self._source.tp * self.plan.batch.size > 1:
+            raise no_ranks_error(self._source.tp, self.plan.batch.size)
         flat, spec = compat.tree_flatten((args, kwargs))
         key = (self._mode(), *signature(flat, spec))
         known = self._known.get(key)
@@ -140,6 +145,7 @@ class ShardedModule(Part):
     def _find(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
         source = self._source
+        data_parallel.refuse_others(self)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
         agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
@@ -177,12 +183,12 @@ class ShardedModule(Part):
         bare = skeleton(source.bare, source.device, state.dtypes(self))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
-        return prepare(bare, form(source.bare, flat, spec)[1], source.device, self._mode())
+        inputs = form(source.bare, flat, spec)[1]
+        return prepare(bare, inputs, source.device, self._mode(), dp=self.plan.batch.size)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
-        rank, group = (source.ranks.rank, source.ranks.group_name) if source.ranks is not None else (0, "")
-        graph = specialise(sharded, rank, source.tp, group)
+        graph = specialise(sharded, _places(source))
         reads, inputs = [], []
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":
@@ -190,6 +196,8 @@ class ShardedModule(Part):
             elif node.users:
                 name = source.aliases.get(leaf.name, leaf.name)
                 reads.append(Read(node, name, self._storages.get(name) if leaf.kind == "parameter" else None))
+        if self.plan.batch.size > 1 and source.ranks is not None:
+            data_parallel.spread(self, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         Assembler(self._parts, graph, reads, key, constants).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
@@ -217,6 +225,13 @@ class ShardedModule(Part):
         return wrap(value, layout, program.capture.shape(whole, inputs), ranks.mesh)
 
     # ---- state -----------------------------------------------------------------------------------------------------
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """With dp: backwards in this context add to gradients without the sum over dp; the next one outside sums all.
+
+        For gradient accumulation. The gradients of parameters may be absent until then.
+        """
+        return data_parallel.no_sync(self)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names (collective)."""
@@ -273,3 +288,12 @@ class ShardedModule(Part):
             "a sharded module is bound to its process group and cannot be pickled; save full_state_dict() instead, or "
             "state_dict() with torch.distributed.checkpoint."
         )
+
+
+def _places(source: Source) -> dict[str, Place]:
+    """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
+    ranks = source.ranks
+    if ranks is None:
+        return {"tp": Place(0, source.tp, ""), "dp": Place(0, 1, "")}
+    axes = {"tp": ranks, "dp": ranks.batch}
+    return {name: Place(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}

@@ -14,10 +14,13 @@ from autotp.passes.autocast import ExplicitCasts, has_regions
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise import CANONICAL
 
+from .batch import local_program, two_examples
 from .capture import capture, skeleton
+from .data_parallel import described
 from .describe import describe
 from .errors import InputError, PlanError
 from .explain import KEPT
+from .figures import ALONE, Axis
 from .graph import Capture, draws, short_name
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
@@ -46,11 +49,13 @@ class Options:
     sequence: bool | None = None
     objective: Objective = TRAINING
     memory: float | None = None
+    batch: Axis = ALONE
 
     @classmethod
     def read(
         cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None,
         optimizer: str = TRAINING.optimizer, memory: float | str | None = None, within_node: bool = False,
+        batch: Axis = ALONE,
     ) -> Options:  # fmt: skip
         """Options from a public function's arguments, checked."""
         if sequence is not None and not isinstance(sequence, bool):
@@ -67,7 +72,7 @@ class Options:
         dims = read_pins(pins)
         if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        return cls(check_degree(tp), machines, dims, sequence, Objective(objective, optimizer), limit)
+        return cls(check_degree(tp), machines, dims, sequence, Objective(objective, optimizer), limit, batch)
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -76,7 +81,8 @@ class Options:
             cluster = Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
-        return cls(plan.tp, cluster, {}, None, Objective(plan.objective, plan.memory.optimizer))
+        objective = Objective(plan.objective, plan.memory.optimizer)
+        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch)
 
 
 def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:
@@ -98,6 +104,17 @@ def example(model: nn.Module, example: Any) -> Inputs | None:
     return inputs
 
 
+def needed(model: nn.Module, given: Any, function: str) -> Inputs:
+    """The example inputs that this public function cannot do without."""
+    inputs = example(model, given)
+    if inputs is None:
+        raise InputError(
+            f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
+            "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
+        )
+    return inputs
+
+
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     """What a capture is made for: the modules' training flags, the parameters' dtypes, and the autocast dtype."""
     modules = list(modules)
@@ -113,8 +130,13 @@ def _one(values: list[Any]) -> Any:
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
 
 
-def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None) -> Capture:
-    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it."""
+def prepare(
+    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, dp: int = 1
+) -> Capture:
+    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
+
+    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
+    """
 
     def finish(program: Capture) -> None:
         program.state = mode
@@ -125,21 +147,23 @@ def prepare(bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, t
                 program.error = trial.compare(program)
 
     with stage("capture"):
-        return capture(bare, inputs, device, finish, trial)
+        whole = capture(bare, two_examples(inputs, dp), device, finish, trial)
+    with stage("batch axis"):
+        return local_program(whole, dp)
 
 
 @uncollected()
 def capture_model(
-    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, dp: int = 1
 ) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs as the model is now, and what the user should know of it.
 
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
-    trial = Trial.of(model, inputs, device, check)
+    trial = Trial.of(model, two_examples(inputs, dp), device, check)
     bare = skeleton(model, device)
-    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, dp)
     captured.origin = bare, inputs
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
@@ -175,6 +199,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     told = [*notes, *without_rule(planned)]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
+    plan = described(plan, planned, builder, options.batch)
     plan.__dict__[KEPT] = builder  # for `Plan.explain`
     return Staged(plan, planned, sharded, builder)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import RenderableType
 
 from .errors import PlanError
-from .figures import Degree, Layer, Memory, Sublayer, Timed, Totals
+from .figures import ALONE, Axis, Degree, Layer, Memory, Sublayer, Timed, Totals
 from .layouts import Dealt, Layout
 from .report import render, renderable
 from .serial import plain, read_layout, read_loop
@@ -122,6 +122,7 @@ class Plan:
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
         layer: the times of one repeated block, operator by operator; None in a plan saved by an earlier version.
+        batch: the data-parallel axis of the mesh beside tp, and what it costs.
     """
 
     model: str
@@ -139,6 +140,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
+    batch: Axis = ALONE
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -245,7 +247,8 @@ class Plan:
 def asdict_shallow(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
     out = {k: getattr(plan, k) for k in plan.__dataclass_fields__}
-    out["totals"], out["memory"] = asdict(plan.totals), asdict(plan.memory)
+    for key in ("totals", "memory", "batch"):
+        out[key] = asdict(out[key])
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
@@ -276,6 +279,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data.get("layer")),
+        batch=Axis(**data.get("batch", {})),
     )
 
 

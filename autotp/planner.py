@@ -116,12 +116,8 @@ class Builder:
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
-        for node, leaf in self.leaves.items():
-            if node is self.same[node]:
-                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
         work = [n for n in slots if self.rules[n] is not None]
-        for n in work:
-            self._seed_view(n)
+        self._seed(work)
         self.candidates.changed = True
         while self.candidates.changed:
             self.candidates.changed = False
@@ -130,6 +126,14 @@ class Builder:
                 assert rule is not None
                 for factor in rule.factors:
                     self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
+
+    def _seed(self, work: list[fx.Node]) -> None:
+        """The partitions that dimensions may have by themselves; those of others follow from them."""
+        for node, leaf in self.leaves.items():
+            if node is self.same[node]:
+                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
+        for n in work:
+            self._seed_view(n)
 
     def _seed_view(self, node: fx.Node) -> None:
         """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size.

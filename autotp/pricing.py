@@ -113,6 +113,8 @@ class Prices:
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
+        if "dp" in op.node.meta:
+            return self._across(op, self.share(outs[0])), 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
         longer = self._longer(op)
         sides = enumerate(zip(vals, [*ins, *outs], strict=False))
@@ -130,6 +132,13 @@ class Prices:
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
         return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
+
+    def _across(self, op: Op, part: float) -> float:
+        """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
+        a, b, ranks = op.node.meta["dp"]
+        size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
+        ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
+        return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
 
     def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
         """Bytes of what this call is the first to keep for the backward."""
@@ -182,15 +191,18 @@ class Prices:
         found = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
 
-    def one_way(self, a: Layout, b: Layout, size: float) -> float | None:
-        """Seconds of a conversion of so many bytes in one direction; None where there is none."""
+    def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
+        """Seconds of a conversion of so many bytes in one direction; None where there is none.
+
+        Over the tp ranks, or so many `ranks` that are `stride` apart.
+        """
         if a == b:
             return 0.0
         kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
-        return call_seconds(work, size, self.tp, self.cluster)
+        return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
 
 
 def lengths(program: Capture) -> set[Any]:

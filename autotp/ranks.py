@@ -9,7 +9,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from . import compat
 from ._version import __version__
 from .errors import InputError, RankError
 
@@ -60,6 +61,8 @@ class Ranks:
         tp: the number of ranks in the group.
         group: its process group, named `group_name`.
         device: where this rank holds its part: `cuda:LOCAL_RANK`, or the CPU.
+        batch: likewise the ranks of this one's place on the data-parallel axis, where there is one.
+        every: likewise the ranks of both axes, which plan together; `axes` names them in messages.
     """
 
     mesh: DeviceMesh
@@ -68,15 +71,24 @@ class Ranks:
     group: ProcessGroup
     group_name: str
     device: torch.device
+    batch: Ranks | None = None
+    every: Ranks | None = None
+    axes: str = "tp"
+
+    @property
+    def planners(self) -> Ranks:
+        """The ranks that must have the same model and plan."""
+        return self.every or self
 
     @staticmethod
-    def find(tp: int | None = None, mesh: DeviceMesh | None = None) -> Ranks | None:
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
-            tp: the degree; None takes the mesh's or the world's size.
+            tp: the degree; None takes the mesh's or the world's size (its part beside `dp`).
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
                 `tp` ranks that follow each other: a mesh (dp, tp).
+            dp: the data-parallel degree; with more than one the mesh has a dimension named "dp" of this size.
         Returns: None in one plain process with no ranks.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
@@ -85,27 +97,54 @@ class Ranks:
         if tp is not None:
             check_degree(tp)
         if mesh is not None:
-            return _of_mesh(_tp_axis(mesh), tp)
+            return _with_batch(_of_mesh(_tp_axis(mesh), tp), mesh, dp)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
                 return None
-            check_degree(tp or 1, int(os.environ["WORLD_SIZE"]))
+            _check_world(tp, dp, int(os.environ["WORLD_SIZE"]))
             _start()
         world = dist.get_world_size()
-        tp = check_degree(world if tp is None else tp, world)
+        tp = _check_world(tp, dp, world)
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         if kind == "cuda":
             _own_device(dist.get_rank())
         if tp == world:
             return _of_mesh(init_device_mesh(kind, (tp,), mesh_dim_names=("tp",)), tp)
-        return _of_mesh(init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))["tp"], tp)
+        mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        return _with_batch(_of_mesh(mesh["tp"], tp), mesh, dp)
 
 
-def no_ranks_error(tp: int) -> RankError:
-    """The error for calling a module split over `tp` ranks in a process that has none."""
+def _check_world(tp: int | None, dp: int, world: int) -> int:
+    """The tp degree in a world of this many ranks, each of which has one place on both axes."""
+    if dp > 1 and (world % dp or tp not in (None, world // dp)):
+        raise InputError(
+            f"dp={dp} and tp={tp or 'the rest'} do not make up the world of {world} ranks: dp x tp must be {world}. "
+            "Pass a mesh with dimensions named 'dp' and 'tp' to use a part of the world."
+        )
+    return check_degree(world // dp if tp is None else tp, world)
+
+
+def _with_batch(ranks: Ranks, mesh: DeviceMesh, dp: int) -> Ranks:
+    """The tp ranks with those of the mesh's data-parallel axis, where that is asked for."""
+    if dp == 1:
+        return ranks
+    names = mesh.mesh_dim_names or ()
+    if "dp" not in names or mesh["dp"].size() != dp:
+        has = f"one of {mesh['dp'].size()}" if "dp" in names else "none"
+        raise InputError(
+            f"dp={dp} needs a mesh with a dimension 'dp' of that size, and it has {has}: "
+            f"init_device_mesh(..., ({dp}, {ranks.tp}), mesh_dim_names=('dp', 'tp'))."
+        )
+    every = _of_mesh(compat.flat_mesh(mesh["dp", "tp"]), None)
+    return replace(ranks, batch=replace(_of_mesh(mesh["dp"], dp), axes="dp"), every=replace(every, axes="dp and tp"))
+
+
+def no_ranks_error(tp: int, dp: int = 1) -> RankError:
+    """The error for calling a module split over `dp` x `tp` ranks in a process that has none."""
+    over = f"tp={tp} ranks" if dp == 1 else f"dp={dp} x tp={tp} ranks"
     return RankError(
-        f"This module is split over tp={tp} ranks, and this is one plain process with no ranks, so it cannot be called "
-        f"here (its plan can be printed). Launch the script on {tp} ranks: {_torchrun(tp)}"
+        f"This module is split over {over}, and this is one plain process with no ranks, so it cannot be called "
+        f"here (its plan can be printed). Launch the script on {dp * tp} ranks: {_torchrun(dp * tp)}"
     )
 
 
@@ -130,7 +169,7 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
     ]
     if differing:
         raise RankError(
-            "\n".join((f"The {ranks.tp} tp ranks do not agree on {what}:", *differing))
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing))
             + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
@@ -166,7 +205,7 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     messages = _gather(ranks, None)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
-        told = "\n".join(f"  tp rank {rank}: {message}" for rank, message in failed.items())
+        told = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
         raise RankError(
             f"Here {what} worked, but it failed on {_rank_list(list(failed))} of {ranks.tp}, so every rank "
             f"stops:\n{told}"

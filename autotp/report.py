@@ -39,7 +39,7 @@ def plain(content: RenderableType) -> str:
 
 def renderable(plan: Plan) -> RenderableType:
     """The plan for a rich console: a headline, the blocks, the totals, what was left whole, and the notes."""
-    head = Text(f"{plan.model} over {plan.tp} ranks ({plan.cluster}, {plan.objective})", style="bold")
+    head = Text(f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})", style="bold")
     parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
     parts += [x for part in rows.parts(plan) for x in _part(part)]
     totals = _filled(Columns((24, None), "ll", (24, None)), rows.totals(plan), "")

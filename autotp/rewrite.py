@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -25,6 +26,14 @@ from .plan import Decision
 from .planner import Planned
 from .problem import conversions
 from .slices import to_runtime
+
+
+class Place(NamedTuple):
+    """A rank's place on a mesh axis: its rank there, the axis's size, and the name of the process group."""
+
+    rank: int
+    size: int
+    group: str
 
 
 @dataclass
@@ -72,8 +81,7 @@ class Rewriter:
             elif node.target is operator.getitem and resolve(node)[0] in self.planned.decisions:
                 continue
             else:
-                self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
-                self.sizes.note(self.env[node])
+                self._other(node)
         self.new.eliminate_dead_code()
         return self.out
 
@@ -85,6 +93,11 @@ class Rewriter:
         for symbol, (owner, dim) in self.planned.program.symbols.items():
             if owner is node:
                 self.sizes.symbols[symbol] = (new, dim)
+
+    def _other(self, node: fx.Node) -> None:
+        """Arithmetic on sizes, which is the same on every rank."""
+        self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
+        self.sizes.note(self.env[node])
 
     def _call(self, node: fx.Node) -> None:
         op, decision = self.planned.ops[node], self.planned.decisions[node]
@@ -147,7 +160,7 @@ class Rewriter:
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         common = _common([module_path(u) for u in users]) if users else ()
-        node.meta = {**before.meta, "conversion": (source, layout), "path": common, "ranked": True}
+        node.meta = {**before.meta, "conversion": (source, layout), "path": common, "ranked": "tp"}
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
@@ -253,14 +266,15 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
     return Rewriter(planned, price, outputs).run()
 
 
-def specialise(sharded: Sharded, rank: int, tp: int, group: str) -> fx.Graph:
-    """The program of one rank of one process group."""
+def specialise(sharded: Sharded, axes: Mapping[str, Place]) -> fx.Graph:
+    """The program of one rank, which has this place on each mesh axis, "tp" and where there is one "dp"."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}
     for node in sharded.graph.nodes:
         new = graph.node_copy(node, lambda n: copied[n])
         copied[node] = new
-        if node.meta.get("ranked"):
-            extra = {"group": group} if "conversion" in node.meta else {}
-            new.kwargs = {**new.kwargs, "rank": rank, "tp": tp, **extra}
+        if axis := node.meta.get("ranked"):
+            rank, size, group = axes[axis]
+            extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
+            new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
     return graph

@@ -10,7 +10,7 @@ from .layouts import Shard, Size
 from .problem import amount
 
 if TYPE_CHECKING:
-    from .figures import Memory
+    from .figures import Axis, Memory
     from .plan import Block, Collective, Parameter, Plan
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
@@ -123,12 +123,24 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         rows.append(
             ("against Megatron's plan", "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios))
         )
-    return [*rows, *_memory(plan.memory)]
+    return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
 def over(plan: Plan) -> str:
     """The ranks, in words."""
-    return f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
+    ranks = f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
+    return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} (dp x tp)"
+
+
+def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
+    """What is sent over the data-parallel axis."""
+    if axis.size == 1:
+        return
+    what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
+    beside = f", beside a backward of {seconds(axis.backward)}" if axis.backward else ""
+    yield f"over dp={axis.size}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
+    if axis.values:
+        yield "", f"other values, such as a loss: {amount(axis.values)} sent"
 
 
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:

@@ -20,6 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from autotp.cost import size_hint
 from autotp.rules.core import Op
 
+from .conversions import FUNCTIONS
 from .graph import Value, draws, on_meta, resolve, tensors
 
 META = torch.device("meta")
@@ -59,8 +60,8 @@ def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
 
 
 def _ask(op: Op, grads: set[fx.Node]) -> Saved:
-    if not tensors(op.node):
-        return Saved()
+    if not tensors(op.node) or op.target in FUNCTIONS.values():
+        return Saved()  # a conversion keeps nothing
     if op.node not in grads:
         return Saved(views=((0, 0),) if _views(op) else ())
     told = TOLD.get(str(getattr(op.target, "overloadpacket", None)))

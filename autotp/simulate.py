@@ -70,7 +70,7 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     for r in range(tp):
         if drawn is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(drawn)
-        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") else {})}
+        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") == "tp" else {})}
         results.append(_call(target, _at(node.args, env, r), kwargs))
     return results
 

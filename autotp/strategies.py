@@ -39,6 +39,10 @@ class Candidates:
             self.changed |= partition in ranked
             self.of[dim] = ranked
 
+    def full(self, loop: Dealt) -> bool:
+        """Whether every rank certainly owns something of a loop that is dealt so."""
+        return loop.full(self.tp)
+
     def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Dealt]:
         """Partitions of a factor's loop that some slot suggests."""
         found: dict[Dealt, None] = {}
@@ -145,7 +149,7 @@ def signatures(
         if _contracts(factor) and not factor.contracted:
             continue
         for loop in candidates.loops(factor, slots, results):
-            if not (rule.empty or loop.full(candidates.tp)):
+            if not (rule.empty or candidates.full(loop)):
                 continue
             if isinstance(loop, Groups) and (_contracts(factor) or not candidates.arrives(factor, loop, slots)):
                 continue  # a sum would add up rows that hold nothing

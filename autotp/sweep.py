@@ -18,7 +18,7 @@ from .explain import KEPT
 from .figures import Degree, Memory
 from .graph import Capture, shape_of, size_hint
 from .memory import lifetimes
-from .pipeline import Options, Staged, capture_model, example, plan_stages
+from .pipeline import Options, Staged, capture_model, needed, plan_stages
 from .plan import Plan
 from .pricing import lengths
 from .problem import amount
@@ -116,9 +116,7 @@ def sweep(
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory
     options = [Options.read(tp, *asked) for tp in degrees]
-    inputs = example(model, example_inputs)
-    if inputs is None:
-        raise InputError(f"autotp.sweep needs example_inputs for {type(model).__name__}, as autotp.plan does.")
+    inputs = needed(model, example_inputs, "autotp.sweep")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
     return sweep_captured(captured, notes, options, type(model).__name__)
 

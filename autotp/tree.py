@@ -107,6 +107,12 @@ def _path(node: fx.Node) -> tuple[str, ...]:
     return node.meta["path"] if "path" in node.meta else module_path(node)
 
 
+def block_of(name: str) -> str:
+    """The path of the outermost repeated block that holds this parameter; empty where none does."""
+    found = BLOCK.search(name)
+    return name[: found.end() - (found.group(1) == ".")] if found else ""
+
+
 @dataclass
 class Read:
     """A parameter or buffer that a unit reads at the start of its forward."""
@@ -114,6 +120,13 @@ class Read:
     node: fx.Node
     name: str
     storage: Storage | None  # None for a buffer or constant
+
+    @property
+    def unit(self) -> str:
+        """The module that reads it: the repeated block that alone uses it, otherwise the root."""
+        block = block_of(self.name)
+        inside = block and all(any(CALL.sub("", p) == block for p in _path(u)) for u in self.node.users)
+        return block if inside and self.node.users else ""
 
 
 class Assembler:
@@ -129,13 +142,10 @@ class Assembler:
         self.units = self._units(reads)
 
     def _units(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
-        """Module path -> what it reads: the repeated block that alone uses a parameter, otherwise the root."""
+        """Module path -> what it reads."""
         units: dict[str, list[Read]] = {}
         for read in reads:
-            found = BLOCK.search(read.name)
-            block = read.name[: found.end() - (found.group(1) == ".")] if found else ""
-            inside = block and all(any(CALL.sub("", p) == block for p in _path(u)) for u in read.node.users)
-            units.setdefault(block if inside and read.node.users else "", []).append(read)
+            units.setdefault(read.unit, []).append(read)
         return units
 
     def build(self, inputs: Sequence[fx.Node]) -> None:

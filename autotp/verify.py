@@ -11,10 +11,10 @@ from torch import nn
 from autotp.cost import Cluster
 
 from .compare import Difference, Report, compare
-from .errors import InputError, PlanError
+from .errors import PlanError
 from .graph import Capture
 from .pins import Pins
-from .pipeline import Options, apply_plan, capture_model, example, refuse_steering, solve_plan
+from .pipeline import Options, apply_plan, capture_model, needed, refuse_steering, solve_plan
 from .plan import Plan
 from .selfcheck import Trial
 from .simulate import Values
@@ -55,12 +55,7 @@ def verify(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    inputs = example(model, example_inputs)
-    if inputs is None:
-        raise InputError(
-            f"autotp.verify needs example_inputs for {type(model).__name__}: only transformers models get theirs from "
-            "the config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
-        )
+    inputs = needed(model, example_inputs, "autotp.verify")
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node

@@ -24,7 +24,7 @@ from autotp.graph import size_hint
 from autotp.objective import OPTIMIZERS, Objective
 from autotp.pipeline import Options, Staged, plan_stages
 from autotp.plan import Plan
-from autotp.rewrite import specialise
+from autotp.rewrite import Place, specialise
 from autotp.rules.core import sizes
 from autotp.rules.lookup import vocabulary_embedding
 from autotp.sweep import sweep
@@ -67,7 +67,7 @@ def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
 
 def kept_by_torch(name: str, stages: Staged, group: str) -> int:
     """Bytes that autograd keeps when rank 0 runs its program on the CPU; parameters and buffers are not counted."""
-    graph = specialise(stages.sharded, 0, stages.planned.tp, group)
+    graph = specialise(stages.sharded, {"tp": Place(0, stages.planned.tp, group)})
     values = rank_values(name, stages)
     inputs = {x.node.name for x in stages.planned.program.inputs}
     steady = {x.untyped_storage()._cdata for n, x in values.items() if n not in inputs}

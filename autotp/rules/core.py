@@ -181,8 +181,9 @@ def rule_of(op: Op) -> Rule | None:
 
 
 def function_of(target: Any) -> RuleFunction | None:
-    """The rule function of an operator: its entry in the table, or that of all which torch tags as pointwise."""
-    function = RULES.get(target) or RULES.get(str(target))
+    """The rule function of an operator: its entry in the table, the one that a function of ours brings, or that of all
+    which torch tags as pointwise."""
+    function = RULES.get(target) or RULES.get(str(target)) or getattr(target, "rule", None)
     return RULES["pointwise"] if function is None and _pointwise(target) else function
 
 
