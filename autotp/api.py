@@ -144,7 +144,7 @@ def compile(
     check: bool | None = None,
     check_capture: bool | None = None,
 ) -> ShardedModule:
-    """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, on all ranks alike.
+    """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
     In one plain process the plan is made and prints, and calling the module is an error with the torchrun line.
 
