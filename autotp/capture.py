@@ -43,9 +43,7 @@ def skeleton(
     memo: dict[int, Any] = {}
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kind = (dtypes or {}).get(name, tensor.dtype)
-        with mode:
-            fake: Tensor = torch.empty_strided(tensor.shape, tensor.stride(), dtype=kind, device=device)
-        memo[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
+        memo[id(tensor)] = compat.fake(mode, tensor, kind, device)
     return copy.deepcopy(model, memo)
 
 

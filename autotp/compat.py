@@ -44,6 +44,20 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
+def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+    """A fake tensor as large as another one, and a parameter where that is one.
+
+    Made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.
+    """
+    with without_torch_functions():
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        made: Any = FakeTensor(mode, empty, torch.device(device))
+    if isinstance(like, torch.nn.Parameter):
+        made.requires_grad_(like.requires_grad)
+        made._is_param = True
+    return made
+
+
 def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
     """Reading tensors' attributes here is not shown to the tracer's modes, which takes most of the time."""
     return torch._C.DisableTorchFunction()

@@ -54,6 +54,7 @@ class Prices:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
         self._answers: dict[fx.Node, list[Kept]] = {}
         self.tokens = lengths(self.program)
+        self.second_sizes = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.hints = self._hints()
         self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
@@ -188,7 +189,7 @@ class Prices:
 
     def _lengths(self, node: fx.Node) -> list[int]:
         """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
-        found = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        found = self.second_sizes
         return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
 
     def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:

@@ -22,11 +22,12 @@ class Pass:
 
 
 def run_passes(program: Capture, passes: Sequence[Pass]) -> None:
-    """Run the passes in order; after each the graph is linted, its changes and time logged, and the graph dumped."""
+    """Run the passes in order; after each its changes and time are logged, and a changed graph is linted and dumped."""
     for number, each in enumerate(passes):
         start = time.process_time()
         changed = each.run(program)
-        program.graph.lint()
+        if changed:
+            program.graph.lint()
         log.debug("pass %s: %d changes, %.1f ms", each.name, changed, 1e3 * (time.process_time() - start))
         if changed:
             dump(f"{number:02d}-{each.name}", program.graph)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any
 
 from torch import fx
 
 from autotp import compat
 from autotp.graph import Capture, module_path, tensors
+from autotp.rules.core import sizes
 
 INDEXED = re.compile(r"\.\d+(@\d+)?$")
 
@@ -21,12 +23,18 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     Nodes with different `marks` (such as pins) are not equal.
     """
     names = {leaf.node: leaf.name for leaf in program.leaves}
+    marked = marks or {}
+
+    @cache
+    def shape(n: fx.Node) -> Any:
+        return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
+
     found: dict[Any, fx.Node] = {}
     for level in range(4):
         for blocks in _instances(program, level, found).values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
-                signature, members = _signature(path, nodes, names, grads, marks or {})
+                signature, members = _signature(path, nodes, names, shape)
                 twins = first.setdefault(signature, members)
                 found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
     return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
@@ -46,7 +54,7 @@ def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, 
 
 
 def _signature(
-    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], grads: set[fx.Node], marks: Mapping[fx.Node, str]
+    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any]
 ) -> tuple[Any, list[fx.Node]]:
     """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
     place = {n: i for i, n in enumerate(nodes)}
@@ -65,11 +73,8 @@ def _signature(
             return ("leaf", name[len(path.split("@")[0]) :], shape(x))
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
-    def shape(n: fx.Node) -> Any:
-        return marks.get(n), [(n in grads, str(tuple(v.shape)), str(v.dtype)) for v in tensors(n)]
-
-    rows = [
-        (str(n.target), [encode(a) for a in compat.tree_leaves((n.args, n.kwargs))], shape(n), n.meta.get("no_grad"))
+    rows = tuple(
+        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), n.meta.get("no_grad"))
         for n in nodes
-    ]
-    return repr(rows), nodes + leaves
+    )
+    return rows, nodes + leaves

@@ -190,3 +190,15 @@ def test_without_its_guards_the_capture_would_be_wrong(kind, guard, monkeypatch)
     assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) == rows(flat)
     monkeypatch.setattr(*GUARDS[guard])
     assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) != rows(flat)
+
+
+def test_a_forward_of_the_blocks_own_is_put_back():
+    def own(x: Tensor) -> Tensor:
+        return 2 * x
+
+    model = nn.Sequential(*(Block(i) for i in range(DEPTH)))
+    for block in model:
+        block.forward = own
+    with repeats.Repeats(model).tracing():
+        assert all(block.forward is not own for block in model), "they are not called as repeats"
+    assert all(vars(block).get("forward") is own for block in model)
