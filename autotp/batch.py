@@ -151,14 +151,14 @@ class _Localised:
         elif isinstance(val, torch.SymInt):
             node.meta["val"] = self._size(expression(val), True)
         elif isinstance(val, list | tuple):
-            node.meta["val"] = [i.meta["val"] for i in self._items(node)] or val
+            node.meta["val"] = self._results(node, list(val))
 
-    def _items(self, node: fx.Node) -> list[fx.Node]:
-        """The results of a node with several, which have their layouts."""
-        items = sorted((u for u in node.users if u.target is operator.getitem), key=lambda u: int(u.args[1]))  # type: ignore[arg-type]
-        for item in items:
+    def _results(self, node: fx.Node, values: list[Any]) -> list[Any]:
+        """The results of a node with several; those that something reads have their layouts."""
+        for item in (u for u in node.users if u.target is operator.getitem):
             self._value(item)
-        return items
+            values[int(item.args[1])] = item.meta["val"]  # type: ignore[arg-type]
+        return values
 
     def _tensor(self, val: Tensor, layout: Layout) -> Tensor:
         shape = list(sizes(val))
