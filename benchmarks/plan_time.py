@@ -1,14 +1,16 @@
-"""How long planning takes, from 2 to 126 layers, beside one `torch.export` of the same model.
+"""How long planning takes, from 2 to 126 layers, beside one `torch.export` of the same model, and a peer's time.
 
     python -m benchmarks.plan_time           # prints the table and a JSON line
     python -m benchmarks.plan_time --write   # and the section of docs/performance.md
 
-Llama shapes on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process of its own.
+Llama shapes on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process of its own. The
+peer is meta-pytorch/autoparallel (`benchmarks.peer`), where it is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import resource
@@ -27,13 +29,14 @@ import autotp
 from autotp.inputs import for_model
 from autotp.pipeline import Options, capture_model, solve_plan
 
-from . import isolate
+from . import isolate, peer
 from .command import made
 from .isolate import Record, Send
 from .performance import table, write_section
 
 HEADING = "Planning time"
 TP, LIMIT, ROUNDS = 8, 300.0, 3
+PEER = "autoparallel, module to sharded module"
 # name -> layers, hidden size, feed-forward size, heads; 8 heads of keys and values, a vocabulary of 128256
 MODELS = {
     "8B shape, 2 layers": (2, 4096, 14336, 32),
@@ -97,7 +100,10 @@ def measured(name: str, rounds: int) -> Record:
                 raise RuntimeError(f"{name}, {function.__name__}: {why}")
             for key, value in record.items():
                 found.setdefault(key, []).append(value)
-    return {key: round(statistics.median(values), 2) for key, values in found.items()}
+    other, why = isolate.run(peer.plan, functools.partial(build, name), TP, limit=LIMIT)
+    taken = other.get("peer", why)
+    times = {key: round(statistics.median(values), 2) for key, values in found.items()}
+    return {**times, "peer": round(taken, 2) if isinstance(taken, float) else taken}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -110,15 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = {
         n: measured(n, given.rounds) for n in track(MODELS, "measuring", console=Console(stderr=True), transient=True)
     }
-    head = "", "torch.export", "capture", "plan", "module to plan", "module to sharded module", "peak memory, GB"
-    keys = "export", "capture", "plan", "total", "compile", "peak_gb"
-    shown = table(head, [[n, *(f"{r[k]:.2f}" for k in keys)] for n, r in results.items()])
+    head = "", "torch.export", "capture", "plan", "module to plan", "module to sharded module", "peak memory, GB", PEER
+    keys = "export", "capture", "plan", "total", "compile", "peak_gb", "peer"
+    shown = table(head, [[n, *(_cell(r[k]) for k in keys)] for n, r in results.items()])
     record = {"benchmark": "plan_time", **made("benchmarks.plan_time", arguments), "load_before": round(before, 1)}
     record |= {"tp": TP, "rounds": given.rounds, "models": results}
     print(shown)
     if given.write:
         write_section(HEADING, f"{_told(record)}\n\n{shown}")
     print(json.dumps(record))
+
+
+def _cell(value: float | str) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else value
 
 
 def _told(record: Record) -> str:

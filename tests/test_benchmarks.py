@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import functools
 import json
-from typing import Any
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import autotp
-from benchmarks import hand_plans, models
+from benchmarks import hand_plans, models, peer, plan_time
 from benchmarks.build import Architecture, architectures, build, model_class, small
 from benchmarks.command import installed
 from benchmarks.isolate import merge
@@ -121,6 +123,38 @@ def test_a_hand_written_plan_is_counted():
     assert case["theirs"]["forward"]["calls"] == {"all_reduce 2x16x64": 5, "all_gather 2x16x128": 1}
     page = render({"made": {}, "models": {}}, {"made": {}, "models": {"llama": {"small 2": case}}})
     assert f"| {found:.2f} |" in page
+
+
+class Peer:
+    """Stands for the peer's class: notes what it is given."""
+
+    calls: ClassVar[list[str]] = []
+
+    def __init__(self, model: Any, make: Any, mesh: Any, policy: Any) -> None:
+        assert make().shape[0] > 1 and mesh.size() == 8 and sum(p.numel() for p in model.parameters()) > 1e9
+
+    def __enter__(self) -> Peer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.append("left")
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self.calls.append(name)
+
+
+def test_a_peer_is_timed_where_it_is_installed(monkeypatch):
+    sent: list[Any] = []
+    make = functools.partial(plan_time.build, "8B shape, 2 layers")
+    peer.plan(make, 8, sent.append)
+    assert sent == [{"peer": "not installed"}]
+    monkeypatch.setitem(sys.modules, "autoparallel", ModuleType("autoparallel"))
+    monkeypatch.setitem(sys.modules, "autoparallel.api", SimpleNamespace(AutoParallel=Peer))
+    peer.plan(make, 8, sent.append)
+    assert isinstance(sent[1]["peer"], float) and not dist.is_initialized()
+    assert Peer.calls == [
+        "add_input_constraints", "add_parameter_memory_constraint", "optimize_placement", "apply_placement", "left",
+    ]  # fmt: skip
 
 
 @pytest.mark.zoo
