@@ -227,6 +227,13 @@ def test_a_batch_of_a_fixed_size_is_refused():
 
     with pytest.raises(autotp.AutoTPError, match="first dimension of the first input"):
         autotp.plan(Fixed(16, 32), TP, dp=DP, example_inputs=torch.randn(4, 16))
+
+    class Half(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + torch.cat(torch.unbind(y.view(4, -1)))[: self.out_features]
+
+    with pytest.raises(autotp.AutoTPError, match="of the input 'y' alone"):
+        autotp.plan(Half(16, 32), TP, dp=DP, example_inputs=(torch.randn(4, 16), torch.randn(4, 16)))
     one = autotp.plan(nn.Linear(16, 32), TP, dp=DP, example_inputs=torch.randn(1, 16))  # of one example: any size
     assert one.batch.size == DP
 
