@@ -85,8 +85,8 @@ def _one_batch(program: Capture) -> sympy.Symbol:
         if isinstance(other, int) and other == program.hints[batch]:  # type: ignore[index]
             raise CaptureError(
                 f"with dp the batch may have any size, and this model was captured for {other} of the input "
-                f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the batch's dimension, "
-                "example inputs with another batch size."
+                f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
+                "batch's dimension, example inputs with another batch size."
             )
         if other != batch and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[batch]:
             _unify(program, other, batch)  # type: ignore[arg-type]
