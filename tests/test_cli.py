@@ -153,6 +153,16 @@ def test_a_mesh_of_two_axes_is_passed_on(run, monkeypatch):
     assert run("plan", SMALL, "--mesh", "1x4").exit_code == 4 and asked["tp"] == 4 and "dp" not in asked
 
 
+def test_a_mesh_of_two_axes_is_planned(run):
+    done = run("plan", SMALL, "--mesh", "2x4", "--fully-shard", "--save", "plan.json", "--json")
+    made = Plan.from_json(done.stdout)
+    assert (made.batch.size, made.batch.fully_shard, made.tp) == (2, True, 4) and "on each dp rank" in done.stderr
+    assert json.loads(run("explain", "plan.json", "0.weight", "--json").stdout)["dp"] == 2
+    assert "over 2 x 4 ranks" in run("explain", "plan.json", "0.weight").stdout
+    assert "2 x 4 ranks" in run("explain", SMALL, "0.weight", "--mesh", "2x4").stderr
+    assert run("plan", SMALL, "--tp", 2, "--fully-shard").exit_code == 2  # there is one axis
+
+
 @pytest.mark.parametrize(
     ("flag", "name", "start"), [("--html", "page.html", "<!doctype html"), ("--trace", "trace.json", "{")]
 )

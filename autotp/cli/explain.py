@@ -41,8 +41,10 @@ def explain(
     with screen.working(f"planning {type(given.model).__name__}"):
         made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
         told = made.explain(name)
-    screen.say(f"{made.model} over {made.tp} ranks ({made.cluster}, {made.objective}), priced for {given.sizes}")
-    screen.result(told, lambda: {"tp": made.tp, **asdict(told)})
+    from autotp.rows import over  # noqa: PLC0415  it needs torch
+
+    screen.say(f"{made.model} over {over(made)} ({made.cluster}, {made.objective}), priced for {given.sizes}")
+    screen.result(told, lambda: {"tp": made.tp, "dp": made.batch.size, **asdict(told)})
     return FINE
 
 
@@ -58,6 +60,7 @@ def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
         "parameter": found.name,
         "aliases": list(found.aliases),
         "tp": plan.tp,
+        "dp": plan.batch.size,
         "layout": str(found.layout),
         "role": found.role,
         "shape": list(found.shape),
@@ -95,4 +98,5 @@ def _table(known: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))
-    return Group(Text(f"{known['parameter']}{equals}, over {known['tp']} ranks", style="bold"), table)
+    ranks = str(known["tp"]) if known["dp"] == 1 else f"{known['dp']} x {known['tp']}"
+    return Group(Text(f"{known['parameter']}{equals}, over {ranks} ranks", style="bold"), table)
