@@ -118,7 +118,9 @@ class Degree:
 
     tp: Annotated[
         str | None,
-        typer.Option(metavar="N|auto", help="Ranks that share the model. Default: auto.", rich_help_panel=STEERING),
+        typer.Option(
+            metavar="N|auto", help="Ranks that share the model. Default: auto; verify: 2.", rich_help_panel=STEERING
+        ),
     ] = None
     mesh: Annotated[
         str | None,

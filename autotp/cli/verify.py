@@ -102,13 +102,13 @@ def calibrate(
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write the cluster: .json or .toml.", rich_help_panel=PANEL)
     ] = None,
-    name: Annotated[str, typer.Option(help="What plans call the cluster.")] = "calibrated",
+    name: Annotated[str, typer.Option(metavar="NAME", help="What plans call the cluster.")] = "calibrated",
     base: Annotated[
         str | None,
-        typer.Option(help="Preset or file for what is not measured. Default: h100 on CUDA devices, otherwise local."),
+        typer.Option(metavar="NAME", help="A preset or file for what is not measured. Default: by the device."),
     ] = None,
     devices_per_node: Annotated[
-        int | None, typer.Option(min=1, help="Default: what torchrun started here, or this machine's devices.")
+        int | None, typer.Option(min=1, metavar="N", help="Default: what torchrun started here.")
     ] = None,
 ) -> int:
     """Measure this machine and describe it as a cluster. Under torchrun: its links too."""
