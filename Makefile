@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format golden docs models zoo clean
+.PHONY: help demo test check lint format golden docs site models zoo clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,7 @@ demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and
 test: $(READY) ## Run the tests
 	$(PYTEST) $(SPREAD) $(ARGS)
 
-check: lint test ## Check everything: style, types, tests
+check: lint site test ## Check everything: style, types, the site, tests
 
 lint: $(READY) ## Check style (ruff) and types (pyright)
 	$(BIN)/ruff check .
@@ -39,6 +39,9 @@ golden: $(READY) ## Rewrite tests/golden from what the code prints now; read the
 
 docs: $(READY) ## Prove every operator rule and write the table in docs/rules.md
 	$(BIN)/python -m tests.rule_table
+
+site: $(READY) ## Build the documentation as a site in build/site; a warning is an error
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 models: $(READY) ## Measure the list of architectures and write docs/models.md (hours; ARGS="--only llama" for a part)
 	$(BIN)/python -m benchmarks.models $(ARGS)

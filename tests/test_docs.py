@@ -1,6 +1,7 @@
-"""The Python in README.md and docs/*.md runs: one script per document, the guide on four ranks.
+"""The Python in README.md and docs/*.md runs: one script per document, some on four ranks.
 
-A block that opens with "```python notest" is a fragment and is not run.
+A block that opens with "```python small" is run with 2 layers where the page says 32. One that opens with "```python
+quoted" shows a piece of the source, and must stand there.
 """
 
 from __future__ import annotations
@@ -13,21 +14,25 @@ from typing import Any
 
 import pytest
 
+import autotp
+
 ROOT = Path(__file__).resolve().parent.parent
-BLOCK = re.compile(r"^```python( notest)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+BLOCK = re.compile(r"^```python( small| quoted)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
 DOCUMENTS = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
-ON_RANKS = {"docs/guide.md": 10, "docs/two-axes.md": 4}  # and more blocks than this
+ON_RANKS = {"docs/elsewhere.md": 4, "docs/guide.md": 10, "docs/two-axes.md": 4}  # and more blocks than this
 
 
 def run_blocks(document: str, **given: Any) -> int:
     """Run a document's blocks one after another, in one namespace; how many there were."""
     text, names, count = (ROOT / document).read_text(), {"__name__": "document", **given}, 0
     for found in BLOCK.finditer(text):
-        if found.group(1):
+        mark, block = found.group(1), found.group(2)
+        if mark == " quoted":
             continue
+        block = block.replace("(32)", "(2)") if mark == " small" else block
         lines = text[: found.start(2)].count("\n")  # so that a traceback shows the document's own line
-        exec(compile("\n" * lines + found.group(2), str(ROOT / document), "exec", dont_inherit=True), names)
+        exec(compile("\n" * lines + block, str(ROOT / document), "exec", dont_inherit=True), names)
         count += 1
     return count
 
@@ -68,6 +73,30 @@ def test_a_wrong_block_is_noticed(tmp_path, monkeypatch):
     with pytest.raises(AssertionError) as error:
         run_blocks("wrong.md")
     assert error.traceback[-1].lineno == 5  # counted from 0
+
+
+def quoted(document: str) -> list[str]:
+    """The pieces of source that a document shows."""
+    blocks = [m.group(2) for m in BLOCK.finditer((ROOT / document).read_text()) if m.group(1) == " quoted"]
+    return [piece.strip("\n") for block in blocks for piece in block.split("\n\n\n")]
+
+
+def test_quoted_pieces_stand_in_the_source():
+    sources = [p.read_text() for folder in ("autotp", "tests") for p in (ROOT / folder).rglob("*.py")]
+    pieces = [piece for document in DOCUMENTS for piece in quoted(document)]
+    assert len(pieces) >= 4
+    assert [p for p in pieces if not any(p in text for text in sources)] == []
+    assert not any(pieces[0] + " " in text for text in sources)  # what is not there is not found
+
+
+def test_the_api_page_has_every_public_name():
+    shown = re.findall(r"^      heading: autotp\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert {*shown, "AutoTPError", "__version__"} == set(autotp.__all__)  # the errors are shown as a module
+
+
+def test_every_page_is_on_the_site():
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
 
 
 def _anchors(text: str) -> set[str]:
