@@ -60,12 +60,13 @@ class Shape(NamedTuple):
 
 
 class Point(NamedTuple):
-    """One shape at one degree: seconds of a step, forward and backward."""
+    """One shape at one degree: seconds of a step, forward and backward, and what it takes of its thread's CPU time."""
 
     tp: int
     shape: str
     predicted: float
     measured: float
+    cpu: float
 
     @property
     def ratio(self) -> float:
@@ -118,7 +119,7 @@ def step(shape: Shape, tp: int, cluster: autotp.Cluster, clock: Clock) -> Point:
         sharded.zero_grad(set_to_none=True)
         sharded(x).square().mean().backward()
 
-    return Point(tp, str(shape), sharded.plan.totals.seconds, clock.time(once))
+    return Point(tp, str(shape), sharded.plan.totals.seconds, clock.time(once), clock.cpu(once))
 
 
 def run(
@@ -176,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "load": [round(before, 1), round(os.getloadavg()[0], 1)],
         "seconds": round(time.monotonic() - began), **summary(points),
         "by_tp": {tp: summary([p for p in points if p.tp == tp]) for tp in TPS},
+        "tp_1_cpu": summary([p._replace(measured=p.cpu) for p in points if p.tp == 1]),
         "points": [p._asdict() for p in points], "clusters": clusters,
     }  # fmt: skip
     Console().print(printed(points))
@@ -186,21 +188,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def printed(points: Sequence[Point]) -> Table:
     """The points as a table for the terminal."""
-    shown = Table("tp", "width x batch x length", "predicted ms", "measured ms", "ratio", title=HEADING)
+    shown = Table("tp", "width x batch x length", "predicted ms", "measured ms", "ratio", "CPU ms", title=HEADING)
     for p in points:
-        shown.add_row(str(p.tp), p.shape, f"{1e3 * p.predicted:.2f}", f"{1e3 * p.measured:.2f}", f"{p.ratio:.2f}")
+        times = (f"{1e3 * x:.2f}" for x in (p.predicted, p.measured))
+        shown.add_row(str(p.tp), p.shape, *times, f"{p.ratio:.2f}", f"{1e3 * p.cpu:.2f}")
     return shown
 
 
 def page(record: dict[str, Any], points: Sequence[Point]) -> str:
     """The section of docs/performance.md."""
     rows = {s: [p for p in points if p.shape == s] for s in dict.fromkeys(p.shape for p in points)}
-    head = [
-        "width x batch x length",
-        *(f"tp={p.tp} {x}" for p in points[:: len(rows)] for x in ("predicted", "measured")),
+    columns = [(tp, x) for tp in dict.fromkeys(p.tp for p in points) for x in ("predicted", "measured", "cpu")]
+    columns = [(tp, x) for tp, x in columns if x != "cpu" or tp == 1]
+    head = ["width x batch x length", *(f"tp={tp} {'CPU time' if x == 'cpu' else x}" for tp, x in columns)]
+    cells = [
+        [s, *(f"{1e3 * getattr(p, x):.1f}" for p in ps for tp, x in columns if p.tp == tp)] for s, ps in rows.items()
     ]
-    cells = [[s, *(f"{1e3 * x:.1f}" for p in ps for x in (p.predicted, p.measured))] for s, ps in rows.items()]
     results = [(f"tp={tp}", found) for tp, found in record["by_tp"].items()] + [("all", record)]
+    results.append(("tp=1, of CPU time", record["tp_1_cpu"]))
     found = [
         [n, f"{r['rank_correlation']:.2f}", f"{r['mean_error']:.0%}", f"{r['worst_error']:.0%}",
          f"{r['predicted_over_measured']:.2f}"] for n, r in results
@@ -217,8 +222,9 @@ Spearman's rank correlation of predicted and measured times, the relative error 
 predicted over measured:
 
 {table(["", "rank correlation", "mean error", "worst error", "predicted / measured"], found)}
-Every operator counts as a kernel at the calibrated rates; what Python spends between the operators of an eager step is
-not in the model, so short steps take longer than predicted."""
+Every operator counts as a kernel at the calibrated rates, and what starts it is the mean over a chain of small
+operators (`Cluster.launch_overhead`). At tp=1 nothing is waited for: there the CPU time of a step is what it takes on
+cores that nothing else uses, and what its measured time has beyond that is other work on these cores."""
 
 
 if __name__ == "__main__":

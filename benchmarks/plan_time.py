@@ -127,8 +127,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(json.dumps(record))
 
 
-def _cell(value: float | str) -> str:
-    return f"{value:.2f}" if isinstance(value, float) else value
+def _cell(value: Any) -> str:
+    return f"{value:.2f}" if isinstance(value, float) else str(value)
 
 
 def _told(record: Record) -> str:

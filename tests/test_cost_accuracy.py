@@ -15,7 +15,10 @@ from autotp.ranks import Ranks
 from benchmarks.cost_accuracy import HEADING, Point, Shape, fitted, page, rank_correlation, step, summary
 from benchmarks.performance import PAGE, write_section
 
-POINTS = [Point(1, "a", 1.0, 2.0), Point(1, "b", 2.0, 4.0), Point(2, "a", 3.0, 3.0), Point(2, "b", 9.0, 6.0)]
+POINTS = [
+    Point(1, "a", 1.0, 2.0, 1.5), Point(1, "b", 2.0, 4.0, 2.5),
+    Point(2, "a", 3.0, 3.0, 0.5), Point(2, "b", 9.0, 6.0, 0.5),
+]  # fmt: skip
 
 
 def test_rank_correlation_by_hand():
@@ -45,9 +48,10 @@ def test_the_page_says_machine_and_versions():
     record = {
         "command": "python -m x", "cores": 2, "machine": "a machine", "torch": "2", "python": "3", "date": "today",
         "load": [0.1, 2.5], "by_tp": {1: summary(POINTS[:2]), 2: summary(POINTS[2:])}, **summary(POINTS),
+        "tp_1_cpu": summary(POINTS[:2]),
     }  # fmt: skip
     text = page(record, POINTS)
-    assert "| a | 1000.0 | 2000.0 | 3000.0 | 3000.0 |" in text and "| all | 0.80 | 38% | 50% | 0.75 |" in text
+    assert "| a | 1000.0 | 2000.0 | 1500.0 | 3000.0 | 3000.0 |" in text and "| all | 0.80 | 38% | 50% | 0.75 |" in text
     assert all(str(record[k]) in text for k in ("command", "machine", "torch", "python", "date"))
     assert f"## {HEADING}\n" in PAGE.read_text()
 
@@ -59,5 +63,5 @@ def timed(rank: int, world: int, group: object) -> Point:
 
 def test_a_step_is_predicted_and_measured(pool):
     first, second = pool.run(timed, world=4)[:2]
-    assert first == second and first.tp == 4 and first.predicted > 0 and first.measured > 0
+    assert first == second and first.tp == 4 and first.predicted > 0 and first.measured > 0 and first.cpu > 0
     json.dumps([first, fitted(Cluster.preset("local"))])
