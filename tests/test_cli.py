@@ -342,6 +342,9 @@ def test_programs_get_errors_as_json(run):
     done = run("plan", SMALL, "--tp", 2, "--memory", "1KB", "--json")
     told = json.loads(done.stdout)["error"]
     assert done.exit_code == told["code"] == 1 and told["kind"] == "PlanError" and "no plan fits" in told["message"]
+    wrong = run("plan", SMALL, "--degree", 2, "--json")
+    assert json.loads(wrong.stdout)["error"]["kind"] == "UsageError" and wrong.exit_code == 2
+    assert not run("plan", SMALL, "--degree", 2).stdout
 
 
 def test_an_error_that_nobody_meant_is_one_line_too(run, monkeypatch):

@@ -25,9 +25,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (plan, sweep, explain, verify, doctor):
-    app.command()(command(function))
-app.command()(command(calibrate, everywhere=True))
+for function in (plan, sweep, explain, verify, calibrate, doctor):
+    app.command()(command(function, everywhere=function is calibrate))
 
 
 def _version(wanted: bool) -> None:

@@ -19,7 +19,7 @@ from typer.core import TyperGroup
 
 from autotp.errors import AutoTPError, CaptureError, InputError, PlanError
 
-from .screen import Screen, rank, report
+from .screen import Screen, rank
 
 FINE, NO, USAGE, CAPTURE, OTHER, STOPPED = 0, 1, 2, 3, 4, 130
 CODES: tuple[tuple[type[BaseException], int], ...] = (
@@ -34,22 +34,23 @@ class Group(TyperGroup):
         """Run and leave the process with the command's exit code."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
+        given = extra.get("args", args[0] if args else None)
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except Exception as error:
-            code = _usage(error)
+            code = _usage(error, "--json" in (sys.argv if given is None else given))
         sys.exit(code or FINE)
 
 
-def _usage(error: Exception) -> int:
+def _usage(error: Exception, as_json: bool) -> int:
     """Report an error of the command line itself; anything else goes on."""
     told: Callable[[], str] | None = getattr(error, "format_message", None)
     if told is None:
         raise error
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "autotp"
-    if rank() == 0 and told().strip():  # nothing where the help was asked for, which has been printed
-        report(f"{' '.join(told().split())} See {where} --help.")
+    if told().strip():  # nothing where the help was asked for, which has been printed
+        Screen(json=as_json).fail(f"{' '.join(told().split())} See {where} --help.", "UsageError", USAGE)
     return USAGE
 
 

@@ -16,7 +16,10 @@ DEFAULT = "h100"  # what autotp.plan prices for where nothing says otherwise
 
 
 def doctor(screen: Screen) -> int:
-    """Say what this machine has, what autotp would use, and what is missing."""
+    """Say what this machine has, and what is missing.
+
+    Devices, links and versions, and what autotp would use of them.
+    """
     with screen.working("looking around"):
         from .facts import gather  # noqa: PLC0415  it needs torch
 

@@ -30,7 +30,10 @@ def explain(
     steering: Steering,
     screen: Screen,
 ) -> int:
-    """Say why a parameter lies as it does: the alternatives, and what would change it."""
+    """Say why a parameter lies as it does.
+
+    The alternatives with their cost, what binds, and what would change the choice.
+    """
     plan = saved(model, sizes, degree, steering)
     if plan is not None:
         known = recorded(plan, name)

@@ -38,7 +38,10 @@ def verify(
         Path | None, typer.Option("--plan", metavar="FILE.json", help="Prove this plan.", show_default=False)
     ] = None,
 ) -> int:
-    """Prove a plan on simulated ranks in this process: every value and gradient."""
+    """Prove a plan on simulated ranks: every value and gradient.
+
+    Everything runs in this process, in float64.
+    """
     asked = degree.arguments(default=RANKS) | steering.arguments()
     if {"dp", "fully_shard"} & asked.keys():
         raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
@@ -111,7 +114,10 @@ def calibrate(
         int | None, typer.Option(min=1, metavar="N", help="Default: what torchrun started here.")
     ] = None,
 ) -> int:
-    """Measure this machine and describe it as a cluster. Under torchrun: its links too."""
+    """Measure this machine and describe it for --cluster.
+
+    Under torchrun its links are measured too.
+    """
     from autotp.cost.files import SUFFIXES  # noqa: PLC0415  it needs torch
 
     writable(out)
