@@ -17,11 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def run(script: str, ranks: int | None = None) -> str:
+def run(script: str, *arguments: str, ranks: int | None = None) -> str:
     """What an example prints, on the CPU, with one thread a process; it must end with status 0."""
     torchrun = [] if ranks is None else ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     done = subprocess.run(
-        [sys.executable, *torchrun, f"examples/{script}"],
+        [sys.executable, *torchrun, f"examples/{script}", *arguments],
         cwd=ROOT,
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
@@ -50,8 +50,14 @@ def test_quickstart():
     assert run("quickstart.py", ranks=2).endswith("Right\n")
 
 
-def test_train_llama():
-    assert "Right: losses and norms differ by at most" in run("train_llama.py", ranks=2)
+SMALL = "--steps 5 --width 64 --layers 2 --batch 2 --length 32 --warm-up 2".split()
+
+
+@pytest.mark.parametrize("more, ranks", [((), 2), (("--dp", "2", "--fully-shard", "--bf16", "--accumulate", "3"), 4)])
+def test_train(more, ranks):
+    printed = run("train.py", *SMALL, "--compare", *more, ranks=ranks)
+    assert f"tp=2 dp={ranks // 2}" in printed and "5 steps: loss 5." in printed
+    assert "Right: losses and norms differ by at most" in printed
 
 
 def test_verify_llama():
