@@ -42,10 +42,12 @@ class Boundary:
 
     Attributes:
         module: its path.
-        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split.
+        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split; "input": what
+            modules within read is made whole once.
         lookup: whether it is an embedding.
         given, left: dimension along which the input comes, and the output leaves, split; None for whole.
         spread: whether those are dimensions of the batch or sequence, so that code reads sizes off them.
+        place: of an "input", its name, or its number and that of all positional arguments.
     """
 
     module: str
@@ -54,6 +56,7 @@ class Boundary:
     given: int | None = None
     left: int | None = None
     spread: tuple[bool, bool] = (False, False)
+    place: str | tuple[int, int] = ""
 
 
 @dataclass

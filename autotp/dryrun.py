@@ -7,7 +7,9 @@ split is cut to a rank's width.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +18,8 @@ from torch import Tensor, nn
 from . import compat
 from .boundaries import Boundary
 from .inputs import Inputs
+
+Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and named arguments of each
 
 
 class Trial:
@@ -43,14 +47,33 @@ class Trial:
             if b.kind == "column" and b.left is not None and not b.spread[1]:
                 hooks.append(module.register_forward_hook(lambda m, args, out: self._part(out)))
         try:
-            with self.mode, torch.no_grad():
-                self.model(*self.given[0], **self.given[1])
+            self._run()
         except Exception as e:  # of whatever kind: the model's own code raises it
             return self.path[-1] if self.path else "", (str(e).splitlines() or [type(e).__name__])[0]
         finally:
             for hook in hooks:
                 hook.remove()
         return None
+
+    def places(self, groups: Mapping[str, Iterable[str]]) -> dict[str, str | tuple[int, int]]:
+        """Module -> the place of its argument that these modules within it read, where that is one argument.
+
+        A place is a name, or the number of a positional argument and how many there are.
+        """
+        calls: dict[str, Calls] = defaultdict(list)
+        hooks = []
+        for name in {*groups, *(m for modules in groups.values() for m in modules)}:
+            note = partial(_note, calls[name])
+            hooks.append(self.model.get_submodule(name).register_forward_pre_hook(note, with_kwargs=True))
+        self._run()
+        for hook in hooks:
+            hook.remove()
+        found = {name: _place(calls[name], [calls[m] for m in modules]) for name, modules in groups.items()}
+        return {name: place for name, place in found.items() if place is not None}
+
+    def _run(self) -> None:
+        with self.mode, torch.no_grad():
+            self.model(*self.given[0], **self.given[1])
 
     def _fake(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor.detach().to(self.device), static_shapes=True)
@@ -65,3 +88,19 @@ class Trial:
         if part.shape[-1] * self.tp != width:
             raise ValueError(f"a part is {part.shape[-1]} wide here, and {width} over {self.tp} ranks are not")
         return part.new_empty(*part.shape[:-1], width)
+
+
+def _note(calls: Calls, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    calls.append((args, kwargs))
+
+
+def _place(outer: Calls, inner: list[Calls]) -> str | tuple[int, int] | None:
+    """Which argument of a module's one call is the first argument of all these calls within it."""
+    if len(outer) != 1 or any(len(calls) != 1 or not calls[0][0] for calls in inner):
+        return None
+    (args, kwargs), value = outer[0], inner[0][0][0][0]
+    if any(calls[0][0][0] is not value for calls in inner):
+        return None
+    number = next((i for i, x in enumerate(args) if x is value), None)
+    name = next((k for k, x in kwargs.items() if x is value), None)
+    return name if number is None else (number, len(args))

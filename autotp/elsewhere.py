@@ -7,13 +7,20 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 from .boundaries import NUMBER, Boundaries, Boundary, generic
 from .dryrun import Trial
 from .errors import PlanError
 from .explain import KEPT
 from .graph import Capture, module_path
+from .shared import once
 
 if TYPE_CHECKING:
     from .plan import Plan
@@ -70,7 +77,10 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
         if not more:
             break
         refused |= more
+    found = found if alike is generic else once(of, found, trial)
     lines = [*_told(of), *untried]
+    if plan.batch.size > 1:
+        lines.append(("", f"this is the tp axis alone; dp={plan.batch.size} is for fully_shard or DDP"))
     return found, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
 
 
@@ -139,19 +149,18 @@ def _last(modules: Iterable[str]) -> str:
 def _starred(styles: dict[str, Any], modules: list[list[str]]) -> dict[str, Any]:
     """The styles with `*` for the number of a layer, where all that a key then fits have one style."""
     paths = list(dict.fromkeys(tuple(m[:i]) for m in modules for i in range(1, len(m) + 1)))
-    known = {".".join(m) for m in modules}
     out: dict[str, Any] = {}
     for name, style in styles.items():
         keys = [generic(name), NUMBER.sub("*", name, count=1)]
-        out[next((k for k in keys if k in out or _one(k, styles, known, paths, repr(style))), name)] = style
+        out[next((k for k in keys if k in out or _one(k, styles, paths, repr(style))), name)] = style
     return out
 
 
-def _one(key: str, styles: dict[str, Any], known: set[str], paths: list[tuple[str, ...]], style: str) -> bool:
+def _one(key: str, styles: dict[str, Any], paths: list[tuple[str, ...]], style: str) -> bool:
     """Whether a key fits modules of one style only, and leads to one wherever it branches."""
     parts = key.split(".")
     fits = [p for p in paths if all(a in ("*", b) for a, b in zip(parts, p, strict=False))]
-    ends = {p for p in fits if len(p) == len(parts) and ".".join(p) in known}
+    ends = [p for p in fits if len(p) == len(parts)]
     branches = [p for p in fits if len(p) < len(parts) and parts[len(p) - 1] == "*"]
     led = all(any(e[: len(b)] == b for e in ends) for b in branches)
     return led and all(repr(styles.get(".".join(e))) == style for e in ends)
@@ -159,6 +168,8 @@ def _one(key: str, styles: dict[str, Any], known: set[str], paths: list[tuple[st
 
 def _style(b: Boundary) -> ParallelStyle:
     """torch's style. Values split along batch or sequence stay DTensors: code between modules reads sizes off them."""
+    if b.kind == "input":
+        return _input(b)
     if b.kind == "whole":
         assert b.given is not None
         return SequenceParallel(sequence_dim=b.given, use_local_output=not b.spread[1])
@@ -166,6 +177,16 @@ def _style(b: Boundary) -> ParallelStyle:
     given = Replicate() if b.given is None else Shard(b.given if b.spread[0] else -1)
     left = Replicate() if b.left is None else Shard(b.left if b.spread[1] else -1)
     return kind(input_layouts=given, output_layouts=left, use_local_output=not b.spread[1])
+
+
+def _input(b: Boundary) -> ParallelStyle:
+    """One conversion for all that read an argument of a module; it is a DTensor within."""
+    given, whole = Replicate() if b.given is None else Shard(b.given), Replicate()
+    if isinstance(b.place, str):
+        return PrepareModuleInput(input_kwarg_layouts={b.place: given}, desired_input_kwarg_layouts={b.place: whole})
+    number, count = b.place
+    have, want = ([x if i == number else None for i in range(count)] for x in (given, whole))
+    return PrepareModuleInput(input_layouts=tuple(have), desired_input_layouts=tuple(want))
 
 
 def _name(b: Boundary) -> str:
