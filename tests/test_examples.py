@@ -50,7 +50,7 @@ def test_quickstart():
     assert run("quickstart.py", ranks=2).endswith("Right\n")
 
 
-SMALL = "--steps 5 --width 64 --layers 2 --batch 2 --length 32 --warm-up 2".split()
+SMALL = ["--steps", "5", "--width", "64", "--layers", "2", "--batch", "2", "--length", "32", "--warm-up", "2"]
 
 
 @pytest.mark.parametrize("more, ranks", [((), 2), (("--dp", "2", "--fully-shard", "--bf16", "--accumulate", "3"), 4)])
