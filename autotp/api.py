@@ -68,7 +68,7 @@ def plan(
             token a sequence, against a cache as long as the example inputs).
         optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
-        memory: what a rank may hold, in bytes or as "80GB"; None for no limit.
+        memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node, rather than to price it.
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.

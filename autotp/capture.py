@@ -85,7 +85,8 @@ def capture(
 def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
     # A part of a larger tensor gives torch one more symbol, and then other names for all: ranks would not agree.
     plain = tensor.clone() if tensor.is_inference() or tensor.storage_offset() else tensor.detach()
-    return plain.to(device).requires_grad_(tensor.requires_grad)
+    here = torch.zeros_like(plain, device=device) if plain.is_meta else plain.to(device)  # sizes are enough to plan
+    return here.requires_grad_(tensor.requires_grad)
 
 
 def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:

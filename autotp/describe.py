@@ -55,6 +55,7 @@ def describe(
         blocks, _totals(planned, builder, parameters, collectives, found), memory,
         {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
+        machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )  # fmt: skip
 
 

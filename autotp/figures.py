@@ -44,8 +44,8 @@ class Memory:
         parameters, buffers: of the rank's parts; buffers with the constants of the graph.
         gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
         activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training. An
-            encoder keeps none: subtract it there.
+        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
+            for an attention in which every token sees every other (a fused one; others count).
         working: what lives at the fullest moment beside all that.
         peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
         optimizer: whose states these are.

@@ -17,6 +17,7 @@ from typing import Any
 from torch import fx
 
 from autotp.passes.patterns import Found
+from autotp.rules.core import Op, aten
 
 from . import conversions
 from .figures import Memory
@@ -74,13 +75,23 @@ def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: H
 
 
 def _cache(found: Found, planned: Planned, line: _Line, hints: Hints) -> float:
-    """Keys of an attention as a rank has them, and as many values."""
-    if found.heads is None:
+    """Keys of an attention as a rank has them, and as many values; an encoder's are not kept."""
+    if found.heads is None or _sees_all(planned.ops[found.heads.at[0]]):
         return 0.0
     node, slot, _ = found.heads.kv_at
     key = resolve(planned.ops[node].slots[slot])
     val = tensors(key[0])[key[1]]
     return 2 * nbytes(val, sizer(hints)) * line.share(planned.decisions[node].ins[slot])
+
+
+def _sees_all(op: Op) -> bool:
+    """Whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
+    if getattr(op.target, "overloadpacket", None) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
+        return False
+    mask = op.args["attn_mask"]
+    sides = mask.meta["val"] if mask is not None else None
+    flat = sides is None or 0 in sides.stride()[-2:] or 1 in sides.shape[-2:]  # the same for all queries, or all keys
+    return flat and op.ins[0][-2] == op.ins[1][-2]
 
 
 def _place(node: fx.Node | None) -> str:

@@ -76,9 +76,9 @@ class Options:
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
-        """What a finished plan was made with; a cluster that is no preset prices like the default one."""
+        """What a finished plan was made with; h100 where an earlier version saved it for machines of its own."""
         try:
-            cluster = Cluster.resolve(plan.cluster)
+            cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
         except InputError:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)

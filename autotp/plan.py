@@ -123,6 +123,7 @@ class Plan:
         degrees: with tp="auto", what every degree that was tried comes to.
         layer: the times of one repeated block, operator by operator; None in a plan saved by an earlier version.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
+        machines: the numbers of the cluster where it is no preset, by field.
     """
 
     model: str
@@ -141,6 +142,7 @@ class Plan:
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
     batch: Axis = ALONE
+    machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -280,6 +282,7 @@ def _read_plan(data: dict[str, Any]) -> Plan:
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data.get("layer")),
         batch=Axis(**data.get("batch", {})),
+        machines=data.get("machines", {}),
     )
 
 

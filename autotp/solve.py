@@ -136,8 +136,8 @@ def _budget(problem: Problem, program: Program, picks: list[list[int]], limit: f
             f"\n  {i.label or i.name}{f' x {i.count}' if i.count > 1 else ''}: {amount(n)}" for n, i in parts[:5]
         )
         raise PlanError(
-            f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}. Its "
-            f"largest parts are:{told}\nGive more memory, more ranks (tp), a smaller batch, or drop pins."
+            f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}, "
+            f"its working set apart. Its largest parts are:{told}\nGive more memory, more ranks (tp), a smaller batch, or drop pins."
         )
     terms = [[c.held * i.count for c in i.choices] for i in problem.items]
     program.rows += _within(terms, program.held, picks, limit)

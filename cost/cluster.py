@@ -137,6 +137,11 @@ class Cluster:
             )
         return cls(**data)
 
+    @property
+    def known(self) -> bool:
+        """Whether its name says all: it is the preset of that name, unchanged."""
+        return self.name in PRESETS and self == Cluster.preset(self.name)
+
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain data that JSON can hold."""
         return asdict(self)

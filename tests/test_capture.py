@@ -297,3 +297,11 @@ def test_what_changes_nothing_for_a_model_is_not_tried():
 
     told = refusal(Stubborner(), X)
     assert told.count("Tried with") == 1 and "Tried with fixed sizes: the same" in told
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_example_inputs_may_be_on_the_meta_device(wanted):
+    plan = autotp.plan(nn.Linear(8, 8), 2, example_inputs=torch.randn(4, 8, device="meta", requires_grad=wanted))
+    here = autotp.plan(nn.Linear(8, 8), 2, example_inputs=torch.randn(4, 8, requires_grad=wanted))
+    assert plan.placements == here.placements and plan.digest == here.digest
+    assert "there are tensors on the meta device" in "".join(plan.notes)

@@ -270,6 +270,26 @@ def test_a_cache_of_fewer_heads_than_ranks_is_not_split_further(kv, more):
     assert two / four == more
 
 
+@pytest.mark.parametrize(("causal", "masked"), [(False, ""), (True, ""), (False, "keys"), (False, "pairs")])
+def test_an_encoder_keeps_no_cache(causal, masked):
+    """All tokens see all: no mask, or one that only leaves out keys (padding). A mask over pairs counts as causal."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
+            near = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+            mask = {"": None, "keys": (x[:, None, None, :, 0] < 9), "pairs": near}[masked]
+            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
+            return self.out(y.transpose(1, 2).flatten(2))
+
+    plan = make_plan(Attention(), 2, example_inputs=torch.randn(3, 8, 16), objective="prefill", check_capture=False)
+    assert plan.memory.cache == (2 * 3 * 8 * 16 * 4 / 2 if causal or masked == "pairs" else 0)
+
+
 def test_inference_counts_a_forward_and_decoding_one_token():
     train, prefill, decode = (staged("llama", 2, None, o).plan for o in ("training", "prefill", "decode"))
     assert train.totals.seconds > prefill.totals.seconds > decode.totals.seconds

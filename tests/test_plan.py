@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ import transformers
 
 from autotp import conversions
 from autotp.api import plan as make_plan
+from autotp.cost import Cluster
 from autotp.describe import describe
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.layouts import Partition, Shard
+from autotp.pipeline import Options
 from autotp.plan import Plan
 from tests.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.plans import communicating, planned_for, stages
@@ -152,3 +155,12 @@ def test_llama_8b_on_nvlink_is_megatrons_plan_with_sequence_parallelism():
 def test_short_sequences_are_not_split():
     sent = per_block(llama_8b(1, 128))
     assert sent["attention"] == sent["mlp"] == {("f", "f_star")}
+
+
+def test_a_plan_knows_the_machines_that_it_was_made_for():
+    """By the preset's name, or, where they are no preset or a changed one, by their numbers; in a file too."""
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    a100 = Cluster.preset("a100")
+    for cluster in (a100, replace(a100, name="mine", intra_bandwidth=1e9), replace(a100, matmul_tile=32)):
+        plan = Plan.from_json(make_plan(model, 2, example_inputs=x, cluster=cluster).to_json())
+        assert Options.of_plan(plan).cluster == cluster and bool(plan.machines) == (cluster is not a100)
