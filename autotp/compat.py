@@ -44,7 +44,7 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
 
 
-def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: torch.dtype, device: torch.device | str) -> torch.Tensor:
+def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.device | str) -> torch.Tensor:
     """A fake tensor as large as another one, and a parameter where that is one.
 
     Made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.

@@ -137,7 +137,8 @@ def _budget(problem: Problem, program: Program, picks: list[list[int]], limit: f
         )
         raise PlanError(
             f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}, "
-            f"its working set apart. Its largest parts are:{told}\nGive more memory, more ranks (tp), a smaller batch, or drop pins."
+            f"its working set apart. Its largest parts are:{told}\n"
+            "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
     terms = [[c.held * i.count for c in i.choices] for i in problem.items]
     program.rows += _within(terms, program.held, picks, limit)
