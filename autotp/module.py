@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autotp import checkpoint
+
 from . import compat, data_parallel, state
 from .calls import Form, form, signature
 from .capture import skeleton
@@ -254,6 +256,9 @@ class ShardedModule(Part):
             StateError: tensors are missing, unknown, or of another shape; all are listed and nothing was loaded.
         """
         return state.load(self, state_dict, strict)
+
+    load_checkpoint = checkpoint.load
+    save_checkpoint = checkpoint.save
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
         """Original parameter name -> how it is held."""

@@ -76,16 +76,16 @@ def full_state(root: ShardedModule) -> dict[str, Tensor]:
     """Parameters and persistent buffers, whole, in the order of the original's own state dict."""
     refuse_meta(root)
     whole = {name: storage.full([p.detach() for p in pieces(root, name)]) for name, storage in root.storages()}
-    return {name: whole[first] if first in whole else _buffer(root, name) for name, first in _names(root)}
+    return {name: whole[first] if first in whole else buffer_of(root, name) for name, first in named_tensors(root)}
 
 
 def sharded_state(root: ShardedModule, prefix: str) -> dict[str, Tensor]:
     """DTensors under the original's names, whole tensors where pieces hold a parameter."""
     out = {}
-    for name, first in _names(root):
+    for name, first in named_tensors(root):
         storage = root._storages.get(first)
         if storage is None:
-            out[prefix + name] = _buffer(root, name)
+            out[prefix + name] = buffer_of(root, name)
             continue
         held = [p.detach() for p in pieces(root, first)]
         plain = len(held) == 1 and tuple(held[0].shape) == storage.shape
@@ -93,13 +93,13 @@ def sharded_state(root: ShardedModule, prefix: str) -> dict[str, Tensor]:
     return out
 
 
-def _names(root: ShardedModule) -> list[tuple[str, str]]:
+def named_tensors(root: ShardedModule) -> list[tuple[str, str]]:
     """(name in the original's state dict, first name of the same tensor)."""
     state = root._source.bare.state_dict()
     return [(name, root._source.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
 
 
-def _buffer(root: ShardedModule, name: str) -> Tensor:
+def buffer_of(root: ShardedModule, name: str) -> Tensor:
     owner, _, leaf = name.rpartition(".")
     return getattr(root._parts[owner], leaf)
 
@@ -130,7 +130,7 @@ def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
     """Check all of a state dict, then load all of it."""
     if not isinstance(given, Mapping):
         raise StateError(f"load_state_dict got {type(given).__name__}; give the original model's full state dict.")
-    names = dict(_names(root))
+    names = dict(named_tensors(root))
     buffers = {
         name: name for name, _ in root.named_buffers(remove_duplicate=False)
     }  # those not persistent may come too
@@ -153,7 +153,7 @@ def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
 
 def _odd(root: ShardedModule, name: str, first: str, value: Any) -> str:
     storage = root._storages.get(first)
-    shape = storage.shape if storage is not None else tuple(_buffer(root, name).shape)
+    shape = storage.shape if storage is not None else tuple(buffer_of(root, name).shape)
     if not isinstance(value, Tensor):
         return f"{name} is {type(value).__name__}, no tensor"
     return "" if tuple(value.shape) == shape else f"{name} is {tuple(value.shape)}, the model has {shape}"
@@ -163,7 +163,7 @@ def _odd(root: ShardedModule, name: str, first: str, value: Any) -> str:
 def _load_one(root: ShardedModule, name: str, first: str, value: Tensor) -> None:
     storage, source = root._storages.get(first), root._source
     if storage is None:
-        held: list[Any] = [_buffer(root, name)]
+        held: list[Any] = [buffer_of(root, name)]
         parts: Sequence[Tensor] = [value]
     else:
         held = pieces(root, first)

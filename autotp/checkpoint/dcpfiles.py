@@ -1,0 +1,218 @@
+"""DCP folders (`torch.distributed.checkpoint`): boxes written and read under the original's names."""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import pickle
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from autotp.errors import StateError
+
+from . import folders
+from .boxes import Box
+from .tensorfiles import Entry
+
+Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
+
+
+class Planner(DefaultSavePlanner):
+    """Writes each staged tensor as the box of the whole that `places` says it is; equal boxes are written once."""
+
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        super().__init__()
+        self.places = dict(places)
+
+    def create_local_plan(self) -> SavePlan:
+        """One item for each box of this rank."""
+        self.by_index = {MetadataIndex(n, torch.Size(at)): self.state_dict[k] for k, (n, at, _) in self.places.items()}
+        items = [
+            WriteItem(
+                index=index,
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=_chunk(index.offset or torch.Size(()), tensor.shape),
+                    properties=TensorProperties.create_from_tensor(tensor),
+                    size=torch.Size(shape),
+                ),
+            )
+            for (index, tensor), (_, _, shape) in zip(self.by_index.items(), self.places.values(), strict=True)
+        ]
+        # "model.a.b" is b of a of the model: so torch's own tools read it as {"model": state_dict}
+        nested = {name: tuple(name.split(".", 1)) for name, _, _ in self.places.values()}
+        self.plan = SavePlan(items, planner_data=nested)
+        return self.plan
+
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        """The box."""
+        return self.by_index[index]
+
+
+class Writer(FileSystemWriter):
+    """Writes into a draft of the folder, and puts it in its place once every rank has written."""
+
+    def __init__(self, path: Path, notes: str) -> None:
+        super().__init__(folders.draft_of(path))
+        self.place, self.notes = path, notes
+
+    def finish(self, metadata: Metadata, results: Any) -> None:
+        """On one rank, after all have written: the metadata, our own notes, and the commit."""
+        super().finish(metadata, results)
+        (folders.draft_of(self.place) / folders.OWN).write_text(self.notes, encoding="utf-8")
+        folders.keep_others(self.place, folders.draft_of(self.place))
+        folders.commit(self.place)
+
+
+class Files:
+    """A DCP folder, read box by box. Its table is a pickle, of which only DCP's own plain records are made."""
+
+    shared = True  # an optimizer's state may lie beside the model's
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.reader = path, Reader(path)
+        self.metadata = self.reader.read_metadata()
+        self.reader.set_up_storage_reader(self.metadata, False)
+        self.extra = _notes(path / folders.OWN)
+        tensors = {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
+        self.entries = {k: Entry(tuple(t.size), t.properties.dtype, self._file(k, t)) for k, t in tensors.items()}
+        faults = self._faults(tensors)
+        if faults:
+            raise StateError(f"{path} cannot be loaded, and nothing was:\n" + "".join(f"  {f}\n" for f in faults))
+
+    def _file(self, name: str, tensor: TensorStorageMetadata) -> Path:
+        """The file of a tensor's first chunk, for messages."""
+        if not tensor.chunks:
+            return self.path
+        found = self.reader.storage_data.get(MetadataIndex(name, tensor.chunks[0].offsets))
+        return self.path / found.relative_path if found else self.path
+
+    def _faults(self, tensors: Mapping[str, TensorStorageMetadata]) -> list[str]:
+        faults, sizes = [], {}
+        for name, tensor in tensors.items():
+            for chunk in tensor.chunks:
+                found = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if found is None:
+                    faults.append(f".metadata: says in no file where {name} from {list(chunk.offsets)} is")
+                    continue
+                place = PurePosixPath(found.relative_path)
+                if place.is_absolute() or ".." in place.parts:
+                    faults.append(f".metadata: {name} lies outside of the folder, in {found.relative_path}")
+                    continue
+                file = self.path / place
+                size = sizes.setdefault(file, file.stat().st_size if file.is_file() else -1)
+                if found.offset + found.length > size:
+                    there = "is not there" if size < 0 else f"ends at byte {size}: cut off"
+                    faults.append(f"{place}: {name} ends at byte {found.offset + found.length}, and the file {there}")
+        return faults
+
+    def read(self, name: str, boxes: Sequence[Box]) -> None:
+        """Fill the boxes from the stored tensor `name`."""
+        planner = _Reads(name, boxes, self.metadata)
+        try:
+            self.reader.read_data(planner.create_local_plan(), planner).wait()
+        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            raise StateError(f"{self.entries[name].file}: {name} cannot be read: {error}") from error
+
+
+class _Reads(DefaultLoadPlanner):
+    def __init__(self, name: str, boxes: Sequence[Box], table: Metadata) -> None:
+        super().__init__()
+        self.name, self.metadata = name, table
+        self.targets = {torch.Size(b.offset): b.tensor for b in boxes}
+
+    def create_local_plan(self) -> LoadPlan:
+        stored: Any = self.metadata.state_dict_metadata[self.name]  # type: ignore[union-attr]
+        wanted = [_chunk(at, t.shape) for at, t in self.targets.items()]
+        return LoadPlan(create_read_items_for_chunk_list(self.name, stored, wanted))
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self.targets[index.offset]  # type: ignore[index]
+
+
+class Reader(FileSystemReader):
+    """DCP's reader, whose table is read without running anything that it asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """The folder's `.metadata`."""
+        file = Path(self.path) / ".metadata"
+        try:
+            with file.open("rb") as stream:
+                found = Records(stream).load()
+        except StateError:
+            raise
+        except Exception as error:  # whatever a damaged pickle makes of itself
+            raise StateError(f"{file} cannot be read: {type(error).__name__}: {error}. Is it cut off?") from error
+        if not isinstance(found, Metadata):
+            raise StateError(f"{file} holds a {type(found).__name__} and no DCP metadata.")
+        return found
+
+
+class Records(pickle.Unpickler):
+    """An unpickler that makes DCP's plain records, and refuses every other class or function."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        """One of the few classes that a table consists of."""
+        if module == metadata.__name__:
+            found = getattr(metadata, name, None)
+            if isinstance(found, type) and found.__module__ == module:
+                return found
+        if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "Path"):
+            return pathlib.PurePosixPath
+        known = {
+            ("torch", "Size"): torch.Size,
+            ("collections", "OrderedDict"): collections.OrderedDict,
+            ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
+            ("torch.serialization", "_get_layout"): _layout,
+        }
+        if (module, name) in known:
+            return known[module, name]
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise StateError(
+            f"the .metadata of this DCP folder asks for {module}.{name}, which no table of tensors needs: it is not "
+            "opened. Do not load it unless you know where it is from."
+        )
+
+
+class _StorageInfo:
+    """Stands for DCP's private record of where a chunk lies."""
+
+    relative_path: str
+    offset: int
+    length: int
+    transform_descriptors: Sequence[str] | None = None
+
+
+def _layout(name: str) -> torch.layout:
+    if name != "torch.strided":
+        raise StateError(f"the .metadata of this DCP folder has a tensor of layout {name}: only strided ones are read.")
+    return torch.strided
+
+
+def _chunk(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
+    return ChunkStorageMetadata(offsets=torch.Size(offset), sizes=torch.Size(shape))
+
+
+def _notes(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    except (OSError, ValueError) as error:
+        raise StateError(f"{file} cannot be read: {error}") from error

@@ -1,0 +1,100 @@
+"""A folder that appears whole or not at all: written beside its place, brought to disk, then put there in one step."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import sys
+from pathlib import Path
+
+from autotp.errors import StateError
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.distcp", ".metadata")
+OWN = "autotp.json"
+
+
+def draft_of(path: Path) -> Path:
+    """Where a folder is written until it is complete."""
+    return path.with_name(f".{path.name}.saving")
+
+
+def previous_of(path: Path) -> Path:
+    """Where the previous folder stands for a moment, on file systems that cannot exchange two folders."""
+    return path.with_name(f".{path.name}.previous")
+
+
+def present(path: Path) -> Path:
+    """The folder to read: `path`, or the previous one that a save which was cut off has left beside it."""
+    return previous_of(path) if not path.exists() and previous_of(path).exists() else path
+
+
+def begin(path: Path) -> Path:
+    """An empty draft of the folder `path`; what an earlier save that was cut off left there is cleared away.
+
+    Raises:
+        StateError: `path` is a file, a link, or a folder with something in it that is no checkpoint.
+    """
+    if path.is_symlink() or (path.exists() and not path.is_dir()):
+        raise StateError(f"{path} is a {'link' if path.is_symlink() else 'file'}: a checkpoint is saved as a folder.")
+    if path.exists() and any(path.iterdir()) and not any(found for w in (*WEIGHTS, OWN) for found in path.glob(w)):
+        raise StateError(
+            f"{path} holds {next(path.iterdir()).name} and no checkpoint, and saving would replace the folder. "
+            "Save into a folder of its own."
+        )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if not path.exists() and previous_of(path).exists():
+        os.rename(previous_of(path), path)
+    for old in (draft_of(path), previous_of(path)):
+        shutil.rmtree(old, ignore_errors=True)
+    draft_of(path).mkdir()
+    return draft_of(path)
+
+
+def keep_others(path: Path, draft: Path) -> None:
+    """Copy what lies beside the weights of the previous checkpoint, such as a tokenizer, where it is not there yet."""
+    if not path.exists():
+        return
+    ignored = shutil.ignore_patterns(*WEIGHTS, OWN)
+    names = [p.name for p in path.iterdir()]
+    for name in sorted(set(names) - ignored(str(path), names)):
+        if (draft / name).exists():
+            continue
+        if (path / name).is_dir():
+            shutil.copytree(path / name, draft / name)
+        else:
+            shutil.copy2(path / name, draft / name)
+
+
+def commit(path: Path) -> None:
+    """Put the complete draft in the place of `path`; up to that step the previous folder is there, untouched."""
+    draft = draft_of(path)
+    for folder, _, files in os.walk(draft):
+        for name in files:
+            _sync(Path(folder) / name)
+        _sync(Path(folder))
+    if not path.exists():
+        os.rename(draft, path)
+    elif not _exchange(draft, path):
+        os.rename(path, previous_of(path))
+        os.rename(draft, path)
+    _sync(path.parent)
+    for old in (draft, previous_of(path)):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Swap two folders in one step, where the system and the file system can."""
+    if not sys.platform.startswith("linux"):
+        return False
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    return rename is not None and rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0

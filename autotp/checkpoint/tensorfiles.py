@@ -1,0 +1,180 @@
+"""Safetensors files: their headers checked before anything is read, then slices and only those."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from autotp.errors import StateError
+
+from .boxes import Box
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+    "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+    "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
+}  # fmt: skip
+LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+WINDOW = 16 << 20  # bytes of a file that are mapped at a time: mapped pages count as this process's memory
+INDEX = ".safetensors.index.json"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor: its shape and type, and the file that holds it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str  # a str where torch has no such type
+    file: Path
+
+
+class TensorFiles:
+    """One safetensors file, or a folder of them with an index. Nothing but headers is read here."""
+
+    shared = False  # every tensor in it should be the model's
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.extra: dict[str, Any] = {}
+        faults: list[str] = []
+        if path.is_dir():
+            self.entries = _of_folder(path, faults)
+        else:
+            self.entries = _header(path, faults)
+        if faults:
+            raise StateError(
+                f"{path} cannot be loaded, and nothing was:\n"
+                + "".join(f"  {fault}\n" for fault in faults)
+                + "The files are damaged, or not complete: download or save them again."
+            )
+
+    def read(self, name: str, boxes: Sequence[Box]) -> None:
+        """Fill the boxes from the stored tensor `name`."""
+        for box in boxes:
+            _fill(self.entries[name], name, box)
+
+
+def _fill(entry: Entry, name: str, box: Box) -> None:
+    """One box, mapping at most about WINDOW bytes of the file at a time."""
+    try:
+        if not entry.shape:
+            with safe_open(entry.file, "pt") as file:
+                box.tensor.copy_(file.get_tensor(name))
+            return
+        for start, stop in _windows(entry, box):
+            index = (slice(box.offset[0] + start, box.offset[0] + stop), *box.slices[1:])
+            with safe_open(entry.file, "pt") as file:
+                box.tensor[start:stop].copy_(file.get_slice(name)[index])
+    except (SafetensorError, OSError) as error:
+        raise StateError(f"{entry.file}: {name} cannot be read: {error}") from error
+
+
+def _windows(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
+    rows = box.tensor.shape[0]
+    row = math.prod(entry.shape[1:]) * box.tensor.element_size()  # columns between two of ours are mapped with them
+    step = max(1, WINDOW // max(row, 1))
+    yield from ((at, min(at + step, rows)) for at in range(0, rows, step))
+
+
+def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
+    """The tensors of a folder: `model.safetensors`, else by the index, else of the one file there is."""
+    files = sorted(folder.glob("*.safetensors"))
+    indices = sorted(folder.glob("*" + INDEX))
+    named = folder / "model.safetensors"
+    if named in files:
+        return _header(named, faults)
+    if len(indices) == 1:
+        return _of_index(indices[0], faults)
+    if len(files) == 1 and not indices:
+        return _header(files[0], faults)
+    raise StateError(
+        f"{folder} holds {len(files)} safetensors files and {len(indices)} indices, and no model.safetensors: which of "
+        "them are the model is not said. Give one file, or a folder with one index."
+    )
+
+
+def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        named = {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        faults.append(f"{index.name}: no index of tensors: {type(error).__name__} {error}")
+        return {}
+    held: dict[str, dict[str, Entry]] = {}
+    for file in dict.fromkeys(named.values()):
+        place = PurePosixPath(file)
+        if place.is_absolute() or ".." in place.parts or "\\" in file or ":" in file:
+            faults += [
+                f"{index.name}: {n} lies outside of the folder, in {file}" for n, f in named.items() if f == file
+            ]
+        else:
+            held[file] = _header(index.parent / file, faults)
+    entries: dict[str, Entry] = {}
+    for name, file in named.items():
+        if name in held.get(file, {}):
+            entries[name] = held[file][name]
+        elif held.get(file):
+            faults.append(f"{file}: does not hold {name}, which {index.name} says it does")
+    for tensors in held.values():  # what the index does not name is left to the comparison with the model
+        entries = tensors | entries
+    return entries
+
+
+def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
+    """The tensors of a file by its header; what cannot be true of the file is added to `faults`."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if size < 8 or length > min(LONGEST_HEADER, size - 8):
+                faults.append(
+                    f"{path.name}: has {size} bytes, and a header of {length}: empty, cut off, or another format"
+                )
+                return {}
+            table = json.loads(file.read(length), object_pairs_hook=_once)
+        table.pop("__metadata__", None)
+        found = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in table.items()}
+        return _checked(path, found, size - 8 - length, faults)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        faults.append(f"{path.name}: the header cannot be read: {type(error).__name__}: {error}")
+        return {}
+
+
+def _checked(path: Path, found: dict[str, Any], size: int, faults: list[str]) -> dict[str, Entry]:
+    """The entries of a header, where every tensor lies in the file, has its shape's bytes, and overlaps no other."""
+    end = 0
+    for name, (kind, shape, start, stop) in sorted(found.items(), key=lambda x: (x[1][2], x[1][3])):
+        itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
+        numbers = (*shape, start, stop)
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) or stop < start:
+            faults.append(f"{path.name}: {name} has shape {list(shape)} at bytes {start} to {stop}")
+            continue
+        if stop > size:
+            faults.append(f"{path.name}: {name} ends at byte {stop} of the data, which end at {size}: cut off")
+        elif itemsize and stop - start != math.prod(shape) * itemsize:
+            faults.append(f"{path.name}: {name} is {kind} {list(shape)} and has {stop - start} bytes")
+        elif start != end:
+            faults.append(f"{path.name}: {name} starts at byte {start}, and the tensor before it ends at {end}")
+        end = max(end, stop)
+    if end < size:
+        faults.append(f"{path.name}: {size - end} bytes belong to no tensor")
+    return {
+        name: Entry(shape, DTYPES[kind] if kind in DTYPES else str(kind), path)
+        for name, (kind, shape, *_) in found.items()
+    }
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(n for n in names if names.count(n) > 1)} is there twice")
+    return table
