@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.cost import Cluster
@@ -21,6 +21,7 @@ from .figures import Axis
 from .graph import Capture
 from .inputs import Inputs
 from .lazy import LazyModule
+from .losses import with_loss
 from .module import ShardedModule, Source
 from .order import in_one_order
 from .pins import Pins
@@ -30,6 +31,7 @@ from .ranks import Ranks, agree, broadcast, together, versions
 from .reuse import plan_like
 from .sweep import DEGREES, Sweep, automatic, sweep
 
+OUTPUTS = ("full", "sharded", "loss")
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
@@ -48,6 +50,7 @@ def plan(
     dp: int = 1,
     fully_shard: bool = False,
     like: Plan | None = None,
+    outputs: str = "full",
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -73,6 +76,7 @@ def plan(
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
+        outputs: "full", or "loss": of a model that gives a loss only that, so that scores need not be gathered.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
 
@@ -85,7 +89,7 @@ def plan(
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     options = Options.read(1 if tp == "auto" else tp, *asked, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, dp)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, dp, outputs)
     return _planned(captured, notes, tp, options, asked, like, type(model).__name__)
 
 
@@ -105,20 +109,20 @@ def parallelize(
         plan: from `autotp.plan`, or `Plan.load`.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
-        outputs: "full" values on every rank, or "sharded" DTensors.
+        outputs: "full" values on every rank, "sharded" DTensors, or the "loss" alone.
         check: compare values between the ranks too; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
-    _refuse_names("outputs", outputs, ("full", "sharded"))
+    _refuse_names("outputs", outputs, OUTPUTS)
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
-    captured = _capture(model, inputs, ranks, False, plan.batch.size)[0] if inputs is not None else None
+    captured = _capture(model, inputs, ranks, False, plan.batch.size, outputs)[0] if inputs is not None else None
     return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, outputs, check))
 
 
@@ -139,6 +143,7 @@ def compile(
     dp: int | None = None,
     fully_shard: bool = False,
     outputs: str = "full",
+    loss: Callable[[Any, Any], Tensor] | None = None,
     backend: str = "eager",
     options: Mapping[str, Any] | None = None,
     check: bool | None = None,
@@ -158,21 +163,20 @@ def compile(
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
         dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice of
-            the batch and gets its outputs; gradients are the mean over dp. Otherwise all axes but tp are the caller's.
-        fully_shard: split weights, gradients and optimizer states over dp too; they are gathered before use.
-        outputs: "full" values in the original's own output class on every rank, or "sharded": tensors as DTensors.
+            the batch and gets its outputs. `fully_shard` splits weights over it too. Other axes are the caller's.
+        outputs: "full" values in the original's own output class on every rank, "sharded": tensors as DTensors, or
+            "loss": the one scalar of its outputs alone, with the scores that it is made from left split.
+        loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         backend: "eager"; `options`: of the backend, none for "eager".
         check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
             feeds tp ranks different batches). Otherwise input shapes and dtypes are compared where they are new.
-
-    Returns:
-        The `ShardedModule`.
-
+    Returns: the `ShardedModule`.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     _refuse(backend, options, outputs, plan, asked)
+    model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     if tp == "auto":
         plan, tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture), None
@@ -189,7 +193,7 @@ def _built(
     checks: tuple[bool | None, bool | None], inputs: Inputs,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, for these inputs."""
-    captured, notes = _capture(model, inputs, ranks, checks[1], options.batch.size)
+    captured, notes = _capture(model, inputs, ranks, checks[1], options.batch.size, outputs)
     told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
     agree(ranks and ranks.planners, "the model", told)
     found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
@@ -242,7 +246,7 @@ def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axi
 
 def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple[Any, ...]) -> None:
     _refuse_names("backend", backend, ("eager",))
-    _refuse_names("outputs", outputs, ("full", "sharded"))
+    _refuse_names("outputs", outputs, OUTPUTS)
     if options:
         raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
     if plan is not None and not isinstance(plan, Plan):
@@ -256,10 +260,10 @@ def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
 
 
 def _capture(
-    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, dp: int = 1
+    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, dp: int = 1, outputs: str = "full"
 ) -> tuple[Capture, list[str]]:
     ranks, device = ranks and ranks.planners, _device(ranks)
-    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, dp))
+    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, dp, outputs))
     return in_one_order(ranks, made[0]), made[1]
 
 

@@ -29,7 +29,7 @@ from .graph import Capture, Leaf, shape_of, substitute
 from .inputs import Inputs
 from .layouts import Layout, Shard, Size
 from .localise import ARITHMETIC
-from .losses import take_means_apart
+from .losses import take_sums_apart
 from .pins import listed, where
 from .planner import decide
 
@@ -60,7 +60,7 @@ def local_program(program: Capture, dp: int) -> Capture:
     if dp == 1:
         return program
     batch = _one_batch(program)
-    take_means_apart(program)
+    take_sums_apart(program)
     builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
     sharded = BatchRewriter(decide(builder), builder, batch).run()
     local = _Localised(program, sharded.graph, dp, batch).capture()

@@ -54,7 +54,7 @@ class Source:
         make: the program of a capture, under the module's plan.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
-        outputs: "full" or "sharded".
+        outputs: "full", "sharded" or "loss".
         check: compare input values between the ranks at every call.
         ready: captures that exist already.
     """
@@ -186,7 +186,7 @@ class ShardedModule(Part):
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, source.device, self._mode(), dp=self.plan.batch.size)
+        return prepare(bare, inputs, source.device, self._mode(), dp=self.plan.batch.size, outputs=source.outputs)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
@@ -216,7 +216,8 @@ class ShardedModule(Part):
                 with torch.no_grad():
                     inputs[taker].copy_(value)
             else:
-                kept.append(self._left_sharded(program, i, value, inputs) if self._source.outputs != "full" else value)
+                split = self._source.outputs == "sharded"
+                kept.append(self._left_sharded(program, i, value, inputs) if split else value)
         return compat.tree_unflatten(kept, captured.out_spec)
 
     def _left_sharded(self, program: Program, position: int, value: Any, inputs: list[Tensor]) -> Any:

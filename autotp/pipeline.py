@@ -25,6 +25,7 @@ from .graph import Capture, draws, short_name
 from .inputs import Inputs, bind, for_model, normalise, without_cache
 from .layouts import Layout
 from .log import dump, stage, uncollected
+from .losses import apart, only_loss
 from .objective import TRAINING, Objective
 from .pins import Dims, read_pins
 from .plan import Plan
@@ -131,11 +132,13 @@ def _one(values: list[Any]) -> Any:
 
 
 def prepare(
-    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, dp: int = 1
-) -> Capture:
+    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, dp: int = 1,
+    outputs: str = "full",
+) -> Capture:  # fmt: skip
     """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
 
-    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
+    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank. With
+    `outputs` "loss" it gives the loss alone.
     """
 
     def finish(program: Capture) -> None:
@@ -149,13 +152,15 @@ def prepare(
     with stage("capture"):
         whole = capture(bare, two_examples(inputs, dp), device, finish, trial)
     with stage("batch axis"):
-        return local_program(whole, dp)
+        local = local_program(whole, dp)
+    return only_loss(local) if outputs == "loss" else local
 
 
 @uncollected()
 def capture_model(
-    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, dp: int = 1
-) -> tuple[Capture, list[str]]:
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, dp: int = 1,
+    outputs: str = "full",
+) -> tuple[Capture, list[str]]:  # fmt: skip
     """A model's graph for these inputs as the model is now, and what the user should know of it.
 
     `check` is `check_capture` of the public functions.
@@ -163,7 +168,7 @@ def capture_model(
     inputs, note = without_cache(model, inputs)
     trial = Trial.of(model, two_examples(inputs, dp), device, check)
     bare = skeleton(model, device)
-    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, dp)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, dp, outputs)
     captured.origin = bare, inputs
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
@@ -192,6 +197,7 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
     check_lengths(captured, options.objective)
+    captured = apart(captured) if options.tp > 1 else captured
     with stage("plan"):
         builder = _builder(captured, options)
         planned = decide(builder)
@@ -207,6 +213,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
 def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
     again with every parameter where the plan has it."""
+    captured = apart(captured) if plan.tp > 1 else captured
     builder = _builder(captured, options, plan.placements)
     if captured.digest() == plan.digest:
         nodes = {n.name: n for n in [*builder.leaves, *builder.calls, captured.graph.output_node()]}

@@ -138,5 +138,7 @@ def required(p: Program) -> set[Any]:
     """What the cases of an operator must exercise of this call's rule."""
     if p.rule is None:
         return set()
-    factors = {("factor", i) for i, f in enumerate(p.rule.factors) if f.size not in (0, 1)}
+    maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted
+    tried = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
+    factors = {("factor", i) for i, wanted in enumerate(tried) if wanted}
     return factors | {("linear", s) for s in p.rule.linear} | {("addend", s) for s in p.rule.addends}

@@ -189,7 +189,7 @@ def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
 
 def operator(name: str) -> str:
     """`mul` of `aten.mul.Tensor`."""
-    return name.removeprefix("aten.").split(".")[0]
+    return name.removeprefix("aten.").removeprefix("autotp.").split(".")[0]
 
 
 def last(path: str) -> str:

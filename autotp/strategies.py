@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autotp.rules.core import Carry, Factor, Rule, Shape
 
-from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partition, R, Shard
+from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
 from .problem import ValueId
 
 MOST = 5  # candidate partitions kept for one dimension of one value
@@ -146,7 +146,7 @@ def signatures(
         if all(ins[s] for s in linear) or not carries:
             yield tuple(P if s in linear else R for s in range(len(ins))), (P,) * len(outs), None, None
     for index, factor in enumerate(rule.factors):
-        if _contracts(factor) and not factor.contracted:
+        if _contracts(factor) and not (factor.contracted and (factor.reduction == "sum" or not carries)):
             continue
         for loop in candidates.loops(factor, slots, results):
             if not (rule.empty or candidates.full(loop)):
@@ -170,8 +170,8 @@ def _split(
     for side, carries, values in ((ins, factor.ins, slots), (outs, factor.outs, [frozenset([r]) for r in results])):
         for slot, (carry, held) in enumerate(zip(carries, values, strict=True)):
             if carry is None:
-                lacks = P if side is outs or (slot in rule.addends and _contracts(factor)) else R
-                side.append(lacks)
+                addend = slot in rule.addends and _contracts(factor)
+                side.append(Partial(factor.reduction) if side is outs else P if addend else R)
                 continue
             partition = place(carry, factor, loop, candidates.tp, slots)
             if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in held):

@@ -66,7 +66,7 @@ def verify(
     if plan is None:
         plan = solve_plan(captured, notes, chosen, type(model).__name__)
     planned, sharded = apply_plan(captured, plan, chosen)
-    compared = compare(planned, sharded, Values.of(captured, model, inputs))
+    compared = compare(planned, sharded, Values.of(planned.program, model, inputs))
     return replace(compared, plan=plan, capture_error=captured.error)
 
 

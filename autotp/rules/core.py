@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
-from autotp.layouts import Size, simplify
+from autotp.layouts import Reduction, Size, simplify
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -45,9 +45,9 @@ class Carry:
 class Factor:
     """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
 
-    `contracted` says what results that lack the factor become when it is split: partial sums, or None where the loop
-    must not be split then. `label` is its letter in an einsum string, or its name. `copies`: how often operands and
-    results are copied to split it, beside what the operator itself reads and writes.
+    `contracted` says whether the loop may be split where results lack it; they are then partial, by `reduction`: sums,
+    or maxima, which carry no gradient. `label` is its letter in an einsum string, or its name. `copies`: how often
+    operands and results are copied to split it, beside what the operator itself reads and writes.
     """
 
     size: Size
@@ -57,6 +57,7 @@ class Factor:
     contracted: bool = True
     label: str = field(default="", compare=False)
     copies: int = 0
+    reduction: Reduction = "sum"
 
 
 Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
 from autotp.layouts import Size, simplify
+from autotp.operators import OPS
 
 from .core import Op, Rule, aten, einsum, rule
+from .lookup import local_index
 
 if TYPE_CHECKING:
     from autotp.localise import Local
@@ -42,3 +47,23 @@ def cross_entropy(op: Op) -> Rule:
     target = "n_..." if len(op.ins[1]) == len(op.ins[0]) else "n..."
     kept = "n..." if op.args["reduction"] == NONE else ""
     return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{kept}")
+
+
+@rule(OPS.class_sums.default)
+def class_sums(op: Op) -> Rule:
+    """Examples split, and classes are summed over: of a target, the rank that has its class."""
+    return einsum(op, "nc,n,n->_n", localise=_local_classes, empty=False)
+
+
+def _local_classes(op: Op, local: Local):
+    classes = local.in_partition(0, 1)
+    if classes is None:
+        return local.unchanged(op)
+    target = local.ranked(own_class, local.operand(2), local.segments(classes))
+    return local.call(op, {**local.named(op), "target": target})
+
+
+def own_class(target: Tensor, segments: tuple, *, rank: int, tp: int) -> Tensor:
+    """Targets as classes of this rank's shard, -1 for those that it does not hold."""
+    index, mine = local_index(target, segments, rank, tp)
+    return torch.where(mine, index, -1)

@@ -66,9 +66,15 @@ def _local_mean(op: Op, local: Local):
     return aten.div.Tensor, (summed, local.size(count)), {}
 
 
-@rule(
-    aten.amax, aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim
-)
+@rule(aten.amax)
+def largest(op: Op) -> Rule:
+    """Of the parts, and then of those."""
+    labels, out = _labels(op)
+    found = loops(op, [labels], [out], empty=False)
+    return replace(found, factors=tuple(replace(f, reduction="max") for f in found.factors))
+
+
+@rule(aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim)
 @rule(aten.argmax, aten.argmin, aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.var_mean, aten.median.dim)
 @rule(
     aten.any.dims,

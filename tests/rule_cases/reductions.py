@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from autotp.operators import OPS
+
 from .draw import aten, case, cplx, f, flags, frozen, ints, pos
 
 NORM = {"training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
@@ -103,6 +105,10 @@ LOSSES = [
     frozen(1, aten.binary_cross_entropy_with_logits, f(4, 6), pos(4, 6), None, pos(4, 6), 1),
     case(aten.poisson_nll_loss, f(4, 6), pos(4, 6), True, False, 1e-8, 1),
     case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 0),
+    frozen(1, aten.amax, f(4, 6), [1]),
+    frozen(1, aten.amax, f(4, 6, 8), [0, -1], True),
+    frozen(2, OPS.class_sums, f(6, 8), f(6), ints(8, 6), False),
+    frozen(2, OPS.class_sums, f(6, 9), f(6), ints(12, 6), True),  # some targets are no class
     case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 1),
     frozen(1, aten.cross_entropy_loss, f(4, 5, 3), ints(5, 4, 3), pos(5), 2, 1, 0.1),
     case(aten.cross_entropy_loss, f(4, 5, 3), pos(4, 5, 3), None, 2),
