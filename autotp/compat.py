@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -18,8 +18,10 @@ from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.export import _trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint as checkpointing
 
 # Functional collectives as dispatcher ops: the compiler sees them, fake tensors pass through them.
 c10d_ops: Any = torch.ops._c10d_functional
@@ -86,6 +88,33 @@ def quiet_export() -> Iterator[None]:
     finally:
         for x, level in zip(loggers, levels, strict=True):
             x.setLevel(level)
+
+
+def module_stack() -> dict[str, tuple[str, Any]] | None:
+    """The modules whose forward is being traced, as their operators will show them; None where nothing is traced."""
+    mode: Any = get_proxy_mode()
+    return None if mode is None else mode.tracer.module_stack
+
+
+@contextlib.contextmanager
+def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context what `torch.utils.checkpoint.checkpoint` calls is called within `region`, and that is all."""
+
+    def inside(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with region():
+                return function(*args)
+
+    with (
+        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", inside),
+        mock.patch.object(checkpointing, "CheckpointFunction", Reentrant),
+    ):
+        yield
 
 
 def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any) -> torch.export.ExportedProgram:

@@ -22,6 +22,7 @@ from . import compat
 from .advice import line_of
 from .conditions import Conditions
 from .errors import CaptureError
+from .recompute import regions_kept
 from .repeats import Repeats, expand, refuse_writes
 
 
@@ -66,7 +67,7 @@ class Attempt:
                 stack.enter_context(context)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for context in (compat.quiet_export(), _silent(), _unmoved(), torch.enable_grad()):
+            for context in (compat.quiet_export(), _silent(), _unmoved(), regions_kept(), torch.enable_grad()):
                 stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())

@@ -187,15 +187,18 @@ def floating(val: Any) -> bool:
     return any(v.is_floating_point() or v.is_complex() for v in tensors_in(val))
 
 
-def module_path(node: fx.Node) -> tuple[str, ...]:
-    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`."""
+def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
+    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
+
+    With `regions`, checkpointed regions are levels too (`autotp.recompute`).
+    """
     stack = node.meta.get("nn_module_stack") or {}
     paths = []
     for key, entry in stack.items():
         if key.startswith("L__self__") or key.startswith("L['self']"):
             call = re.search(r"@(\d+)$", key) if "@" in key else None
             paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
-    return tuple(p for p in paths if p)
+    return tuple(p for p in paths if p and (regions or "#" not in p))
 
 
 def short_name(target: Any) -> str:

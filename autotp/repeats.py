@@ -254,7 +254,7 @@ def _moved(made: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict
     stack = dict(short["nn_module_stack"])
     block = list(stack.values())[-1][0]
     for key, (name, kind) in made["nn_module_stack"].items():
-        if name.startswith(f"{path}."):
+        if name.startswith((f"{path}.", f"{path}#")):
             inner = f"{block}{name.removeprefix(path)}"
             stack[f"{key} of {block}"] = inner, kind
     return stack

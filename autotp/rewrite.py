@@ -25,6 +25,7 @@ from .pins import outputs_of
 from .plan import Decision
 from .planner import Planned
 from .problem import conversions
+from .recompute import scope_path
 from .slices import to_runtime
 
 
@@ -160,7 +161,10 @@ class Rewriter:
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         common = _common([module_path(u) for u in users]) if users else ()
-        node.meta = {**before.meta, "conversion": (source, layout), "path": common, "ranked": "tp"}
+        scope = _common([scope_path(u) for u in users])
+        node.meta = {
+            **before.meta, "conversion": (source, layout), "path": common, "scope": scope, "ranked": "tp",
+        }  # fmt: skip
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:

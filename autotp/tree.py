@@ -11,11 +11,10 @@ from torch import Tensor, fx, nn
 
 from . import compat
 from .errors import StateError
-from .graph import module_path
+from .recompute import is_region, module_of, recomputed, scope_path
 from .storage import Storage, unwrap
 
 BLOCK = re.compile(r"\.\d+(\.|$)")
-CALL = re.compile(r"@\d+$")
 
 
 class Part(nn.Module):
@@ -69,7 +68,7 @@ def part_of(module: nn.Module) -> nn.Module:
 
 @dataclass
 class Scope:
-    """One call of one module: its nodes and the calls inside it, in order."""
+    """One call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
 
     path: str
     items: list[fx.Node | Scope] = field(default_factory=list)
@@ -91,7 +90,7 @@ def scopes(graph: fx.Graph) -> Scope:
         if "path" not in node.meta and "nn_module_stack" not in node.meta:
             stack[-1].items.append(node)  # a size, computed where it is needed
             continue
-        path = _path(node)
+        path = scope_path(node)
         depth = 0
         while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
             depth += 1
@@ -101,10 +100,6 @@ def scopes(graph: fx.Graph) -> Scope:
             stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
         stack[-1].items.append(node)
     return root
-
-
-def _path(node: fx.Node) -> tuple[str, ...]:
-    return node.meta["path"] if "path" in node.meta else module_path(node)
 
 
 def block_of(name: str) -> str:
@@ -125,7 +120,7 @@ class Read:
     def unit(self) -> str:
         """The module that reads it: the repeated block that alone uses it, otherwise the root."""
         block = block_of(self.name)
-        inside = block and all(any(CALL.sub("", p) == block for p in _path(u)) for u in self.node.users)
+        inside = block and all(any(module_of(p) == block for p in scope_path(u)) for u in self.node.users)
         return block if inside and self.node.users else ""
 
 
@@ -181,7 +176,7 @@ class Assembler:
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 
     def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
-        reads = self.units.get(CALL.sub("", scope.path))
+        reads = None if is_region(scope.path) else self.units.get(module_of(scope.path))
         return [([r.node for r in reads], self._fetch(reads))] if reads else []
 
     def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
@@ -222,7 +217,7 @@ class Assembler:
 
     def _within(self, scope: Scope) -> set[str]:
         inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
-        return {CALL.sub("", scope.path), *inner} - {""}
+        return inner if is_region(scope.path) else {module_of(scope.path), *inner} - {""}
 
     def _part(self, path: str) -> Part:
         part = self.parts[path]
@@ -231,7 +226,9 @@ class Assembler:
 
     def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
         """A call of a part through whatever stands in its place by then: a user may have wrapped it."""
-        path, above = CALL.sub("", scope.path), CALL.sub("", parent)
+        if is_region(scope.path):
+            return recomputed(self._function(scope, takes, gives))
+        path, above = module_of(scope.path), module_of(parent)
         part = self._part(path)
         inside = path.startswith(above + ".") or not above
         start, names = (self.parts[above], path[len(above) :]) if inside else (self.parts[""], path)
