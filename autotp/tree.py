@@ -73,6 +73,11 @@ class Scope:
     path: str
     items: list[fx.Node | Scope] = field(default_factory=list)
 
+    @property
+    def place(self) -> str:
+        """The region, or the module whichever of its calls this is."""
+        return self.path if is_region(self.path) else module_of(self.path)
+
     def nodes(self) -> list[fx.Node]:
         out: list[fx.Node] = []
         for item in self.items:
@@ -123,6 +128,16 @@ class Read:
         inside = block and all(any(module_of(p) == block for p in scope_path(u)) for u in self.node.users)
         return block if inside and self.node.users else ""
 
+    @property
+    def scope(self) -> str:
+        """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
+        found = set()
+        for path in map(scope_path, self.node.users):
+            unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
+            found.add(path[unit + 1] if unit + 1 < len(path) else "")
+        region = found.pop() if len(found) == 1 else ""
+        return region if is_region(region) else self.unit
+
 
 class Assembler:
     """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
@@ -137,10 +152,10 @@ class Assembler:
         self.units = self._units(reads)
 
     def _units(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
-        """Module path -> what it reads."""
+        """Module or region -> what it reads."""
         units: dict[str, list[Read]] = {}
         for read in reads:
-            units.setdefault(read.unit, []).append(read)
+            units.setdefault(read.scope, []).append(read)
         return units
 
     def build(self, inputs: Sequence[fx.Node]) -> None:
@@ -176,7 +191,7 @@ class Assembler:
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 
     def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
-        reads = None if is_region(scope.path) else self.units.get(module_of(scope.path))
+        reads = self.units.get(scope.place)
         return [([r.node for r in reads], self._fetch(reads))] if reads else []
 
     def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
@@ -217,7 +232,7 @@ class Assembler:
 
     def _within(self, scope: Scope) -> set[str]:
         inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
-        return inner if is_region(scope.path) else {module_of(scope.path), *inner} - {""}
+        return {scope.place, *inner} - {""}
 
     def _part(self, path: str) -> Part:
         part = self.parts[path]
