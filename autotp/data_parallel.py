@@ -158,6 +158,21 @@ def refuse_others(root: ShardedModule) -> None:
         )
 
 
+def refuse_twice(root: ShardedModule, outputs: Iterable[Any]) -> None:
+    """Refuse to differentiate a backward with dp: by then torch has freed weights that it gathered."""
+    for value in outputs if root.plan.batch.size > 1 else ():
+        if isinstance(value, Tensor) and value.grad_fn is not None:
+            value.register_hook(_once)
+
+
+def _once(grad: Tensor) -> None:
+    if torch.is_grad_enabled():  # in a backward: create_graph=True
+        raise StateError(
+            "create_graph=True: with dp a backward cannot be differentiated again, because torch's data parallelism "
+            "keeps nothing for that. Compile over tp alone (without dp) for gradients of gradients."
+        )
+
+
 @contextlib.contextmanager
 def no_sync(root: ShardedModule) -> Iterator[None]:
     """Backwards in this context leave gradients unsummed over dp; the next one outside sums them all."""

@@ -21,8 +21,9 @@ from .graph import Capture
 from .inputs import Inputs, without_cache
 from .order import in_one_order
 from .outputs import wrap
-from .pipeline import Mode, mode_of, prepare
+from .pipeline import PLAIN, Mode, Want, mode_of, prepare
 from .plan import Plan
+from .randomness import SEEDS, seeds
 from .ranks import Ranks, agree, no_ranks_error, together
 from .report import render_graph
 from .rewrite import Place, Sharded, specialise
@@ -36,6 +37,7 @@ class Program:
 
     Attributes:
         form: of the call that it was captured with.
+        seeds: how many operators draw by counters.
     """
 
     capture: Capture
@@ -43,6 +45,7 @@ class Program:
     graph: fx.Graph
     key: int
     form: Form
+    seeds: int = 0
 
 
 @dataclass
@@ -54,7 +57,7 @@ class Source:
         make: the program of a capture, under the module's plan.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
-        outputs: "full", "sharded" or "loss".
+        want: what captures are to be.
         check: compare input values between the ranks at every call.
         ready: captures that exist already.
     """
@@ -64,7 +67,7 @@ class Source:
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
-    outputs: str = "full"
+    want: Want = PLAIN
     check: bool = False
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
 
@@ -129,7 +132,14 @@ class ShardedModule(Part):
         # A capture under autocast holds its casts already.
         autocast = program.capture.state[-1] is not None
         with torch.autocast(self._source.device.type, enabled=False) if autocast else nullcontext():
-            return self._programs[program.key](*inputs)
+            return self._programs[program.key](*inputs, *self._seeds(program))
+
+    def _seeds(self, program: Program) -> list[Tensor]:
+        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
+        if not program.seeds:
+            return []
+        batch = self._source.ranks.batch if self._source.ranks is not None else None
+        return [seeds(program.seeds, batch.rank if batch is not None else 0).to(self._source.device)]
 
     def _first(self, program: Program, inputs: list[Tensor]) -> Any:
         """Run it, and where it draws random numbers make sure that all ranks draw the same."""
@@ -186,15 +196,17 @@ class ShardedModule(Part):
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, source.device, self._mode(), dp=self.plan.batch.size, outputs=source.outputs)
+        return prepare(bare, inputs, source.device, self._mode(), want=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
         graph = specialise(sharded, _places(source))
-        reads, inputs = [], []
+        reads, inputs, count = [], [], 0
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":
                 inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
+            elif leaf.kind == SEEDS:
+                inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
             elif node.users:
                 name = source.aliases.get(leaf.name, leaf.name)
                 reads.append(Read(node, name, self._storages.get(name) if leaf.kind == "parameter" else None))
@@ -203,7 +215,7 @@ class ShardedModule(Part):
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         Assembler(self._parts, graph, reads, key, constants).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
-        self._programs_made.append(Program(captured, sharded, graph, key, called))
+        self._programs_made.append(Program(captured, sharded, graph, key, called, count))
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
@@ -216,8 +228,9 @@ class ShardedModule(Part):
                 with torch.no_grad():
                     inputs[taker].copy_(value)
             else:
-                split = self._source.outputs == "sharded"
+                split = self._source.want.outputs == "sharded"
                 kept.append(self._left_sharded(program, i, value, inputs) if split else value)
+        data_parallel.refuse_twice(self, kept)
         return compat.tree_unflatten(kept, captured.out_spec)
 
     def _left_sharded(self, program: Program, position: int, value: Any, inputs: list[Tensor]) -> Any:

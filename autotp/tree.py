@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 
@@ -36,6 +36,14 @@ class Part(nn.Module):
                 "be shards. Call the whole module; to run a part alone, compile that part."
             )
         return self._programs[program](*args)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What `DistributedDataParallel` reads of a module first."""
+        raise StateError(
+            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
+            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+        )
 
     def _get_name(self) -> str:
         return self._original
