@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autotp.cost import Cluster, collective_bytes, collective_seconds
+from autotp.cost import Cluster, call_seconds, collective_bytes, collective_seconds
 from autotp.cost.collectives import (
     COLLECTIVES,
     Group,
@@ -114,3 +114,14 @@ def test_groups_between_each_other_share_the_links_of_a_node_without_a_switch():
 def test_a_stride_below_one_is_refused():
     with pytest.raises(InputError, match="apart"):
         collective_seconds("all_reduce", 1, 2, ROUND, stride=0)
+
+
+@pytest.mark.parametrize("primitive", COLLECTIVES)
+def test_a_call_costs_its_start(primitive):
+    """NCCL's model, src/graph/tuning.cc: a base latency, the steps' latencies, and the bytes."""
+    slow = replace(H100, collective_overhead=1e-3)
+    for cluster in (H100, slow):
+        extra = call_seconds(primitive, 1e6, 8, cluster) - collective_seconds(primitive, 1e6, 8, cluster)
+        assert extra == pytest.approx(cluster.collective_overhead)
+    assert call_seconds(primitive, 1e6, 1, slow) == 0 == call_seconds("none", 1e6, 8, slow)
+    assert call_seconds("local", 1e6, 8, slow) == collective_seconds("local", 1e6, 8, slow)
