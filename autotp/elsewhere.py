@@ -51,8 +51,9 @@ def to_tp_plan(plan: Plan) -> Styles:
     # Its rules are looked up with a * for every number, and it knows no module that leaves the sequence split. It
     # lays them over the model's own rules, so what is whole is said too.
     found, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
-    owners = dict.fromkeys(generic(p.name.rpartition(".")[0]) for p in plan.parameters)
-    bare = dict.fromkeys(generic(p.name) for p in plan.parameters if not p.name.endswith((".weight", ".bias")))
+    named = [name for p in plan.parameters for name in (p.name, *p.aliases)]
+    owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in named)
+    bare = dict.fromkeys(generic(name) for name in named if not name.endswith((".weight", ".bias")))
     return Styles(
         {name: "replicate" for name in (*owners, *bare) if name} | {generic(b.module): _name(b) for b in found}, cannot
     )

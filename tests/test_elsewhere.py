@@ -171,6 +171,30 @@ def test_a_missing_style_would_be_noticed(pool: Pool):
         assert outputs < CLOSE and gradients > 100 * CLOSE  # the scale's gradient is of this rank's heads
 
 
+def loaded(rank: int, world: int, group: Any, folder: str, styles: Styles) -> tuple[float, set[str]]:
+    """How far a model that transformers itself loads by the plan is from the original, and what it split."""
+    from transformers import AutoModelForCausalLM  # noqa: PLC0415
+    from transformers.distributed import DistributedConfig  # noqa: PLC0415
+
+    config = DistributedConfig(tp_size=world, tp_plan=dict(styles))
+    theirs: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+    model = model_of("llama-tied-32")
+    with torch.no_grad():
+        a, b = (m(**inputs_of(model))[0] for m in (theirs, model))
+    split = {n for n, p in theirs.named_parameters() if isinstance(p, DTensor) and p.to_local().shape != p.shape}
+    return float((a - b).abs().max() / b.abs().max()), split
+
+
+def test_transformers_loads_by_the_plan(pool: Pool, tmp_path):
+    pytest.importorskip("transformers.distributed.tensor_parallel", reason="an older transformers shards otherwise")
+    pytest.importorskip("accelerate", reason="transformers asks for it to load with a plan")
+    model_of("llama-tied-32").save_pretrained(tmp_path)
+    plan = plan_of("llama-tied-32", tp=4)
+    for apart, split in pool.run(loaded, str(tmp_path), plan.to_tp_plan()):
+        assert apart < CLOSE
+        assert split == {n for n, x in plan.placements.items() if str(x) != "I" and "embed_tokens" not in n}  # tied
+
+
 @pytest.mark.parametrize("method", ["to_parallelize_plan", "to_tp_plan"])
 def test_a_loaded_plan_says_what_to_do(method: str):
     plan = autotp.Plan.from_json(plan_of("llama").to_json())
