@@ -25,13 +25,24 @@ from .losses import with_loss
 from .module import ShardedModule, Source
 from .order import in_one_order
 from .pins import Pins
-from .pipeline import Options, apply_plan, capture_model, example, needed, refuse_steering, solve_plan
+from .pipeline import (
+    PLAIN,
+    Options,
+    Want,
+    apply_plan,
+    capture_model,
+    example,
+    needed,
+    refuse_names,
+    refuse_steering,
+    solve_plan,
+    wanted,
+)
 from .plan import Plan
 from .ranks import Ranks, agree, broadcast, together, versions
 from .reuse import plan_like
 from .sweep import DEGREES, Sweep, automatic, sweep
 
-OUTPUTS = ("full", "sharded", "loss")
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
@@ -51,6 +62,7 @@ def plan(
     fully_shard: bool = False,
     like: Plan | None = None,
     outputs: str = "full",
+    random: str = "counter",
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -76,7 +88,7 @@ def plan(
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
-        outputs: "full", or "loss": of a model that gives a loss only that, so that scores need not be gathered.
+        outputs, random: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
 
@@ -89,7 +101,8 @@ def plan(
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
     options = Options.read(1 if tp == "auto" else tp, *asked, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, dp, outputs)
+    want = wanted(dp, outputs, random)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, want)
     return _planned(captured, notes, tp, options, asked, like, type(model).__name__)
 
 
@@ -100,6 +113,7 @@ def parallelize(
     *,
     example_inputs: Any = None,
     outputs: str = "full",
+    random: str = "counter",
     check: bool | None = None,
 ) -> ShardedModule:
     """Shard a model by a plan: every rank keeps its part of the parameters, and the module answers like the original.
@@ -109,21 +123,21 @@ def parallelize(
         plan: from `autotp.plan`, or `Plan.load`.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
-        outputs: "full" values on every rank, "sharded" DTensors, or the "loss" alone.
+        outputs, random: see `compile`.
         check: compare values between the ranks too; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
-    _refuse_names("outputs", outputs, OUTPUTS)
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
+    want = wanted(plan.batch.size, outputs, random)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
-    captured = _capture(model, inputs, ranks, False, plan.batch.size, outputs)[0] if inputs is not None else None
-    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, outputs, check))
+    captured = _capture(model, inputs, ranks, False, want)[0] if inputs is not None else None
+    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, want, check))
 
 
 def compile(
@@ -144,6 +158,7 @@ def compile(
     fully_shard: bool = False,
     outputs: str = "full",
     loss: Callable[[Any, Any], Tensor] | None = None,
+    random: str = "counter",
     backend: str = "eager",
     options: Mapping[str, Any] | None = None,
     check: bool | None = None,
@@ -164,18 +179,17 @@ def compile(
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
         dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice of
             the batch and gets its outputs. `fully_shard` splits weights over it too. Other axes are the caller's.
-        outputs: "full" values in the original's own output class on every rank, "sharded": tensors as DTensors, or
-            "loss": the one scalar of its outputs alone, with the scores that it is made from left split.
+        outputs: "full" in the original's own output class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
+        random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
         backend: "eager"; `options`: of the backend, none for "eager".
-        check: True compares values between the ranks too: the model's once, the inputs' at every call (a sampler that
-            feeds tp ranks different batches). Otherwise input shapes and dtypes are compared where they are new.
+        check: compare values between the ranks too: parameters' once, inputs' at every call (a sampler may be wrong).
     Returns: the `ShardedModule`.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    _refuse(backend, options, outputs, plan, asked)
+    _refuse(backend, options, plan, asked)
     model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     if tp == "auto":
@@ -184,20 +198,20 @@ def compile(
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked, axis)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = partial(_built, model, plan, ranks, chosen, outputs, (check, check_capture))
+    build = partial(_built, model, plan, ranks, chosen, wanted(axis.size, outputs, random), (check, check_capture))
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
 def _built(
-    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, outputs: str,
+    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, want: Want,
     checks: tuple[bool | None, bool | None], inputs: Inputs,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, for these inputs."""
-    captured, notes = _capture(model, inputs, ranks, checks[1], options.batch.size, outputs)
+    captured, notes = _capture(model, inputs, ranks, checks[1], want)
     told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
     agree(ranks and ranks.planners, "the model", told)
     found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
-    return _shard(model, found, ranks, options, captured, outputs, checks[0])
+    return _shard(model, found, ranks, options, captured, want, checks[0])
 
 
 def _planned(
@@ -244,9 +258,8 @@ def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axi
     return ranks, degree
 
 
-def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple[Any, ...]) -> None:
-    _refuse_names("backend", backend, ("eager",))
-    _refuse_names("outputs", outputs, OUTPUTS)
+def _refuse(backend: str, options: Any, plan: Any, planning: tuple[Any, ...]) -> None:
+    refuse_names("backend", backend, ("eager",))
     if options:
         raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
     if plan is not None and not isinstance(plan, Plan):
@@ -254,16 +267,11 @@ def _refuse(backend: str, options: Any, outputs: str, plan: Any, planning: tuple
     refuse_steering(plan, planning)
 
 
-def _refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
-
-
 def _capture(
-    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, dp: int = 1, outputs: str = "full"
+    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, want: Want = PLAIN
 ) -> tuple[Capture, list[str]]:
     ranks, device = ranks and ranks.planners, _device(ranks)
-    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, dp, outputs))
+    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, want))
     return in_one_order(ranks, made[0]), made[1]
 
 
@@ -276,17 +284,17 @@ def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, rank
 
 
 def _shard(
-    model: nn.Module, plan: Plan, ranks: Ranks | None, options: Options, captured: Capture | None, outputs: str,
+    model: nn.Module, plan: Plan, ranks: Ranks | None, options: Options, captured: Capture | None, want: Want,
     check: bool | None,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, agreed on by the ranks."""
     every = ranks and ranks.planners
     together(every, "fitting the plan to the model", lambda: _fits(model, plan))
     digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-    agree(every, "the plan", {**versions(), "plan": digest, "outputs": outputs, **_parameters(model, None)})
+    agree(every, "the plan", {**versions(), "plan": digest, "wanted": str(want), **_parameters(model, None)})
     source = Source(
-        skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, outputs)[1], ranks, plan.tp,
-        aliases(model), outputs, bool(check),
+        skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, want.outputs)[1], ranks, plan.tp,
+        aliases(model), want, bool(check),
     )  # fmt: skip
     if captured is not None:
         source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))

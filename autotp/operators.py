@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 WIDE = torch.float32
+GOLDEN = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as int64
 
 
 def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
@@ -64,10 +66,75 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return OPS.class_sums_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None
 
 
+def counter_uniform(
+    size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    """Uniform numbers in [0, 1), each by its seed and its index in the whole value alone: a rank can draw any part.
+
+    The index is mixed by SplitMix64 (Steele, Lea and Flood 2014); the upper bits are the number: 24, for float64 53.
+
+    Args:
+        size: of the part. seed: one int64, []. whole: size of the whole value.
+        place: coordinates in the whole of what the part has along `dim`, [size[dim]]; None where it has all.
+        dtype: of the result.
+    """
+    index, stride = torch.zeros((), dtype=torch.int64, device=seed.device), 1
+    for d in reversed(range(len(size))):
+        here = place if place is not None and d == dim else torch.arange(size[d], device=seed.device)
+        index = index + (here * stride).view(-1, *[1] * (len(size) - d - 1))
+        stride = stride * whole[d]
+    bits = 53 if dtype == torch.float64 else 24
+    drawn = mixed(index + seed * GOLDEN).bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
+    return (drawn.to(torch.float64 if bits == 53 else WIDE) * 2.0**-bits).to(dtype).expand(list(size))
+
+
+def mixed(index: Tensor) -> Tensor:
+    """SplitMix64's output for these states: int64 arithmetic wraps around, as unsigned does."""
+    x = index * GOLDEN
+    for shift, factor in ((30, -0x40A7B892E31B1A47), (27, -0x6B2FB644ECCEEE15)):
+        x = (x ^ _logical_shift(x, shift)) * factor
+    return x ^ _logical_shift(x, 31)
+
+
+def _logical_shift(x: Tensor, n: int) -> Tensor:
+    return (x >> n) & ((1 << (64 - n)) - 1)
+
+
+def counter_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float) -> Tensor:
+    """Dropout whose mask is `counter_uniform` >= p, so that it does not depend on who computes it; see there.
+
+    Its gradient is the same operator on the gradient: the mask is drawn again, nothing is kept but the seed.
+    """
+    keep = counter_uniform(x.shape, seed, place, dim, whole, WIDE) >= p
+    return torch.where(keep, x / (1 - p) if p < 1 else 0, 0)
+
+
+def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dtype: torch.dtype) -> Tensor:
+    return seed.new_empty(size, dtype=dtype)
+
+
+def _dropout_fake(x: Tensor, seed: Tensor, place: Any, dim: int, whole: Any, p: float) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, seed, place, ctx.dim, ctx.whole, ctx.p = inputs
+    ctx.save_for_backward(seed, place)
+
+
+def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    seed, place = ctx.saved_tensors
+    return OPS.counter_dropout(grad, seed, place, ctx.dim, ctx.whole, ctx.p), None, None, None, None, None
+
+
 _ENTRIES = (
     ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, _sums_fake),
     ("class_sums_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total)", class_sums_backward,
      _sums_gradient_fake),
+    ("counter_uniform(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype)",
+     counter_uniform, _uniform_fake),
+    ("counter_dropout(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p)", counter_dropout,
+     _dropout_fake),
 )  # fmt: skip
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 for _schema, _function, _fake in _ENTRIES:
@@ -76,3 +143,4 @@ for _schema, _function, _fake in _ENTRIES:
     torch.library.register_fake(f"autotp::{_function.__name__}", _fake, lib=_LIBRARY)
 OPS: Any = torch.ops.autotp
 torch.library.register_autograd("autotp::class_sums", _backward, setup_context=_keep, lib=_LIBRARY)
+torch.library.register_autograd("autotp::counter_dropout", _dropout_backward, setup_context=_keep_seed, lib=_LIBRARY)

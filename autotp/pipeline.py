@@ -32,6 +32,7 @@ from .plan import Plan
 from .planner import Builder, Planned, decide
 from .pricing import check_lengths
 from .problem import read_bytes
+from .randomness import by_counter
 from .ranks import check_degree
 from .reasons import without_rule
 from .rewrite import Sharded, rewrite
@@ -131,14 +132,38 @@ def _one(values: list[Any]) -> Any:
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
 
 
+@dataclass(frozen=True)
+class Want:
+    """What a capture is to be: of one of `dp` slices of the batch, giving all `outputs` or the "loss", with `random`
+    numbers drawn by "counter" or by "torch"."""
+
+    dp: int = 1
+    outputs: str = "full"
+    random: str = "counter"
+
+
+PLAIN = Want()
+
+
+def wanted(dp: int, outputs: str, random: str) -> Want:
+    """What a public function's arguments want of captures, checked."""
+    refuse_names("outputs", outputs, ("full", "sharded", "loss"))
+    refuse_names("random", random, ("counter", "torch"))
+    return Want(dp, outputs, random)
+
+
+def refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
+    """Refuse an argument that is none of these."""
+    if value not in known:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
+
+
 def prepare(
-    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, dp: int = 1,
-    outputs: str = "full",
-) -> Capture:  # fmt: skip
+    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, want: Want = PLAIN
+) -> Capture:
     """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
 
-    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank. With
-    `outputs` "loss" it gives the loss alone.
+    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
     def finish(program: Capture) -> None:
@@ -150,31 +175,31 @@ def prepare(
                 program.error = trial.compare(program)
 
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, dp), device, finish, trial)
+        whole = capture(bare, two_examples(inputs, want.dp), device, finish, trial)
     with stage("batch axis"):
-        local = local_program(whole, dp)
-    return only_loss(local) if outputs == "loss" else local
+        made = local_program(whole, want.dp)
+    made = only_loss(made) if want.outputs == "loss" else made
+    return by_counter(made) if want.random == "counter" else made
 
 
 @uncollected()
 def capture_model(
-    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, dp: int = 1,
-    outputs: str = "full",
-) -> tuple[Capture, list[str]]:  # fmt: skip
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, want: Want = PLAIN
+) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs as the model is now, and what the user should know of it.
 
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
-    trial = Trial.of(model, two_examples(inputs, dp), device, check)
+    trial = Trial.of(model, two_examples(inputs, want.dp), device, check)
     bare = skeleton(model, device)
-    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, dp, outputs)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, want)
     captured.origin = bare, inputs
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
     captured.notes += [trial.remark] if trial.remark else []
     drawn = sum(draws(n) for n in captured.graph.nodes)
-    whole = f"{drawn} operators draw random numbers (live dropout): they run whole, so that every rank draws the same"
+    whole = f"{drawn} operators draw random numbers by torch: they run whole, so that every rank draws the same"
     return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
 
 

@@ -15,6 +15,7 @@ from autotp.rules.core import aten
 from . import compat, conversions
 from .graph import Capture, draws
 from .inputs import Inputs, without_cache
+from .randomness import SEEDS
 from .rewrite import Sharded
 
 Ranks = list[Any]  # one value per rank
@@ -137,8 +138,11 @@ class Values:
         state |= dict(model.named_parameters(remove_duplicate=False))
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
-        given = {x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves}
-        return cls(given, inputs)
+        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind == SEEDS}
+        given = {
+            x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves if x.kind != SEEDS
+        }
+        return cls({**given, **drawn}, inputs)
 
     def doubled(self) -> dict[fx.Node, Any]:
         """The values in float64 (and complex128)."""

@@ -210,37 +210,44 @@ class Layer(nn.Module):
         return x + self.drop(self.down(nn.functional.gelu(self.up(self.second(x)))))
 
 
+SEEDS = 3 * 8  # what dropout by counters keeps instead of three masks
+
+
 @cache
-def kept_per_layer(tp: int, sequence: bool | None = None, hidden: float = 0.0, attention: float = 0.0) -> float:
+def kept_per_layer(tp: int, sequence: bool | None = None, dropped: float = 0.0, random: str = "counter") -> float:
     """Bytes that a layer adds in a stack: four layers less two, over two."""
     kept = []
     for depth in (2, 4):
         with torch.device("meta"):
-            model = nn.Sequential(*(Layer(hidden, attention) for _ in range(depth))).half().train()
+            model = nn.Sequential(*(Layer(dropped, dropped) for _ in range(depth))).half().train()
         x = torch.empty(BATCH, LENGTH, HIDDEN, dtype=torch.half, requires_grad=True)
-        plan = make_plan(model, tp, example_inputs=x, sequence_parallel=sequence)
+        plan = make_plan(model, tp, example_inputs=x, sequence_parallel=sequence, random=random)
         kept.append(plan.memory.activations)
     return (kept[1] - kept[0]) / 2
 
 
 def test_a_layer_keeps_what_the_paper_counts():
     """sbh(34 + 5as/h), with dropout live, to the byte."""
-    assert kept_per_layer(1, None, 0.1, 0.1) == SBH * (34 + 5 * RATIO) + NORMS
+    assert kept_per_layer(1, None, 0.1, "torch") == SBH * (34 + 5 * RATIO) + NORMS
+
+
+def test_dropout_by_counters_keeps_no_masks():
+    """The paper's sbh(34 + 5as/h) less the masks, one byte an element: sbh(2 + as/h)."""
+    assert kept_per_layer(1, None, 0.1) == SBH * (34 - 2 + (5 - 1) * RATIO) + NORMS + SEEDS
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_a_layer_over_ranks_keeps_what_the_paper_counts(tp):
-    """sbh(10 + 24/t + 5as/(ht)) less the 3as/(ht) of a dropout on the attention weights, which is off here: operators
-    that draw random numbers run whole, so that every rank draws the same, and with it on the weights would be whole."""
-    assert kept_per_layer(tp, False, 0.1) == SBH * (10 + 24 / tp + 2 * RATIO / tp) + NORMS
+    """sbh(10 + 24/t + 5as/(ht)), with dropout live, less its masks: sbh(2 + as/(ht))."""
+    assert kept_per_layer(tp, False, 0.1) == SBH * (10 - 2 + 24 / tp + (5 - 1) * RATIO / tp) + NORMS + SEEDS
 
 
 @pytest.mark.parametrize("tp", [2, 4, 8])
 def test_a_layer_under_sequence_parallelism_keeps_what_the_paper_counts(tp):
-    """sbh(34 + 5as/h)/t, but for two differences. Dropout is off (above): sbh(2 + 3as/h)/t less. The inputs of q, k, v
-    and of the MLP are kept as they were gathered, 2sbh each, where the paper keeps slices and gathers them again."""
-    paper, dropout, gathered = (34 + 5 * RATIO) / tp, (2 + 3 * RATIO) / tp, 2 * 2 * (1 - 1 / tp)
-    assert kept_per_layer(tp, True) == SBH * (paper - dropout + gathered) + NORMS / tp
+    """sbh(34 + 5as/h)/t, but for two differences. No masks are kept: sbh(2 + as/h)/t less. The inputs of q, k, v and of
+    the MLP are kept as they were gathered, 2sbh each, where the paper keeps slices and gathers them again."""
+    paper, masks, gathered = (34 + 5 * RATIO) / tp, (2 + RATIO) / tp, 2 * 2 * (1 - 1 / tp)
+    assert kept_per_layer(tp, True, 0.1) == SBH * (paper - masks + gathered) + NORMS / tp + SEEDS
 
 
 def test_more_ranks_keep_less():

@@ -163,7 +163,7 @@ def test_gradients_of_inputs(captures):
 def test_modes_dtypes_and_autocast(captures):
     model = redrawn(Counting())
     x = torch.randn(4, 16)
-    sharded: Any = compiled(model, x)
+    sharded: Any = compiled(model, x, random="torch")
     for step, change in enumerate(
         (lambda m: m, lambda m: m.eval(), lambda m: m.train(), lambda m: m.norm.eval(), lambda m: m.to(torch.bfloat16))
     ):
@@ -311,7 +311,7 @@ def modes(group: Any, captures: Mock, unwraps: Mock) -> dict[str, Any]:
     found: dict[str, Any] = {}
     model = transformer("llama-tied", attention_dropout=0.2).train()
     inputs, other = inputs_of(model), inputs_of(model, 3, 7, seed=1)
-    sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group))
+    sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), random="torch")
     captures.reset_mock()
     unwraps.reset_mock()
 
@@ -352,7 +352,7 @@ def buffers(group: Any) -> float:
     """Largest difference of a buffer after two calls in training mode."""
     torch.manual_seed(0)
     model, x = redrawn(Counting()), torch.randn(4, 16)
-    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group))
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group), random="torch")
     for m in (model, sharded):
         for step in range(2):
             torch.manual_seed(step)

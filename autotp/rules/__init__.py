@@ -1,9 +1,10 @@
 """The table of operator rules: one small function for each shape of operator."""
 
-from . import experts, factories, images, lookup, losses, matmul, pointwise, reductions, updates, views
+from . import experts, factories, images, lookup, losses, matmul, pointwise, random, reductions, updates, views
 from .core import RULES, Carry, Factor, Op, Rule, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "experts", "factories", "images", "lookup", "losses", "matmul", "pointwise", "reductions", "updates", "views",
+    "experts", "factories", "images", "lookup", "losses", "matmul", "pointwise", "random", "reductions", "updates",
+    "views",
 ]  # fmt: skip

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from autotp.operators import OPS
 from autotp.proof_case import Case
 
 from .draw import aten, case, cplx, f, flags, frozen, ints, pos
@@ -165,4 +166,6 @@ POINTWISE = [
     case(aten.alpha_dropout, f(4, 3), 0.5, False),
     case(aten.feature_dropout, f(4, 3), 0.5, False),
     case(aten.native_dropout, f(4, 3), 0.5, False),
+    frozen(1, OPS.counter_dropout, f(4, 6), torch.tensor(7), None, 0, [4, 6], 0.5),
+    frozen(1, OPS.counter_uniform, [4, 6], torch.tensor(7), None, 0, [4, 6], torch.float64),
 ]

@@ -1,0 +1,48 @@
+"""Random numbers by the index of an element: every rank draws its own part of what one would draw."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from autotp.layouts import Shard, spans
+from autotp.operators import OPS
+
+from .core import Op, Rule, loops, rule
+
+if TYPE_CHECKING:
+    from autotp.localise import Local
+
+
+@rule(OPS.counter_uniform.default)
+def uniform(op: Op) -> Rule:
+    return loops(op, [[] for _ in op.ins], [list(range(len(op.outs[0])))], localise=_local_part)
+
+
+@rule(OPS.counter_dropout.default)
+def dropout(op: Op) -> Rule:
+    """Linear in what is dropped: every rank has the same mask."""
+    labels = list(range(len(op.outs[0])))
+    others = [[] for _ in op.ins[1:]]
+    return loops(op, [labels, *others], [labels], linear=(frozenset({0}),), localise=_local_part)
+
+
+def _local_part(op: Op, local: Local) -> Any:
+    """The whole's size stays; along the split dimension the part says where its elements are."""
+    out, args = local.outs[0], local.named(op)
+    if not isinstance(out, Shard):
+        return local.call(op, args)
+    if "size" in args:
+        args["size"] = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
+    seed = local.operand(op.names.index("seed"))
+    place = local.ranked(coordinates, seed, local.segments(out.partition))
+    return local.call(op, {**args, "place": place, "dim": out.dim})
+
+
+def coordinates(like: Tensor, segments: tuple, *, rank: int, tp: int) -> Tensor:
+    """Where this rank's elements of a dealt dimension are in the whole."""
+    repeat, runs = segments
+    parts = [torch.arange(start, start + n, device=like.device) for start, n in spans(repeat, runs, rank, tp)]
+    return torch.cat(parts)
