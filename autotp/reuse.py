@@ -15,7 +15,7 @@ from .errors import InputError, PlanError
 from .explain import KEPT
 from .graph import Capture
 from .layouts import Shard
-from .pins import listed
+from .pins import Dims, listed
 from .pipeline import Options
 from .plan import Parameter, Plan
 
@@ -53,7 +53,7 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
             odd = _undivided(plan, tp, like.tp)
             found = {k: odd[generic(k)] for k in kept if generic(k) in odd}
         if plan is not None and not found:
-            return _noted(plan, like, kept, freed, saved)
+            return _noted(plan, like, kept, freed, saved, options.pins)
         freed |= found
         kept = {k: d for k, d in kept.items() if k not in found}
 
@@ -123,8 +123,9 @@ def _pins(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, Any], like:
 
 
 def _noted(
-    plan: Plan, like: Plan, kept: Mapping[str, Any], freed: Mapping[str, str], saved: Mapping[str, list[Parameter]]
-) -> Plan:
+    plan: Plan, like: Plan, kept: Mapping[str, Any], freed: Mapping[str, str], saved: Mapping[str, list[Parameter]],
+    pins: Dims,
+) -> Plan:  # fmt: skip
     """The plan with the earlier plan's reasons for what is kept, and notes of what is not."""
     held = {generic(k) for k in kept}
     parameters = tuple(
@@ -138,5 +139,5 @@ def _noted(
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
     made = replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew))
-    made.__dict__[KEPT] = plan.__dict__[KEPT]
+    made.__dict__[KEPT] = replace(plan.__dict__[KEPT], pins=pins)  # `explain` weighs what the model itself allows
     return made
