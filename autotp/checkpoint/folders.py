@@ -6,13 +6,31 @@ import ctypes
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 from autotp.errors import StateError
 
+T = TypeVar("T")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
 WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.distcp", ".metadata")
 OWN = "autotp.json"
+
+
+def failed(path: Path, error: BaseException) -> StateError:
+    """The error of a save."""
+    if isinstance(error, StateError):
+        return error
+    return StateError(f"{path} could not be saved; what was there is still there: {error!r}")
+
+
+def writing(path: Path, write: Callable[[], T]) -> T:
+    """`write()`, whose errors are those of saving `path`."""
+    try:
+        return write()
+    except Exception as error:  # the disk's, the file system's, those of the libraries that write
+        raise failed(path, error) from error
 
 
 def draft_of(path: Path) -> Path:

@@ -46,12 +46,12 @@ def save(root: ShardedModule, ranks: Ranks | None, place: Path, max_file: int) -
         folders.keep_others(place, draft)
         folders.commit(place)
 
-    together(ranks, "putting the checkpoint in its place", finish)
+    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
 
 
 def _write(tensors: dict[str, Tensor], file: Path) -> None:
     if tensors:
-        save_file(tensors, file, {"format": "pt"})
+        folders.writing(file, lambda: save_file(tensors, file, {"format": "pt"}))
 
 
 def _whole(root: ShardedModule, first: str) -> Tensor:

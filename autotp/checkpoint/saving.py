@@ -11,15 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import state_dict_saver as dcp
+from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp import state
 from autotp._version import __version__
-from autotp.errors import AutoTPError, InputError, StateError
-from autotp.ranks import Ranks, together
+from autotp.errors import InputError, StateError
+from autotp.ranks import Ranks, broadcast, together
 
 from . import folders, huggingface, optimizers
 from .boxes import Box, boxes, whole
@@ -29,8 +28,7 @@ if TYPE_CHECKING:
     from autotp.module import ShardedModule
 
 FORMATS = ("dcp", "huggingface")
-_groups: dict[str, ProcessGroup] = {}  # of the ranks that save in the background, by the group that they are
-_thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # of a process without ranks
+_thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
 _saving: set[Path] = set()  # folders that are written in the background
 
 
@@ -44,7 +42,7 @@ def save(
     extra: Mapping[str, Any] | None = None,
     background: bool = False,
     max_file: int = 5 * 10**9,
-) -> Future[None] | None:
+) -> Pending | None:
     """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
 
     The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one whole,
@@ -57,10 +55,11 @@ def save(
             "huggingface": whole tensors in safetensors files as transformers writes them, by one rank.
         optimizer: saved too (DCP only), under the original parameters' names.
         extra: anything that JSON can say, such as the step; `load` gives it back (DCP only).
-        background: copy to the CPU, return at once and write in a thread (`dcp.async_save`; DCP only).
+        background: copy to the CPU, return, and write in a thread while training goes on (DCP only).
         max_file: largest size of one safetensors file in bytes; with more, files have an index.
 
-    Returns: None; with `background` a future, whose `result()` waits and raises where the save failed.
+    Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it waits for what
+        is not written yet and puts the folder in its place.
 
     Raises:
         InputError: an argument that cannot be used.
@@ -76,12 +75,17 @@ def save(
             module.reshard()
     first = ranks is None or ranks.rank == 0
     if format == "huggingface":
-        together(ranks, "making the folder", lambda: folders.begin(place) if first else None)
+        together(ranks, "making the folder", lambda: _begin(place) if first else None)
         huggingface.save(sharded, ranks, place, max_file)
         return None
     tensors, notes = together(ranks, "reading the state", lambda: _collect(sharded, optimizer, extra))
-    together(ranks, "making the folder", lambda: folders.begin(place) if first else None)
-    return _save_dcp(ranks, place, tensors, notes, background)
+    together(ranks, "making the folder", lambda: _begin(place) if first else None)
+    pending = _dcp(ranks, place, tensors, notes, background)
+    return pending.start() if background else pending.result()
+
+
+def _begin(place: Path) -> Path:
+    return folders.writing(place, lambda: folders.begin(place))
 
 
 def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
@@ -123,67 +127,76 @@ def _collect(root: ShardedModule, optimizer: Optimizer | None, extra: Mapping[st
         raise StateError(f"extra= is saved as JSON, and cannot be: {error}.") from error
 
 
-def _save_dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Future[None] | None:
+def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
     staged: dict[str, torch.Tensor] = {}
     places: dict[str, Place] = {}
     for name, (shape, held) in tensors.items():
         for i, box in enumerate(held):
             key = f"{name}@{i}"
-            # dcp.async_save does not copy what is on the CPU already
             staged[key] = box.tensor.to("cpu", copy=True) if background else box.tensor
             places[key] = name, box.offset, shape
-    writer, planner = Writer(place, notes), Planner(places)
-    if not background:
+    return Pending(ranks, place, Writer(place, notes), Planner(places), staged)
+
+
+class Pending:
+    """A save that is under way: planned, to be written by each rank, and put in its place when all ranks have."""
+
+    def __init__(
+        self, ranks: Ranks | None, place: Path, writer: Writer, planner: Planner, staged: dict[str, torch.Tensor]
+    ) -> None:
+        self.ranks, self.place, self.writer, self.planner = ranks, place, writer, planner
+        self.first = ranks is None or ranks.rank == 0
+        self.written: Future[Any] | None = None
+        self.finished = False
+        plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)))
+        made = together(ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None)
+        plans, self.metadata = broadcast(ranks, made) or ([], None)
+        self.mine = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0])
+
+    def _plan(self, staged: dict[str, torch.Tensor]) -> SavePlan:
+        self.writer.set_up_storage_writer(self.first)
+        self.planner.set_up_planner(staged, self.writer.storage_meta(), self.first)
+        return folders.writing(self.place, lambda: self.writer.prepare_local_plan(self.planner.create_local_plan()))
+
+    def start(self) -> Pending:
+        """Write in a thread, without any collective."""
+        _saving.add(self.place)
+        self.written = _thread.submit(self._write)
+        return self
+
+    def _write(self) -> Any:
+        return folders.writing(self.place, lambda: self.writer.write_data(self.mine, self.planner).wait())
+
+    def done(self) -> bool:
+        """Whether this rank's files are written."""
+        return self.written is not None and self.written.done()
+
+    def result(self) -> None:
+        """Wait for the files of all ranks, and put the folder in its place. A collective call.
+
+        Raises:
+            StateError: it could not be written; what was at the path is still there.
+            RankError: that is so on another rank.
+        """
+        if self.finished:
+            return
+        self.finished = True
         try:
-            if ranks is None:
-                _alone(staged, writer, planner)
-            else:
-                dcp.save(staged, storage_writer=writer, planner=planner, process_group=ranks.group)
-        except Exception as error:
-            raise _failed(place, error) from error
-        return None
-    done: Future[None] = Future()
-    _saving.add(place)
-    made: Any = (
-        _thread.submit(_alone, staged, writer, planner)
-        if ranks is None
-        else dcp.async_save(staged, storage_writer=writer, planner=planner, process_group=_group(ranks))
-    )
-    made.add_done_callback(lambda finished: _finish(finished, done, place))
-    return done
+            mine = together(self.ranks, "writing", self.written.result if self.written is not None else self._write)
+            results: Any = _gather(self.ranks, mine)
+            together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
+        finally:
+            _saving.discard(self.place)
+
+    def _finish(self, results: Any) -> None:
+        if self.first:
+            folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))  # type: ignore[arg-type]
 
 
-def _alone(staged: dict[str, torch.Tensor], writer: Writer, planner: Planner) -> None:
-    """`dcp.save` in one plain process, without its warning that it is one."""
-    writer.set_up_storage_writer(True)
-    planner.set_up_planner(staged, writer.storage_meta(), True)
-    plans, metadata = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    (plan,) = writer.prepare_global_plan(plans)
-    writer.finish(metadata, [writer.write_data(planner.finish_plan(plan), planner).wait()])
-
-
-def _finish(finished: Future[Any], done: Future[None], place: Path) -> None:
-    _saving.discard(place)
-    error = finished.exception()
-    if error is None:
-        done.set_result(None)
-    else:
-        done.set_exception(_failed(place, error))
-
-
-def _failed(place: Path, error: BaseException) -> StateError:
-    """The error of a save, with what each rank said."""
-    failures: Any = getattr(error, "failures", None)
-    told = [f"  rank {rank}: {what[0]}" for rank, what in failures.items()] if failures else [f"  {error}"]
-    if isinstance(error, AutoTPError):
-        told = [f"  {error}"]
-    return StateError(f"{place} could not be saved; what was there is still there.\n" + "\n".join(told))
-
-
-def _group(ranks: Ranks) -> ProcessGroup:
-    """A CPU group of the same ranks for the background: the module's own collectives go on at the same time."""
-    if ranks.group_name not in _groups:
-        members = dist.get_process_group_ranks(ranks.group)
-        made: Any = dist.new_group(members, backend="gloo", use_local_synchronization=True)
-        _groups[ranks.group_name] = made
-    return _groups[ranks.group_name]
+def _gather(ranks: Ranks | None, mine: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    if ranks is None:
+        return [mine]
+    found: list[Any] = [None] * ranks.tp
+    dist.all_gather_object(found, mine, group=ranks.group)
+    return found
