@@ -19,7 +19,6 @@ import autotp
 from autotp import batch_axis
 from autotp.batch import local_program
 from autotp.errors import InputError, PlanError, StateError
-from autotp.losses import take_sums_apart
 from autotp.pipeline import capture_model
 from tests.models import inputs_of, redrawn, transformer
 from tests.test_module import difference, gradients_differ
@@ -238,47 +237,23 @@ def test_a_batch_of_a_fixed_size_is_refused():
     assert one.batch.size == DP
 
 
-class Loss(nn.Module):
-    def __init__(self, **options: Any) -> None:
-        super().__init__()
-        self.options = options
-
-    def forward(self, logits: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(logits, target, **self.options)
-
-
-WEIGHT = torch.linspace(0.5, 2, 10)
-
-
-SMOOTHED = {"label_smoothing": 0.1, "ignore_index": 3}
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("options", [{}, {"ignore_index": 3}, {"weight": WEIGHT}, SMOOTHED, "probabilities"])
-def test_a_mean_taken_apart_is_the_mean(options, dtype):
-    torch.manual_seed(0)
-    soft = options == "probabilities"
-    logits = torch.randn(6, 10, dtype=dtype)
-    target = torch.randn(6, 10, dtype=dtype).softmax(-1) if soft else torch.tensor([3, 1, 3, 0, 9, 2])
-    given: dict[str, Any] = {} if soft else dict(options)
-    if "weight" in given:
-        given["weight"] = given["weight"].to(dtype)
-    model = Loss(**given)
-    program = captured(model, logits, target)
-    before = len(program.graph.nodes)
-    take_sums_apart(program)
-    assert len(program.graph.nodes) > before
-    values = {leaf.node: v for leaf, v in zip(program.inputs, (logits, target), strict=True)}
-    values |= {x.node: program.constants[x.name] for x in program.leaves if x.kind == "constant"}
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), values.__getitem__)
-            values[node] = node.target(*args, **kwargs)
-    found = values[program.graph.output_node().args[0][0]]
-    close = 1e-12 if dtype == torch.float64 else 1e-2
-    assert found.dtype == dtype and difference(found, model(logits, target)) < close
-
-
 def test_one_rank_on_the_batch_axis_changes_nothing():
     program = captured(nn.Linear(4, 4), torch.randn(2, 4))
     assert local_program(program, 1) is program
+
+
+def dropped(rank: int, world: int, group: Any) -> Tensor:
+    """The scores of one slice that all dp ranks pass, with live dropout."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = transformers.EsmForMaskedLM(transformers.EsmConfig(**{**ESM, "hidden_dropout_prob": 0.3})).train()
+    ids = torch.randint(4, 30, (2, 12))
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, example_inputs={"input_ids": ids})
+    assert not any("mixes examples" in note for note in sharded.plan.notes)
+    return sharded(ids).logits.detach()
+
+
+def test_every_slice_has_masks_of_its_own(pool):
+    scores = pool.run(dropped, timeout=120)
+    assert difference(scores[1], scores[0]) < 1e-5 and difference(scores[3], scores[2]) < 1e-5  # of one tp group
+    assert difference(scores[2], scores[0]) > 1e-2
