@@ -174,7 +174,7 @@ def test_a_missing_style_would_be_noticed(pool: Pool):
 def loaded(rank: int, world: int, group: Any, folder: str, styles: Styles) -> tuple[float, set[str]]:
     """How far a model that transformers itself loads by the plan is from the original, and what it split."""
     from transformers import AutoModelForCausalLM  # noqa: PLC0415
-    from transformers.distributed import DistributedConfig  # noqa: PLC0415
+    from transformers.distributed.configuration_utils import DistributedConfig  # noqa: PLC0415
 
     config = DistributedConfig(tp_size=world, tp_plan=dict(styles))
     theirs: Any = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
