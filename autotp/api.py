@@ -192,22 +192,23 @@ def compile(
     _refuse(backend, options, plan, asked)
     model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
+    want, made = wanted(axis.size, outputs, random), None
     if tp == "auto":
-        plan, tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture), None
+        (plan, *made), tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture, want), None
     ranks, degree = _ranks(plan, tp, mesh, axis)
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked, axis)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = partial(_built, model, plan, ranks, chosen, wanted(axis.size, outputs, random), (check, check_capture))
+    build = partial(_built, model, plan, ranks, chosen, want, (check, check_capture), made)
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
 def _built(
     model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, want: Want,
-    checks: tuple[bool | None, bool | None], inputs: Inputs,
+    checks: tuple[bool | None, bool | None], made: Any, inputs: Inputs,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
-    """What a `ShardedModule` is made from, for these inputs."""
-    captured, notes = _capture(model, inputs, ranks, checks[1], want)
+    """What a `ShardedModule` is made from, for these inputs; `made`: what `_capture` gave for them already."""
+    captured, notes = made or _capture(model, inputs, ranks, checks[1], want)
     told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
     agree(ranks and ranks.planners, "the model", told)
     found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
@@ -226,9 +227,9 @@ def _planned(
 
 
 def _automatic(
-    model: nn.Module, example_inputs: Any, given: tuple[Any, ...], asked: tuple[Any, ...], check: bool | None
-) -> Plan:
-    """The plan of the best degree that the world can have, made on one rank."""
+    model: nn.Module, example_inputs: Any, given: tuple[Any, ...], asked: tuple[Any, ...], check: Any, want: Want
+) -> tuple[Plan, Capture, list[str]]:
+    """The plan of the best degree that the world can have, made on one rank, and what it was made from."""
     if given != (None, None):
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
     Options.read(1, *asked)
@@ -236,12 +237,12 @@ def _automatic(
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
     if inputs is None:
         raise InputError("tp='auto' plans before the first call: give example_inputs.")
-    captured, notes = _capture(model, inputs, world, check)
+    captured, notes = _capture(model, inputs, world, check, want)
     agree(world, "the model", {**versions(), "graph": captured.digest()})
     tps = DEGREES if world is None else [n for n in range(1, world.tp + 1) if world.tp % n == 0]
     first, name = world is None or world.rank == 0, type(model).__name__
     made = together(world, "planning", lambda: automatic(captured, notes, tps, asked, name) if first else None)
-    return broadcast(world, made)  # type: ignore[return-value]
+    return broadcast(world, made), captured, notes  # type: ignore[return-value]
 
 
 def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis) -> tuple[Ranks | None, int]:

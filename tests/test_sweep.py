@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import autotp
+from autotp import api
 from autotp import sweep as public
 from autotp.cost import call_seconds
 from autotp.errors import InputError, PlanError
@@ -128,6 +129,13 @@ def test_auto_takes_the_most_throughput_per_device_of_what_fits():
     tighter = autotp.plan(model, "auto", memory=tight, **options)
     assert tighter.tp == 4 and not tighter.degrees[0].fits
     assert Plan.from_json(tighter.to_json()) == tighter
+
+
+def test_auto_captures_once(monkeypatch):
+    calls, original = [], api.capture_model
+    monkeypatch.setattr(api, "capture_model", lambda *a: calls.append(a) or original(*a))
+    autotp.compile(nn.Linear(8, 8), "auto", example_inputs=torch.randn(4, 8))
+    assert len(calls) == 1
 
 
 def test_auto_says_what_does_not_fit():
