@@ -166,8 +166,6 @@ def compile(
 ) -> ShardedModule:
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
-    In one plain process the plan is made and prints, and calling the module is an error with the torchrun line.
-
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
         tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks.
@@ -184,7 +182,7 @@ def compile(
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
         backend: "eager"; `options`: of the backend, none for "eager".
         check: compare values between the ranks too: parameters' once, inputs' at every call (a sampler may be wrong).
-    Returns: the `ShardedModule`.
+    Returns: the `ShardedModule`; in one plain process it holds the plan, and a call is an error with the torchrun line.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
