@@ -111,7 +111,8 @@ def test_optimizers_take_the_same_steps(pool):
 def scaling(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Clipped steps with a gradient scaler; then an overflow on the last rank alone."""
     model, sharded, inputs = pair(group)
-    model.float(), sharded.float()
+    for m in (model, sharded):
+        m.float()
     scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2) for _ in range(2)]
     optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, sharded)]
     for _ in range(2):
@@ -247,7 +248,7 @@ def test_transformers_own_switch_is_kept(pool):
 def accumulating(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Micro-batches of several sizes; between them an evaluation that must leave no trace."""
     model, sharded, inputs = pair(group)
-    found: dict[str, Any] = {}
+    found: dict[Any, float] = {}
     for seed, rows in enumerate((2, 3, 1)):
         other = inputs_of(model, rows, 8 + seed, seed)
         for m in (model, sharded):
@@ -364,6 +365,22 @@ def test_fully_shard_per_layer_with_clipping_and_checkpointing(pool):
     for found in pool.run(two_meshes):
         assert found["norms"][::2] == pytest.approx(found["norms"][1::2], rel=EXACT), found
         assert found["state"] < 1e-8 and found["part"] < 0.35, found
+
+
+def lean_over_dp(rank: int, world: int, group: Any) -> float:
+    """Layers that checkpoint themselves, whose weights are gathered over dp before use."""
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, x = redrawn(Stack("layers")).double(), torch.randn(8, 16).double()
+    mine = x.chunk(2)[mesh["dp"].get_local_rank()]
+    sharded: Any = autotp.compile(model, dp=2, fully_shard=True, mesh=mesh, example_inputs=mine)
+    for m, inputs in ((model, x), (sharded, mine)):
+        m(inputs).square().mean().backward()
+    return gradients_differ(sharded, model)
+
+
+def test_checkpointed_regions_with_weights_over_dp(pool):
+    assert max(pool.run(lean_over_dp)) < EXACT
 
 
 # ---- LoRA ------------------------------------------------------------------------------------------------------------
