@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autotp.cost import call_seconds, collective_bytes
@@ -128,13 +128,20 @@ def spread(root: ShardedModule, reads: Iterable[Read]) -> None:
             )
         return
     root._units.update(units)
-    scalars = {p for p in root.parameters() if p.ndim == 0}  # torch takes none: they are averaged one by one
-    for p in scalars:
-        if p.requires_grad:
-            p.register_post_accumulate_grad_hook(functools.partial(_average, root, ranks.batch))
+    scalars = average_scalars(root, root.parameters())
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     for path in [*dict.fromkeys(unit for unit in units.values() if unit), ""]:
         apply(root._parts[path], mesh=ranks.batch.mesh, ignored_params=scalars)
+
+
+def average_scalars(root: ShardedModule, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+    """With dp: average the gradients of those that are scalars, which torch does not take, one by one."""
+    ranks = root._source.ranks
+    scalars = {p for p in parameters if p.ndim == 0}
+    for p in scalars:
+        if p.requires_grad and ranks is not None and ranks.batch is not None:
+            p.register_post_accumulate_grad_hook(functools.partial(_average, root, ranks.batch))
+    return scalars
 
 
 def _average(root: ShardedModule, ranks: Ranks, parameter: Tensor) -> None:

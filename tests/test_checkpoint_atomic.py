@@ -186,6 +186,23 @@ def test_failing_at_every_step(format, tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["checkpoint"]
 
 
+def test_the_steps_notice_a_save_in_place(tmp_path):
+    """The negative control: written where the previous one is, a failing save leaves nothing that can be loaded."""
+    sharded, path = module(), tmp_path / "checkpoint"
+    steps = Steps(0, full)
+    sys.addaudithook(steps.audit)
+    left = []
+    with patch.object(folders, "draft_of", lambda place: place):
+        for at in (5, 8, 11):
+            steps.at, steps.seen = at, 0
+            with patch.object(folders, "commit"):
+                sharded.save_checkpoint(path)
+            with steps.watch(True), contextlib.suppress(StateError):
+                sharded.save_checkpoint(path)
+            left.append(path.exists() and (path / ".metadata").exists())
+    assert not all(left)
+
+
 def one_fails(rank: int, world: int, group: Any, folder: str) -> dict[str, str]:
     """Saves in which one rank's disk is full, at once and in the background."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))

@@ -42,7 +42,7 @@ def mark() -> None:
 
 def peak_of(sharded: Any, path: str, **options: Any) -> dict[str, int]:
     """Bytes held above what was held before, while this is loaded; and what the limit is made of."""
-    held = [p.detach().to_local() for p in sharded.parameters() if isinstance(p, DTensor)]
+    held: list[Tensor] = [p.to_local().detach() for p in sharded.parameters() if isinstance(p, DTensor)]
     sizes = [t.numel() * t.element_size() for t in held]
     mark()
     before = memory("VmRSS")

@@ -85,7 +85,9 @@ def test_torchs_own_reader_reads_what_is_saved(tmp_path):
 def test_what_torch_saved_is_read(tmp_path):
     model: Any = transformer("gpt2", n_layer=1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    for i, state in enumerate(({"model": model, "optim": optimizer}, model.state_dict(), {"module": model})):
+    for i, state in enumerate(
+        ({"model": model, "optim": optimizer}, model.state_dict(), {"app": {"module": model.state_dict()}})
+    ):
         with pytest.warns(UserWarning, match="single process"):
             dcp.state_dict_saver.save(state, checkpoint_id=str(tmp_path / str(i)))
         sharded = compiled(model)

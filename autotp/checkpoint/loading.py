@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autotp import state
+from autotp import data_parallel, state
 from autotp.errors import StateError
 from autotp.ranks import agree, together
 
@@ -209,6 +209,7 @@ def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None =
 def _install(root: ShardedModule, made: Mapping[Tensor, Tensor]) -> None:
     """Put memory in the place of meta tensors, wherever the module holds them; what is tied stays one tensor."""
     parameters = {old: nn.Parameter(t, old.requires_grad) for old, t in made.items() if isinstance(old, nn.Parameter)}
+    data_parallel.average_scalars(root, list(parameters.values()))
     for module in root.modules():
         for held, new in ((module._parameters, parameters), (module._buffers, made)):
             for leaf, old in held.items():

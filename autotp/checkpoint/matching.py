@@ -120,9 +120,10 @@ def _naming(root: ShardedModule, names: Mapping[str, str], archive: Archive) -> 
     script may have stored it under a key.
     """
     base = getattr(root._source.bare, "base_model_prefix", "")
-    outer = [p + "." for p in dict.fromkeys((base, "model", "module")) if isinstance(p, str) and p]
+    longest = max(names, key=len, default="")
+    outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
     ways: list[tuple[Rename, str]] = [(lambda n: n, "")]
-    ways += [((lambda n, p=p: p + n), p if archive.shared else "") for p in outer]
+    ways += [((lambda n, p=p: p + n), p if archive.shared else "") for p in [f"{base}.", *outer]]
     ways += [((lambda n: n.removeprefix(base + ".")), "")] if isinstance(base, str) and base else []
     return max(ways, key=lambda way: len({first for n, first in names.items() if way[0](n) in archive.entries}))
 

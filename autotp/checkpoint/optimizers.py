@@ -143,6 +143,11 @@ def matching(root: ShardedModule, optimizer: Optimizer, archive: Archive) -> Sta
     saved = archive.extra.get("optimizer")
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
+    if any(p.is_meta for p in root.parameters()):
+        raise StateError(
+            "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
+            "optimizer, then load both."
+        )
     mine = _groups(root, optimizer)
     if [set(g["params"]) for g in mine] != [set(g["params"]) for g in saved["groups"]]:
         told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
