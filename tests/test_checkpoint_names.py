@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import BertModel
 
@@ -61,14 +61,28 @@ def test_what_is_written_is_what_transformers_writes(tmp_path):
         same(again.state_dict(), model.state_dict())
 
 
-def test_merged_experts_are_read_again_by_transformers(tmp_path):
+def test_experts_that_are_merged_while_loading(tmp_path):
     config = transformers.MixtralConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, use_cache=False,
     )  # fmt: skip
     model: Any = transformers.MixtralForCausalLM(config).eval()
-    sharded: Any = autotp.compile(model, 2, example_inputs={"input_ids": torch.randint(64, (2, 8))})
-    sharded.save_checkpoint(tmp_path / "ours", format="huggingface")
+    model.save_pretrained(tmp_path / "theirs")
+    with torch.device("meta"):
+        empty = transformers.MixtralForCausalLM(config).eval()
+    sharded: Any = autotp.compile(empty, 2, example_inputs={"input_ids": torch.randint(64, (2, 8))})
+    sharded.load_checkpoint(tmp_path / "theirs", check_finite=True)
+    same(sharded.full_state_dict(), model.state_dict())
+    sharded.save_checkpoint(tmp_path / "ours", format="huggingface", max_file=20_000)
+    theirs = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert any(".experts.3.w1" in n for n in theirs) and not any("gate_up" in n for n in theirs)
+    ours = {n: t for f in (tmp_path / "ours").glob("*.safetensors") for n, t in load_file(f).items()}
+    same({n: ours[n] for n in sorted(ours)}, {n: theirs[n] for n in sorted(theirs)})
+    sharded.load_checkpoint(tmp_path / "ours")
+    del theirs["model.layers.0.block_sparse_moe.experts.3.w1.weight"]
+    save_file(theirs, tmp_path / "theirs" / "model.safetensors")
+    with pytest.raises(StateError, match="gate_up_proj"):
+        sharded.load_checkpoint(tmp_path / "theirs")
     same(type(model).from_pretrained(tmp_path / "ours").state_dict(), model.state_dict())
 
 

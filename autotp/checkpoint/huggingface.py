@@ -15,6 +15,7 @@ from autotp import state
 from autotp.ranks import Ranks, together
 
 from . import folders
+from .conversions import reverted
 from .tensorfiles import INDEX
 
 if TYPE_CHECKING:
@@ -26,14 +27,14 @@ def save(root: ShardedModule, ranks: Ranks | None, place: Path, max_file: int) -
     writer = ranks is None or ranks.rank == 0
     draft = folders.draft_of(place)
     files = _files(root, max_file)
-    weight_map = {name: file for file, names in files.items() for name in names}
+    weight_map: dict[str, str] = {}
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
             tensor = _whole(root, first)
             if writer:
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
-        together(ranks, f"writing {file}", functools.partial(_write, tensors, draft / file))
+        together(ranks, f"writing {file}", functools.partial(_write, root, tensors, draft / file, weight_map))
 
     def finish() -> None:
         if not writer:
@@ -49,9 +50,12 @@ def save(root: ShardedModule, ranks: Ranks | None, place: Path, max_file: int) -
     together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
 
 
-def _write(tensors: dict[str, Tensor], file: Path) -> None:
+def _write(root: ShardedModule, tensors: dict[str, Tensor], file: Path, weight_map: dict[str, str]) -> None:
+    """One file, in the forms that transformers stores; on the ranks that do not write nothing."""
     if tensors:
-        folders.writing(file, lambda: save_file(tensors, file, {"format": "pt"}))
+        stored = reverted(root._source.bare, tensors)
+        folders.writing(file, lambda: save_file(stored, file, {"format": "pt"}))
+        weight_map.update(dict.fromkeys(stored, file.name))
 
 
 def _whole(root: ShardedModule, first: str) -> Tensor:

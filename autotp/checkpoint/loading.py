@@ -19,7 +19,7 @@ from autotp import data_parallel, state
 from autotp.errors import StateError
 from autotp.ranks import agree, together
 
-from . import dcpfiles, folders, optimizers
+from . import conversions, dcpfiles, folders, optimizers
 from .boxes import Box, boxes, whole
 from .matching import Archive, Given, Match, match
 from .tensorfiles import INDEX, TensorFiles
@@ -78,7 +78,7 @@ def load(
     ranks = sharded._source.ranks.planners if sharded._source.ranks is not None else None
 
     def prepare() -> tuple[Archive, Match, optimizers.States | None]:
-        archive = open_archive(source, trusted)
+        archive = conversions.converted(sharded, open_archive(source, trusted))
         found = match(sharded, archive, strict, cast)
         wanted = optimizers.matching(sharded, optimizer, archive) if optimizer is not None else None
         return archive, found, wanted
