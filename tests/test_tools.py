@@ -11,6 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -435,6 +436,27 @@ def test_adapters_on_split_layers_are_split_with_them(pool):
             name = f"base_model.model.model.layers.1.{layer}"
             assert tuple(found["roles"][f"{name}.lora_{x}.default.weight"] for x in "AB") == roles, layer
             assert found["roles"][f"{name}.base_layer.weight"] in roles
+
+
+@pytest.mark.parametrize("name, targets", [("gpt2", ["c_attn", "c_proj"]), ("bert", ["query", "dense"])])
+def test_adapters_of_fused_and_transposed_weights(name, targets):
+    model = adapted(name, targets)
+    report = autotp.verify(model, 2, inputs_of(model.base_model.model))
+    assert report, str(report)
+
+
+def test_adapters_follow_a_fused_weight_where_that_is_split():
+    """In a tiny model the whole adapter is cheaper than what splitting sends; this one is as wide as GPT-2's."""
+    peft = pytest.importorskip("peft")
+    config = transformers.GPT2Config(n_embd=768, n_head=12, n_layer=1, use_cache=False, attn_pdrop=0.0, resid_pdrop=0.0)
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        adapters = peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
+        model = peft.get_peft_model(transformers.GPT2LMHeadModel(config), adapters).eval()
+    plan = autotp.plan(model, 2, example_inputs={"input_ids": torch.zeros(4, 512, dtype=torch.long)})
+    roles = {p.name.partition("c_attn.")[2]: p.role for p in plan.parameters if "c_attn." in p.name}
+    assert roles["base_layer.weight"] == roles["lora_B.default.weight"] == "column-parallel"
+    assert roles["lora_A.default.weight"] == "whole"
 
 
 # ---- what is not there -----------------------------------------------------------------------------------------------
