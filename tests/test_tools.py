@@ -170,6 +170,8 @@ class Stack(nn.Module):
         a, b, c, d = self.layers
         if self.way == "sequential":
             return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)  # type: ignore[return-value]
+        if self.way == "none":
+            return d(c(b(a(x)))).sin()
         if self.way == "closures":
             x = checkpoint(lambda y, z: b(a(y)).sin() * z, x, 2.0, use_reentrant=False)  # type: ignore[assignment]
             return checkpoint(lambda y: d(c(y)), x, use_reentrant=False)  # type: ignore[return-value]
@@ -218,6 +220,26 @@ def test_regions_that_the_model_checkpoints_are_kept(pool):
             assert gradients < EXACT, found
             assert kept <= (wanted or found["layers"][2]), (way, found)
         assert found["layers"][3] == 3  # forward, again in the backward, and where what is kept is measured
+
+
+def dropping(rank: int, world: int, group: Any) -> list[float]:
+    """Gradients with dropout in the layers, checkpointed beside not checkpointed, from one seed; then from two."""
+    x, grads = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).double(), []
+    for way, seed in (("layers", 5), ("none", 5), ("layers", 6)):
+        torch.manual_seed(0)
+        model = Stack(way)
+        for layer in model.layers:
+            layer.up = nn.Sequential(layer.up, nn.Dropout(0.5))  # type: ignore[arg-type, assignment]
+        sharded: Any = autotp.compile(redrawn(model).double(), example_inputs=x, mesh=mesh_of(group))
+        torch.manual_seed(seed)
+        sharded(x).square().mean().backward()
+        grads.append(sharded.full_grad_dict()["layers.0.up.0.weight"])
+    return [difference(grads[0], grads[1]), difference(grads[0], grads[2])]
+
+
+def test_dropout_in_a_region_draws_the_same_again(pool):
+    for same, other in pool.run(dropping, world=2):
+        assert same < EXACT and other > 1e-2
 
 
 def library(rank: int, world: int, group: Any) -> dict[str, Any]:
