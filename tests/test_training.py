@@ -1,7 +1,7 @@
 """Trained sharded, a model goes through the losses and gradient norms of one device, step by step.
 
-Tiny models and gentle learning rates: higher ones blow rounding up, and then two unsharded runs that only sum in another
-order part as well.
+Tiny models and gentle learning rates: higher ones blow rounding up, and then two unsharded runs that only sum in
+another order part as well.
 """
 
 from __future__ import annotations
