@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import autotp
+from autotp.checkpoint.loading import _finite
 from autotp.errors import InputError, StateError
 
 
@@ -280,3 +281,20 @@ def test_an_optimizer_that_is_not_the_same(sharded, tmp_path):
     refused(sharded, tmp_path / "with", "not this module's parameters", optimizer=strange)
     with pytest.raises(StateError, match="not this module's parameters"):
         sharded.save_checkpoint(tmp_path / "with", optimizer=strange)
+    with torch.device("meta"):
+        empty = Small().eval()
+    early: Any = autotp.compile(empty, 2, example_inputs=torch.randn(3, 8))
+    with pytest.raises(StateError, match="make the optimizer, then load both"):
+        early.load_checkpoint(tmp_path / "with", optimizer=torch.optim.SGD(early.parameters(), lr=0.1))
+    with pytest.raises(StateError, match="meta device"):
+        early.save_checkpoint(tmp_path / "early")
+    early.load_checkpoint(tmp_path / "with", optimizer=None)
+    again = torch.optim.SGD(early.parameters(), lr=0.5, momentum=0.9)
+    early.load_checkpoint(tmp_path / "with", optimizer=again)
+    assert again.param_groups[0]["lr"] == 0.1
+
+
+def test_eight_bit_numbers_are_checked():
+    for dtype in (torch.float8_e5m2, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64):
+        assert _finite(torch.ones(3).to(dtype))
+    assert not _finite(torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn))

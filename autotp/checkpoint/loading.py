@@ -162,7 +162,7 @@ def _check(root: ShardedModule, archive: Archive, found: Match, check_finite: bo
             faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
         if check_finite:
             named = zip(keys, ones, strict=True)
-            bad = [k for k, values in named if not all(bool(v.isfinite().all()) for v in values)]
+            bad = [k for k, values in named if not all(map(_finite, values))]
             faults += [f"{archive.entries[k].file.name}: {k} holds NaN or an infinity" for k in bad]
     if faults:
         raise StateError(f"{archive.path} was not loaded:\n" + "".join(f"  {fault}\n" for fault in faults))
@@ -175,6 +175,11 @@ def _scratch(root: ShardedModule, archive: Archive, first: str, key: str) -> lis
     out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in _targets(root, first)]
     archive.read(key, out)
     return [b.tensor for b in out]
+
+
+def _finite(x: Tensor) -> bool:
+    eight_bits = x.is_floating_point() and x.element_size() == 1  # torch has no isfinite for those
+    return bool((x.float() if eight_bits else x).isfinite().all())
 
 
 def _bits(x: Tensor) -> Tensor:
