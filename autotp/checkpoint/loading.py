@@ -84,7 +84,7 @@ def load(
         return archive, found, wanted
 
     archive, found, wanted = together(ranks, "reading what the checkpoint holds", prepare)
-    agree(ranks, "the checkpoint", {str(archive.path): _digest(archive)})
+    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive)})
     for module in sharded.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
