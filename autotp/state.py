@@ -100,6 +100,7 @@ def named_tensors(root: ShardedModule) -> list[tuple[str, str]]:
 
 
 def buffer_of(root: ShardedModule, name: str) -> Tensor:
+    """The buffer of this name."""
     owner, _, leaf = name.rpartition(".")
     return getattr(root._parts[owner], leaf)
 

@@ -4,7 +4,8 @@ Peak rates are the dense ones (datasheets print tensor-core rates with sparsity,
 rate that torch uses by default, not TF32. Link bandwidths are for one direction: half of what datasheets print.
 Servers differ in their network adapters and PCIe trees: `dataclasses.replace` a preset to describe yours.
 
-What the comments call by short names, each looked up in November 2026:
+What the comments call by short names. NCCL's constants and the DGX H100 and H200 pages were read in November 2026; the
+rates of datasheets agree with reprints of them, and the adapters of DGX A100 and 2-8-5-200 were not looked up again:
 - H100, H200, A100 and L40S datasheets, as nvidia.com has them for the product; the H100 ("NVIDIA H100 Tensor Core GPU
   Architecture") and Ada ("NVIDIA Ada GPU Architecture") whitepapers.
 - DGX H100, DGX H200: docs.nvidia.com, DGX BasePOD reference architecture, core components: 8 devices, 4 NVSwitches and
