@@ -13,7 +13,7 @@ import operator
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
-from typing import Any
+from typing import Any, cast
 
 import sympy
 import torch
@@ -81,15 +81,15 @@ def _one_batch(program: Capture) -> sympy.Symbol:
             f"one size of it ({batch}; the plan's notes say why). Use dp=1, and a data parallelism around the module."
         )
     for leaf in firsts[1:]:
-        batch, other = shape_of(firsts[0].node)[0], shape_of(leaf.node)[0]
-        if isinstance(other, int) and other == program.hints[batch]:  # type: ignore[index]
+        batch, other = cast(sympy.Symbol, shape_of(firsts[0].node)[0]), shape_of(leaf.node)[0]
+        if isinstance(other, int) and other == program.hints[batch]:
             raise CaptureError(
                 f"with dp the batch may have any size, and this model was captured for {other} of the input "
                 f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
                 "batch's dimension, example inputs with another batch size."
             )
         if other != batch and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[batch]:
-            _unify(program, other, batch)  # type: ignore[arg-type]
+            _unify(program, other, batch)
     while (found := next(_equal(program), None)) is not None:
         _unify(program, *found)
     return shape_of(firsts[0].node)[0]  # type: ignore[return-value]
@@ -99,7 +99,8 @@ def _equal(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
     """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
     for guard in program.guards:
         if isinstance(guard, sympy.Eq):
-            above, below = sympy.cancel(guard.lhs / guard.rhs).as_numer_denom()
+            sides: Any = guard
+            above, below = sympy.cancel(sides.lhs / sides.rhs).as_numer_denom()
             if {above, below} <= program.symbols.keys():
                 yield below, above
 

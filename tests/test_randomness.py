@@ -23,9 +23,9 @@ P = 0.25
 MASK = (1 << 64) - 1
 
 
-def dropping(name: str, p: float = P) -> nn.Module:
+def dropping(name: str, p: float = P) -> Any:
     """A tiny model of a family in training mode, all of whose dropouts are live."""
-    model = transformer(name)
+    model: Any = transformer(name)
     for key, value in vars(model.config).items():
         if "drop" in key and isinstance(value, float):
             setattr(model.config, key, p)
@@ -63,7 +63,7 @@ def test_dropout_keeps_the_mean_and_the_gradient_has_the_mask():
     y = OPS.counter_dropout(x, torch.tensor(1), None, 0, [400, 300], P)
     assert abs(float((y == 0).float().mean()) - P) < 0.005 and abs(float(y.detach().mean()) - 1) < 0.01
     y.backward(torch.ones_like(y))
-    assert torch.equal(x.grad, y.detach())
+    assert x.grad is not None and torch.equal(x.grad, y.detach())
     assert float(OPS.counter_dropout(x, torch.tensor(1), None, 0, [400, 300], 1.0).abs().sum()) == 0
 
 
@@ -159,7 +159,8 @@ def values(program: Capture, given: list[Any]) -> Tensor:
         if node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
-    return env[program.graph.output_node().args[0][0]]
+    outputs: Any = program.graph.output_node().args[0]
+    return env[outputs[0]]
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "grouped", "scaled"])
@@ -206,7 +207,8 @@ def test_noise_channels_and_stochastic_depth():
     program = capture_model(model, autotp.Inputs(x), torch.device("cpu"), False)[0]
     assert sum(n.target in (OPS.counter_uniform.default, OPS.counter_dropout.default) for n in program.graph.nodes) >= 4
     report = autotp.verify(model, 2, x)
-    assert report and report.plan.totals.local_flops < 0.6 * report.plan.totals.flops, report
+    assert report and report.plan is not None, report
+    assert report.plan.totals.local_flops < 0.6 * report.plan.totals.flops
 
 
 def test_what_does_not_draw_gets_no_seeds():

@@ -64,7 +64,7 @@ def test_classes_dealt_out_give_the_same_loss_and_gradients(name, tp):
     model = Head(**OPTIONS[name]).double()
     report = autotp.verify(model, tp, example(), pins=COLUMNS)
     assert report, report
-    assert columns(report.plan)
+    assert report.plan is not None and columns(report.plan)
     assert [c.name for c in report.plan.collectives if c.op == "autotp.class_sums"] == ["f_star"]  # sums are added up
 
 
@@ -89,7 +89,8 @@ def values(program: Capture, given: list[Tensor], model: nn.Module) -> Tensor:
         if node.op == "call_function":
             args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = node.target(*args, **kwargs)
-    return env[program.graph.output_node().args[0][0]]
+    outputs: Any = program.graph.output_node().args[0]
+    return env[outputs[0]]
 
 
 class Loss(nn.Module):
