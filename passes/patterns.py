@@ -201,10 +201,10 @@ class _Finder:
             self._chain(sorted(chain, key=flow.order.__getitem__), outputs)
 
     def _chain(self, chain: list[fx.Node], outputs: set[fx.Node]) -> None:
-        flow = self.flow
+        flow, own = self.flow, set(chain)
         between = [n for c in chain for n in flow.back(flow.inputs(c))[0]] if len(chain) > 1 else []
-        inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & set(chain)]
-        gates = {n for n, sides in flow.products if all(names(side) & set(chain) for side in sides)}
+        inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
+        gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
         gated = bool(gates & set(inside))
         experts = [leaf for n in chain if (leaf := flow.batched(n)) is not None]
         if experts:
