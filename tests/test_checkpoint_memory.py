@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from transformers import AutoConfig, AutoModel
+from transformers import AutoConfig, AutoModel, BertConfig
 
 import autotp
 
@@ -40,6 +41,16 @@ def mark() -> None:
     REFS.write_text("5")  # the highest is from now on
 
 
+def warm(mesh: DeviceMesh, world: int) -> None:
+    """Load something small: what a first load imports is code, and no checkpoint's memory."""
+    model = AutoModel.from_config(BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=32))
+    ids = torch.ones(2, 8, dtype=torch.long)
+    sharded: Any = autotp.compile(model.eval(), world, mesh=mesh, example_inputs={"input_ids": ids})
+    with tempfile.TemporaryDirectory() as folder:
+        save_file(model.state_dict(), f"{folder}/model.safetensors")
+        sharded.load_checkpoint(folder)
+
+
 def peak_of(sharded: Any, path: str, **options: Any) -> dict[str, int]:
     """Bytes held above what was held before, while this is loaded; and what the limit is made of."""
     held: list[Tensor] = [p.to_local().detach() for p in sharded.parameters() if isinstance(p, DTensor)]
@@ -57,6 +68,7 @@ def loaded(rank: int, world: int, group: Any, path: str, whole: bool) -> tuple[d
         model = nn.Sequential(*(Block() for _ in range(DEPTH)))
         x = torch.randn(2, 4, WIDTH)
     sharded: Any = autotp.compile(model, world, mesh=mesh, example_inputs=torch.zeros_like(x, device="cpu"))
+    warm(mesh, world)
     if whole:
         tensors = importlib.import_module("safetensors.torch")
         mark()
@@ -103,6 +115,7 @@ def encoder(rank: int, world: int, group: Any, path: str) -> tuple[dict[str, int
         model = AutoModel.from_config(AutoConfig.from_pretrained(path)).eval()
     ids = torch.ones(2, 8, dtype=torch.long)
     sharded: Any = autotp.compile(model, world, mesh=mesh, example_inputs={"input_ids": ids})
+    warm(mesh, world)
     found = peak_of(sharded, path, check_finite=True)
     whole = sharded.full_state_dict()
     return found, {n: t.clone() for n, t in whole.items()} if rank == 0 else None
