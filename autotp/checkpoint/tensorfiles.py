@@ -23,7 +23,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
-WINDOW = 2 << 20  # bytes of a file that are mapped at a time: mapped pages count as this process's memory
+WINDOW = 4 << 20  # bytes of a file that are mapped at a time: mapped pages count as this process's memory
 INDEX = ".safetensors.index.json"
 
 
