@@ -4,7 +4,7 @@ The captured program speaks of the whole batch. Planned over the dp ranks by the
 inputs Shard(0) and weights Replicate, it becomes a program on local batches with the conversions that the dp ranks
 need, such as the reduction of a mean loss. That is an ordinary program again, and tensor parallelism plans it as any
 other: layouts are per mesh axis, one axis after the other. What a gradient of a weight lacks, the sum over the dp
-ranks, is no operator of the program: it comes when the backward is through (`autotp.gradients`).
+ranks, is no operator of the program: it comes with the backward (`autotp.data_parallel`).
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,19 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         if size != has:
             return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
     return None
+
+
+def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
+    """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = graph.call_function(function, args, kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        new.meta["val"] = function(*values, **named)
+        return new
+
+    return call
 
 
 def differentiable(program: Capture) -> set[fx.Node]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import fx
 
+from autotp.passes.fold import INDEXED
 from autotp.passes.patterns import Found
 
 from . import conversions
@@ -21,7 +21,6 @@ from .pricing import BACKWARD
 from .rewrite import Sharded
 from .slices import to_runtime
 
-INDEXED = re.compile(r"\.\d+(@\d+)?$")
 Place = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
 Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that it runs in, outermost first
 

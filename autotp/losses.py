@@ -21,7 +21,7 @@ from autotp.rules.losses import MEAN, NONE
 
 from . import compat
 from .errors import InputError
-from .graph import Capture, Leaf, tensors
+from .graph import Capture, Leaf, caller, tensors
 from .operators import OPS
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -110,21 +110,9 @@ def _copied(program: Capture) -> Capture:
     )
 
 
-def _caller(graph: fx.Graph, node: fx.Node) -> Call:
-    """Writes calls before a node, in its module, with their fake values."""
-
-    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
-        new.meta["val"] = function(*fx.map_arg(args, lambda n: n.meta["val"]), **kwargs)
-        return new
-
-    return call
-
-
 def _sum_apart(graph: fx.Graph, op: Op) -> None:
     node, dtype = op.node, op.node.meta["val"].dtype
-    wide, call = torch.promote_types(dtype, torch.float32), _caller(graph, node)
+    wide, call = torch.promote_types(dtype, torch.float32), caller(graph, node)
     with graph.inserting_before(node):
         elements = call(op.target, *(NONE if k == "reduction" else v for k, v in op.args.items()))
         found = call(aten.sum.default, elements, dtype=wide)
@@ -157,7 +145,7 @@ def _classes_apart(graph: fx.Graph, op: Op) -> None:
     weighted, soft = op.args["weight"] is not None, target.meta["val"].is_floating_point()
     if soft or len(op.ins[0]) != 2 or not isinstance(op.ins[0][1], int) or (weighted and smoothing):
         return
-    call = _caller(graph, op.node)
+    call = caller(graph, op.node)
     with graph.inserting_before(op.node):
         most = call(aten.amax.default, call(aten.detach.default, scores), [1])
         sums = call(OPS.class_sums.default, scores, most, target, smoothing > 0)

@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from autotp.rules.core import Op, aten, expression, sizes
 
-from .graph import Capture, Leaf, draws
+from .graph import Capture, Leaf, caller, draws
 from .localise import Sizes
 from .operators import GOLDEN, OPS, mixed
 
@@ -89,11 +89,7 @@ class _Call:
     seed: fx.Node
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        new = self.drawer.program.graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in self.node.meta.items() if k in ("nn_module_stack", "no_grad")}
-        given = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = function(*given[0], **given[1])
-        return new
+        return caller(self.drawer.program.graph, self.node)(function, *args, **kwargs)
 
     def shape(self, value: Tensor) -> list[Any]:
         """The sizes of a value, with nodes for symbolic ones."""

@@ -16,6 +16,7 @@ from autotp.graph import Capture
 from autotp.operators import OPS, mixed
 from autotp.pipeline import PLAIN, Want, capture_model
 from autotp.randomness import by_counter, packet, seeds
+from autotp.simulate import reference
 from tests.models import inputs_of, redrawn, transformer
 from tests.test_module import Wrapper, difference, gradients_differ, mesh_of
 
@@ -155,12 +156,7 @@ def values(program: Capture, given: list[Any]) -> Tensor:
     for leaf in program.leaves:
         if leaf.kind == randomness.SEEDS:
             env[leaf.node] = torch.arange(len(leaf.node.meta["val"]))
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
-    outputs: Any = program.graph.output_node().args[0]
-    return env[outputs[0]]
+    return reference(program.graph, env, lambda node, value: None)[0]
 
 
 @pytest.mark.parametrize("kind", ["plain", "causal", "bool", "float", "grouped", "scaled"])

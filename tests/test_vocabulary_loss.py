@@ -17,6 +17,7 @@ from autotp.graph import Capture
 from autotp.losses import apart
 from autotp.pipeline import capture_model
 from autotp.rules import losses as rule
+from autotp.simulate import reference
 from tests.models import inputs_of, transformer
 from tests.test_module import difference, gradients_differ, mesh_of
 
@@ -85,12 +86,7 @@ def values(program: Capture, given: list[Tensor], model: nn.Module) -> Tensor:
     for leaf in program.leaves:
         if leaf.kind != "input":
             env[leaf.node] = names[leaf.name] if leaf.kind == "parameter" else program.constants[leaf.name]
-    for node in program.graph.nodes:
-        if node.op == "call_function":
-            args, kwargs = torch.fx.map_arg((node.args, node.kwargs), env.__getitem__)
-            env[node] = node.target(*args, **kwargs)
-    outputs: Any = program.graph.output_node().args[0]
-    return env[outputs[0]]
+    return reference(program.graph, env, lambda node, value: None)[0]
 
 
 class Loss(nn.Module):
