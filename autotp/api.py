@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.cost import Cluster
+from autotp.optimise import Switches
 
 from . import state
 from .capture import aliases, skeleton
@@ -22,6 +23,7 @@ from .graph import Capture
 from .inputs import Inputs
 from .lazy import LazyModule
 from .losses import with_loss
+from .lower import Lowering
 from .module import ShardedModule, Source
 from .order import in_one_order
 from .pins import Pins
@@ -33,7 +35,6 @@ from .pipeline import (
     capture_model,
     example,
     needed,
-    refuse_names,
     refuse_steering,
     solve_plan,
     wanted,
@@ -114,6 +115,9 @@ def parallelize(
     example_inputs: Any = None,
     outputs: str = "full",
     random: str = "counter",
+    backend: str | Callable[..., Any] = "eager",
+    options: Mapping[str, Any] | None = None,
+    optimise: Switches = None,
     check: bool | None = None,
 ) -> ShardedModule:
     """Shard a model by a plan: every rank keeps its part of the parameters, and the module answers like the original.
@@ -123,7 +127,7 @@ def parallelize(
         plan: from `autotp.plan`, or `Plan.load`.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
-        outputs, random: see `compile`.
+        outputs, random, backend, options, optimise: see `compile`.
         check: compare values between the ranks too; see `compile`.
 
     Raises:
@@ -131,13 +135,13 @@ def parallelize(
     """
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    want = wanted(plan.batch.size, outputs, random)
+    want, lowering = wanted(plan.batch.size, outputs, random), Lowering.read(backend, options, optimise)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
     captured = _capture(model, inputs, ranks, False, want)[0] if inputs is not None else None
-    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, want, check))
+    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, want, lowering, check))
 
 
 def compile(
@@ -159,8 +163,9 @@ def compile(
     outputs: str = "full",
     loss: Callable[[Any, Any], Tensor] | None = None,
     random: str = "counter",
-    backend: str = "eager",
+    backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
+    optimise: Switches = None,
     check: bool | None = None,
     check_capture: bool | None = None,
 ) -> ShardedModule:
@@ -169,26 +174,26 @@ def compile(
     Args:
         model: any `nn.Module`; it is left as it is. On the meta device too (then load weights afterwards).
         tp: number of ranks; default: all of the mesh or world. In a larger world, contiguous groups of `tp` ranks.
-            "auto": the best divisor of the world, see `autotp.plan`; not with `mesh` or `plan`, which say it already.
-        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`. Left out: a transformers model
-            gets inputs made from its config; any other module is captured at its first call.
+            "auto": the best divisor of the world, see `autotp.plan`; not with `mesh` or `plan`.
+        example_inputs: a tensor, args, kwargs, or `autotp.Inputs`; left out: by config, or at the first call.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
-        dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice of
-            the batch and gets its outputs. `fully_shard` splits weights over it too. Other axes are the caller's.
-        outputs: "full" in the original's own output class, "sharded": tensors as DTensors, "loss": its scalar alone.
+        dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice.
+            `fully_shard` splits weights over it too. Other axes are the caller's.
+        outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
-        backend: "eager"; `options`: of the backend, none for "eager".
-        check: compare values between the ranks too: parameters' once, inputs' at every call (a sampler may be wrong).
-    Returns: the `ShardedModule`; in one plain process it holds the plan, and a call is an error with the torchrun line.
+        backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
+        optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
+        check: compare values between the ranks too: parameters' once, inputs' at every call.
+    Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    _refuse(backend, options, plan, asked)
-    model = with_loss(model, loss) if loss is not None else model
+    _refuse(plan, asked)
+    lowering, model = Lowering.read(backend, options, optimise), with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     want, made = wanted(axis.size, outputs, random), None
     if tp == "auto":
@@ -197,20 +202,20 @@ def compile(
     chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked, axis)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = partial(_built, model, plan, ranks, chosen, want, (check, check_capture), made)
+    build = partial(_built, model, plan, ranks, chosen, (want, lowering), (check, check_capture), made)
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
 def _built(
-    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, want: Want,
+    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, way: tuple[Want, Lowering],
     checks: tuple[bool | None, bool | None], made: Any, inputs: Inputs,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, for these inputs; `made`: what `_capture` gave for them already."""
-    captured, notes = made or _capture(model, inputs, ranks, checks[1], want)
+    captured, notes = made or _capture(model, inputs, ranks, checks[1], way[0])
     told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
     agree(ranks and ranks.planners, "the model", told)
     found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
-    return _shard(model, found, ranks, options, captured, want, checks[0])
+    return _shard(model, found, ranks, options, captured, *way, checks[0])
 
 
 def _planned(
@@ -257,10 +262,7 @@ def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axi
     return ranks, degree
 
 
-def _refuse(backend: str, options: Any, plan: Any, planning: tuple[Any, ...]) -> None:
-    refuse_names("backend", backend, ("eager",))
-    if options:
-        raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
+def _refuse(plan: Any, planning: tuple[Any, ...]) -> None:
     if plan is not None and not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
     refuse_steering(plan, planning)
@@ -284,7 +286,7 @@ def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, rank
 
 def _shard(
     model: nn.Module, plan: Plan, ranks: Ranks | None, options: Options, captured: Capture | None, want: Want,
-    check: bool | None,
+    lowering: Lowering, check: bool | None,
 ) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
     """What a `ShardedModule` is made from, agreed on by the ranks."""
     every = ranks and ranks.planners
@@ -293,7 +295,7 @@ def _shard(
     agree(every, "the plan", {**versions(), "plan": digest, "wanted": str(want), **_parameters(model, None)})
     source = Source(
         skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, want.outputs)[1], ranks, plan.tp,
-        aliases(model), want, bool(check),
+        aliases(model), want, lowering.priced(options.cluster, options.objective), bool(check),
     )  # fmt: skip
     if captured is not None:
         source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))

@@ -19,6 +19,7 @@ from .capture import skeleton
 from .errors import StateError
 from .graph import Capture
 from .inputs import Inputs, without_cache
+from .lower import Lowering
 from .order import in_one_order
 from .outputs import wrap
 from .pipeline import PLAIN, Mode, Want, mode_of, prepare
@@ -58,6 +59,7 @@ class Source:
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
+        lowering: how programs run.
         check: compare input values between the ranks at every call.
         ready: captures that exist already.
     """
@@ -68,6 +70,7 @@ class Source:
     tp: int
     aliases: dict[str, str]
     want: Want = PLAIN
+    lowering: Lowering = field(default_factory=Lowering)
     check: bool = False
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
 
@@ -200,7 +203,9 @@ class ShardedModule(Part):
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
-        graph = specialise(sharded, _places(source))
+        places = _places(source)
+        graph = specialise(sharded, places)
+        self.plan = self.plan.running(source.lowering.optimised(graph, places["tp"], source.device))
         reads, inputs, count = [], [], 0
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -124,6 +124,7 @@ class Plan:
         layer: the times of one repeated block, operator by operator; None in a plan saved by an earlier version.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
+        fired: of a running module, what became of each optimisation and of the backend; not saved.
     """
 
     model: str
@@ -143,6 +144,7 @@ class Plan:
     layer: Layer | None = None
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
+    fired: tuple[str, ...] = field(compare=False, default=())
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -153,6 +155,12 @@ class Plan:
     def placements(self) -> dict[str, Layout]:
         """Parameter name -> layout."""
         return {p.name: p.layout for p in self.parameters}
+
+    def running(self, fired: tuple[str, ...]) -> Plan:
+        """This plan, with what became of each optimisation when a module was made by it."""
+        made = replace(self, fired=fired)
+        made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in self.__dataclass_fields__})
+        return made
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
@@ -248,7 +256,7 @@ class Plan:
 
 def asdict_shallow(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
-    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__}
+    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__ if k != "fired"}
     for key in ("totals", "memory", "batch"):
         out[key] = asdict(out[key])
     for key in ("parameters", "collectives", "blocks", "degrees"):

@@ -46,8 +46,9 @@ def renderable(plan: Plan) -> RenderableType:
     parts += [Text(), totals, *_layer(plan), *_left_whole(plan)]
     if plan.degrees:
         parts += [Text(), sweep_table(plan.degrees, "Degrees")]
-    if plan.notes:
-        parts += [Text(), Text("Notes", style="bold"), *(Padding(Text(n), (0, 0, 0, 2)) for n in plan.notes)]
+    for heading, lines in (("Runs with", plan.fired), ("Notes", plan.notes)):
+        if lines:
+            parts += [Text(), Text(heading, style="bold"), *(Padding(Text(n), (0, 0, 0, 2)) for n in lines)]
     return Group(*parts)
 
 
