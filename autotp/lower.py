@@ -15,6 +15,7 @@ from autotp.optimise import Setting, optimise, read_switches
 from .errors import InputError
 from .objective import TRAINING, Objective
 from .rewrite import Place
+from .segments import Compiler
 
 EAGER = "eager"
 
@@ -40,9 +41,17 @@ class Lowering:
         """From a public function's arguments, checked."""
         if backend == EAGER and options:
             raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
-        if backend != EAGER:
-            raise InputError(f"backend={backend!r} is not known; choose 'eager'.")
+        known = [EAGER, *torch.compiler.list_backends(exclude_tags=None)]
+        if not callable(backend) and backend not in known:
+            raise InputError(f"backend={backend!r} is not known; choose {', '.join(known)}, or pass a function.")
         return cls(backend, options, read_switches(switches))
+
+    def compiler(self) -> Compiler | None:
+        """What compiles one program; None where it runs as it is."""
+        if self.backend == EAGER:
+            return None
+        options = dict(self.options) if self.options is not None else None
+        return Compiler(lambda f: torch.compile(f, fullgraph=True, backend=self.backend, options=options))
 
     def priced(self, cluster: Cluster, objective: Objective) -> Lowering:
         """The same, for these machines and this objective."""

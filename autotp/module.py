@@ -205,7 +205,7 @@ class ShardedModule(Part):
         source, key = self._source, len(self._programs_made)
         places = _places(source)
         graph = specialise(sharded, places)
-        self.plan = self.plan.running(source.lowering.optimised(graph, places["tp"], source.device))
+        fired = source.lowering.optimised(graph, places["tp"], source.device)
         reads, inputs, count = [], [], 0
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":
@@ -218,7 +218,10 @@ class ShardedModule(Part):
         if self.plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
-        Assembler(self._parts, graph, reads, key, constants).build(inputs)
+        compiler = source.lowering.compiler()
+        Assembler(self._parts, graph, reads, key, constants, compiler).build(inputs)
+        fired += (f"{source.lowering.backend}: {compiler.told()}",) if compiler is not None else ()
+        self.plan = self.plan.running(fired)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         self._programs_made.append(Program(captured, sharded, graph, key, called, count))
 

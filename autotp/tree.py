@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 from . import compat
 from .errors import StateError
 from .recompute import is_region, module_of, recomputed, scope_path
+from .segments import Compiler, Watch, either, flow, pure
 from .storage import Storage, unwrap
 
 BLOCK = re.compile(r"\.\d+(\.|$)")
@@ -86,11 +87,31 @@ class Scope:
         """The region, or the module whichever of its calls this is."""
         return self.path if is_region(self.path) else module_of(self.path)
 
+    def scopes(self) -> Iterator[Scope]:
+        """The calls directly in it."""
+        yield from (item for item in self.items if isinstance(item, Scope))
+
+    def inner(self) -> Iterator[Scope]:
+        """The calls in it, at any depth."""
+        for scope in self.scopes():
+            yield scope
+            yield from scope.inner()
+
     def nodes(self) -> list[fx.Node]:
         out: list[fx.Node] = []
         for item in self.items:
             out += item.nodes() if isinstance(item, Scope) else [item]
         return out
+
+
+class Stretch(Scope):
+    """Neighbours in a scope that are compiled together."""
+
+
+def _apart(scope: Scope) -> bool:
+    """Whether it is called by itself in a compiled program: a repeated block, a region, and what holds one."""
+    path = module_of(scope.path)
+    return is_region(scope.path) or block_of(path) == path or any(map(_apart, scope.scopes()))
 
 
 def scopes(graph: fx.Graph) -> Scope:
@@ -152,9 +173,9 @@ class Assembler:
 
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
-        constants: Mapping[str, Tensor],
+        constants: Mapping[str, Tensor], compiler: Compiler | None = None,
     ) -> None:  # fmt: skip
-        self.parts, self.graph, self.key, self.constants = parts, graph, key, constants
+        self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
         self.whole = scopes(graph)
         self.calls = 0
         self.units = self._units(reads)
@@ -173,24 +194,26 @@ class Assembler:
         self._part("")._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
 
     def _function(
-        self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None
+        self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
     ) -> Callable[..., Any]:
+        """A scope's program; `inner`: of a stretch of one, whose parameters flow in."""
         graph, env = fx.Graph(), {}
         for node in takes:
             env[node] = graph.placeholder(node.name)
-        for read_nodes, fetch in self._fetches(scope):
+        for read_nodes, fetch in [] if inner else self._fetches(scope):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(read_nodes):
                 env[node] = graph.call_function(_item, (fetched, i))
-        for k, item in enumerate(scope.items):
+        for item in scope.items if inner or self.compiler is None else self._stretches(scope):
             if isinstance(item, fx.Node):
                 env[item] = graph.node_copy(item, lambda n: env[n])
                 continue
-            used, made = self._flows(scope, k, item, gives)
-            child = self._child(scope.path, item, used, made)
+            used, made = self._flows(item, gives)
+            stretch = isinstance(item, Stretch)
+            child = self._compiled(item, used, made) if stretch else self._child(scope.path, item, used, made)
             value = graph.call_function(child, tuple(env[n] for n in used))
             for i, node in enumerate(made):
-                env[node] = value if len(made) == 1 else graph.call_function(_item, (value, i))
+                env[node] = value if len(made) == 1 and not stretch else graph.call_function(_item, (value, i))
         out = [env[n] for n in gives]
         final = (
             compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
@@ -230,10 +253,35 @@ class Assembler:
         module = self.parts[owner]
         return lambda: getattr(module, leaf)
 
-    def _flows(self, scope: Scope, k: int, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+    def _stretches(self, scope: Scope) -> list[Scope]:
+        """What a compiled scope consists of: calls that stand by themselves, and what is between them."""
+        out: list[Scope] = []
+        for item in scope.items:
+            if isinstance(item, Scope) and _apart(item):
+                out.append(item)
+            elif out and isinstance(out[-1], Stretch):
+                out[-1].items.append(item)
+            else:
+                out.append(Stretch(scope.path, [item]))
+        return out
+
+    def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+        assert self.compiler is not None
+        graph = pure(stretch.nodes(), takes, gives)
+        made = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
+        watch = Watch.over(self.parts, (x.path for x in stretch.inner()))
+
+        def through() -> Callable[..., Any]:
+            called = self._function(stretch, takes, gives, tuple(gives), inner=True)
+            return called
+
+        return either(watch, made, through)
+
+    def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """What a call takes from outside, and what of its values is used after it."""
         inside = dict.fromkeys(child.nodes())
-        own = {r.node for path in self._within(child) for r in self.units.get(path, ())}
+        within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
+        own = {r.node for path in within for r in self.units.get(path, ())}
         used = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
         made = [n for n in inside if n in gives or any(u not in inside for u in n.users)]
         return list(used), made
