@@ -22,23 +22,36 @@ from torch import Tensor
 
 from .compat import c10d_ops
 
+_wait = c10d_ops.wait_tensor.default
+_all_reduce = c10d_ops.all_reduce.default
+_all_gather = c10d_ops.all_gather_into_tensor.default
+_reduce_scatter = c10d_ops.reduce_scatter_tensor.default
+_all_to_all = c10d_ops.all_to_all_single.default
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
 
 
 def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """This rank's result of a functional collective over the process group named `group`."""
+    return finish(primitive, start(primitive, x, reduction, tp=tp, group=group), x.dtype)
+
+
+def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
+    """The collective begun: what it gives may be read after `finish` only."""
     wire = _encode(x)
     reduction = "max" if x.dtype == torch.bool else reduction  # a sum of booleans is "any"
     if primitive == "all_reduce":
-        out = c10d_ops.all_reduce(wire, reduction, group)
-    elif primitive == "all_gather":
-        out = c10d_ops.all_gather_into_tensor(wire.unsqueeze(0), tp, group)
-    elif primitive == "reduce_scatter":
-        out = c10d_ops.reduce_scatter_tensor(wire, reduction, tp, group)
-    else:
-        out = c10d_ops.all_to_all_single(wire, [1] * tp, [1] * tp, group)
-    out = _decode(c10d_ops.wait_tensor(out), x.dtype)
+        return c10d_ops.all_reduce(wire, reduction, group)
+    if primitive == "all_gather":
+        return c10d_ops.all_gather_into_tensor(wire.unsqueeze(0), tp, group)
+    if primitive == "reduce_scatter":
+        return c10d_ops.reduce_scatter_tensor(wire, reduction, tp, group)
+    return c10d_ops.all_to_all_single(wire, [1] * tp, [1] * tp, group)
+
+
+def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of what `start` gave, for values of this type: waits for it."""
+    out = _decode(c10d_ops.wait_tensor(started), dtype)
     return out.squeeze(0) if primitive == "reduce_scatter" else out
 
 
@@ -63,6 +76,8 @@ def _encode(x: Tensor) -> Tensor:
 
 
 def _decode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return x
     if dtype == torch.bool:
         return x.view(torch.bool)
     return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)
