@@ -11,8 +11,9 @@ from autotp.errors import InputError
 from autotp.log import dump, log
 
 from .base import Optimisation, Setting
+from .kernels import Kernels
 
-OPTIMISATIONS: tuple[Optimisation, ...] = ()
+OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(),)
 
 Switches = bool | Mapping[str, bool] | None
 

@@ -1,0 +1,129 @@
+"""Bias + GeLU, exact or by tanh: what follows the first product of a feed-forward block."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import (
+    PROGRAMS,
+    as_rows,
+    check_floats,
+    check_vector,
+    differentiable,
+    empty_like,
+    jit,
+    power_of_two,
+    register,
+    tiles,
+    tl,
+    wide,
+)
+from .pointwise import ACTIVATIONS, act, act_slope, activate, slope
+
+TILE = 1024
+
+
+@jit
+def _forward(x, bias, out, columns, x_row, KIND: tl.constexpr, TILE: tl.constexpr):
+    per_row = tl.cdiv(columns, TILE)
+    row = (tl.program_id(0) // per_row).to(tl.int64)
+    column = tl.program_id(0) % per_row * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32)
+    value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * columns + column, act(value, KIND).to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad, x, bias, to_x, sums, rows, columns, grad_row, x_row, KIND: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """A tile of columns of every n-th row; `sums` takes their sum, [programs, columns] in float32."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    inside = column < columns
+    b = tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    total = tl.zeros([TILE], tl.float32)
+    for i in range(first, rows, step):
+        row = tl.cast(i, tl.int64)
+        value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) + b
+        d = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32) * slope(value, KIND)
+        tl.store(to_x + row * columns + column, d.to(to_x.dtype.element_ty), mask=inside)
+        total += d
+    tl.store(sums + first * columns + column, total, mask=inside)
+
+
+def _kind(tanh: bool) -> str:
+    return "gelu_tanh" if tanh else "gelu"
+
+
+def _launch(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    out, rows, bias = empty_like(x), as_rows(x), bias.contiguous()
+    tile = power_of_two(rows.shape[1], TILE)
+    if out.numel():
+        grid = (rows.shape[0] * tiles(rows.shape[1], tile),)
+        _forward[grid](rows, bias, out, rows.shape[1], rows.stride(0), KIND=ACTIVATIONS[_kind(tanh)], TILE=tile)
+    return out
+
+
+def _launch_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    to_x, d, rows, bias = empty_like(x), as_rows(grad), as_rows(x), bias.contiguous()
+    n, columns = rows.shape
+    if not x.numel():
+        return to_x, torch.zeros_like(bias)
+    tile = power_of_two(columns, TILE)
+    across = tiles(columns, tile)
+    programs = min(n, tiles(PROGRAMS, across))
+    sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
+    _backward[programs, across](
+        d, rows, bias, to_x, sums, n, columns, d.stride(0), rows.stride(0), KIND=ACTIVATIONS[_kind(tanh)], TILE=tile
+    )
+    return to_x, sums.sum(0).to(bias.dtype)
+
+
+def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
+    """`gelu(x + bias)`, added and computed in float32 at least and rounded once.
+
+    Args:
+        x: [..., columns]. bias: [columns].
+        tanh: GeLU by tanh, otherwise the exact one.
+
+    Returns:
+        In x's shape and dtype, contiguous.
+    """
+    return activate(wide(x) + wide(bias), _kind(tanh)).to(x.dtype).contiguous()
+
+
+def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
+    """The gradients of `bias_gelu` for x and bias."""
+    d = wide(grad) * act_slope(wide(x) + wide(bias), _kind(tanh))
+    return d.to(x.dtype).contiguous(), d.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+
+
+def _check(x: Tensor, bias: Tensor, tanh: bool) -> None:
+    check_floats("bias_gelu", x=x, bias=bias)
+    check_vector("bias_gelu", "bias", bias, x)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, bias, ctx.tanh = inputs
+    ctx.save_for_backward(x, bias)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return *torch.ops.autotp.bias_gelu_backward(grad, *ctx.saved_tensors, ctx.tanh), None
+
+
+register(
+    "bias_gelu(Tensor x, Tensor bias, bool tanh) -> Tensor",
+    twin=bias_gelu, launch=_launch, fake=lambda x, bias, tanh: empty_like(x), check=_check,
+)  # fmt: skip
+register(
+    "bias_gelu_backward(Tensor grad, Tensor x, Tensor bias, bool tanh) -> (Tensor, Tensor)",
+    twin=bias_gelu_backward, launch=_launch_backward,
+    fake=lambda grad, x, bias, tanh: (empty_like(x), empty_like(bias)),
+)  # fmt: skip
+differentiable("bias_gelu", _gradient, _setup)

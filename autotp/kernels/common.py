@@ -1,0 +1,130 @@
+"""What the kernels share: Triton where it is installed, the operator library, and tensors seen as rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import InputError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # optional: every operator then runs its twin
+    triton = tl = None
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+WIDE = torch.float32
+PROGRAMS = 1024  # that share the rows of a sum over rows: a few for each multiprocessor
+_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+Function = Callable[..., Any]
+
+
+def available() -> bool:
+    """Whether Triton is installed."""
+    return triton is not None
+
+
+def jit(function: Function) -> Any:
+    """`triton.jit`; the function as it is where there is no Triton, and nothing then calls it."""
+    return triton.jit(function) if triton is not None else function
+
+
+def register(schema: str, *, twin: Function, launch: Function, fake: Function, check: Function | None = None) -> None:
+    """Enter an operator into torch's library as `autotp::<name>`.
+
+    Args:
+        schema: as for `torch.library.define`, without the namespace: "name(Tensor x) -> Tensor".
+        twin: what it computes, in plain PyTorch; it returns new, contiguous tensors.
+        launch: the same by Triton; runs with the tensors' device as the current one.
+        fake: empty results for fake arguments.
+        check: called with the same arguments before each of them; raises InputError.
+    """
+    name = schema.partition("(")[0]
+
+    def checked(function: Function) -> Function:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if check is not None:
+                check(*args, **kwargs)
+            return function(*args, **kwargs)
+
+        return call
+
+    _LIBRARY.define(schema)
+    _LIBRARY.impl(name, checked(twin), "CompositeExplicitAutograd")
+    on_cuda(name, checked(launch))
+    torch.library.register_fake(f"autotp::{name}", checked(fake), lib=_LIBRARY)
+
+
+def on_cuda(name: str, launch: Function) -> None:
+    """What runs an operator on CUDA where there is Triton, with the tensors' device as the current one."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
+            return launch(*args, **kwargs)
+
+    if available():
+        _LIBRARY.impl(name, call, "CUDA")
+
+
+def differentiable(name: str, backward: Function, setup: Function) -> None:
+    """Give the operator a gradient: see `torch.library.register_autograd`."""
+    torch.library.register_autograd(f"autotp::{name}", backward, setup_context=setup, lib=_LIBRARY)
+
+
+def refuse(name: str, why: str) -> None:
+    """Raise the error of a kernel that cannot take its arguments."""
+    raise InputError(f"autotp::{name} {why}. Call the operators that it stands for, or switch 'kernels' off.")
+
+
+def check_floats(name: str, **tensors: Tensor | None) -> None:
+    """Refuse tensors of dtypes that the kernels do not know, or on several devices."""
+    given = {k: x for k, x in tensors.items() if x is not None}
+    for key, x in given.items():
+        if x.dtype not in DTYPES:
+            refuse(name, f"takes float32, bfloat16 and float16, and {key} is {str(x.dtype).removeprefix('torch.')}")
+    if len(devices := {str(x.device) for x in given.values()}) > 1:
+        refuse(name, f"takes tensors on one device, and these are on {' and '.join(sorted(devices))}")
+
+
+def check_same(name: str, a: Tensor, b: Tensor, of: str) -> None:
+    """Refuse two tensors of different shapes or dtypes."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        shapes = " and ".join(f"{list(x.shape)} in {str(x.dtype).removeprefix('torch.')}" for x in (a, b))
+        refuse(name, f"takes {of} of one shape and dtype, and these are {shapes}")
+
+
+def check_vector(name: str, what: str, vector: Tensor | None, x: Tensor) -> None:
+    """Refuse a weight or bias that is no vector as long as x's last dimension."""
+    if not x.ndim or (vector is not None and list(vector.shape) != [x.shape[-1]]):
+        shape = None if vector is None else list(vector.shape)
+        refuse(name, f"takes a {what} as long as x's last dimension; x is {list(x.shape)}, {what} is {shape}")
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """[rows, columns] with neighbouring columns: a view where the memory allows it, otherwise a copy."""
+    rows = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(x.shape[:-1].numel(), x.shape[-1])
+    return rows if rows.stride(1) == 1 or rows.shape[1] == 1 else rows.contiguous()
+
+
+def wide(x: Tensor) -> Tensor:
+    """In float32 at least."""
+    return x.to(torch.promote_types(x.dtype, WIDE))
+
+
+def power_of_two(n: int, most: int) -> int:
+    """The smallest power of two that is no less than n, and `most` at most."""
+    return min(1 << max(n - 1, 0).bit_length(), most)
+
+
+def tiles(n: int, size: int) -> int:
+    """How many tiles of this size cover n."""
+    return -(-n // size)
+
+
+def empty_like(x: Tensor, shape: Sequence[int] | torch.Size | None = None) -> Tensor:
+    """Contiguous memory of x's dtype, in its shape or this one."""
+    return torch.empty(x.shape if shape is None else shape, dtype=x.dtype, device=x.device)

@@ -1,0 +1,90 @@
+"""Where GeLU with a bias and gated activations are in a graph."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.kernels.common import DTYPES
+from autotp.rules.core import aten, sizes
+
+from .matching import Call, Either, Name, calls, closed, find, placed, put, scope_of, summable, value_of
+
+OPS: Any = torch.ops.autotp
+X = Name("x")
+CUBIC = Call(aten.mul, (Call(aten.pow, (X, 3.0)), 0.044715))
+TANH = Call(aten.tanh, (Call(aten.mul, (Call(aten.add, (X, CUBIC)), math.sqrt(2 / math.pi))),))
+SHIFTED = Call(aten.add, (TANH, 1.0))
+GELU = {  # how it is called, or written out
+    "gelu": Call(aten.gelu, (X,)),
+    "gelu_tanh": Either(
+        (
+            Call(aten.gelu, (X,), {"approximate": "tanh"}),
+            Call(aten.mul, (Call(aten.mul, (X, 0.5)), SHIFTED)),
+            Call(aten.mul, (Call(aten.mul, (X, SHIFTED)), 0.5)),
+        )
+    ),
+}
+ACTIVATIONS = {**GELU, "silu": Either((Call(aten.silu, (X,)), Call(aten.mul, (X, Call(aten.sigmoid, (X,))))))}
+
+
+def gate(node: fx.Node) -> fx.Node | None:
+    """`activation(x) * y`, x and y being two values of one shape, or the halves of one."""
+    if not calls(node, aten.mul) or value_of(node).dtype not in DTYPES:
+        return None
+    for activation, pattern in ACTIVATIONS.items():
+        found = find(Call(aten.mul, (pattern, Name("y"))), node)
+        if found is None:
+            continue
+        x, y = found["x"], found["y"]
+        if _alike(x, node) and _alike(y, node) and x is not y:
+            return put(OPS.gated.default, (x, y, activation), found.nodes, node)
+    return None
+
+
+def _alike(x: fx.Node, like: fx.Node) -> bool:
+    """Whether both are of one shape and dtype, as wholes and on this rank."""
+    a, b = value_of(x), value_of(like)
+    return sizes(a) == sizes(b) and a.dtype == b.dtype and x.meta.get("layout") == like.meta.get("layout")
+
+
+def bias_then_gelu(node: fx.Node) -> fx.Node | None:
+    """GeLU of a product with a bias; the product goes on without it, and the kernel adds it in float32."""
+    for activation, pattern in GELU.items():
+        found = find(pattern, node)
+        if found is not None and value_of(node).dtype in DTYPES and summable(node):
+            product = found["x"]
+            between = (product,) if calls(product, aten.reshape, aten.view) else ()
+            product = product.args[0] if between else product
+            if _biased(product) and closed([product, *between, *found.nodes], [node]):
+                return _split(product, between, found.nodes, activation == "gelu_tanh")
+    return None
+
+
+def _biased(product: Any) -> bool:
+    """A product of matrices with a bias for each column."""
+    if calls(product, aten.linear):
+        bias = product.args[2] if len(product.args) > 2 else None
+    else:
+        bias = product.args[0] if calls(product, aten.addmm) and not product.kwargs else None
+    return isinstance(bias, fx.Node) and value_of(bias).ndim == 1
+
+
+def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node, ...], tanh: bool) -> fx.Node:
+    """Take the bias off the product and put the kernel at the end."""
+    out = max(nodes)
+    where = placed(scope_of([product, *between, *nodes]))
+    if calls(product, aten.linear):
+        x, weight, bias = product.args[:3]
+        product.args = (x, weight)
+    else:
+        bias, x, weight = product.args[:3]
+        product.target, product.args = aten.mm.default, (x, weight)
+    for kept in (product, *between):
+        kept.meta = {**kept.meta, **where}
+    new = put(OPS.bias_gelu.default, ((between or (product,))[-1], bias, tanh), nodes, out)
+    new.meta = {**new.meta, **where}
+    return new

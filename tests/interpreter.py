@@ -1,0 +1,45 @@
+"""A process in which Triton interprets kernels on the CPU: the switch must be set before they are decorated."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+
+def _prepare() -> None:
+    """Once in the process: memory that nothing wrote is NaN."""
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]
+
+
+class Interpreter:
+    """Calls functions that the process can import, with picklable arguments."""
+
+    def __init__(self) -> None:
+        with patch.dict(os.environ, {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}):
+            self._pool = ProcessPoolExecutor(1, get_context("spawn"), _prepare)
+            self._pool.submit(torch.get_num_threads).result()  # starts it, in this environment
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` there; in it `torch.empty` gives NaN."""
+        return self._pool.submit(function, *args).result(timeout=120)
+
+    def close(self) -> None:
+        self._pool.shutdown()
+
+
+@pytest.fixture(scope="module")
+def interpreter() -> Iterator[Interpreter]:
+    """The process; a test module imports this fixture and uses it."""
+    pytest.importorskip("triton")
+    started = Interpreter()
+    yield started
+    started.close()
