@@ -1,0 +1,258 @@
+"""Products with the conversion before or after them as one function, so that communication runs beside arithmetic.
+
+`grouped` is a conversion f or g and the products that read what it gives; `scattered` a product and the g* after it.
+What each computes is what the calls it stands for compute; only when communication starts and ends differs:
+
+| | communication | under which arithmetic |
+| --- | --- | --- |
+| f, backward | all-reduce of the input's gradient | gradients of the weights |
+| g, forward | all-gather, in chunks | the products of the chunks before |
+| g, backward | reduce-scatter of the input's gradient | gradients of the weights |
+| g, backward, regathered | all-gather of the input again | the input's gradient |
+| g*, forward | reduce-scatter, in chunks | the products of the chunks after |
+| g*, backward | all-gather of the gradient, in chunks | the input's gradient of the chunks before |
+
+A chunk holds a part of every rank's rows: rows that are dealt evenly stay on the ranks that had them. Where the rows of
+a call do not divide into the chunks, they go in one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from . import collectives
+from .conversions import dual, function_for, kind_of
+from .slices import Spec
+
+Place = tuple[int, int, str]  # rank on the axis, size of the axis, name of the process group
+LINEAR, MATMUL, ADDMM = "linear", "matmul", "addmm"
+TURNED = {LINEAR: MATMUL, MATMUL: LINEAR, ADDMM: LINEAR}  # how a gradient is multiplied by the same weight
+
+
+def grouped(
+    x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    chunks: int = 1, regather: bool = False, *, rank: int, tp: int, group: str,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The products of one converted value.
+
+    Args:
+        x: what this rank holds under `src`, [..., k].
+        src, dst: run-time layouts (`slices.Spec`), of f (I -> R) or g (S -> R, not along k).
+        kinds: for each product "linear" (weight [n, k]), "matmul" or "addmm" (weight [k, n]).
+        weights, biases: for each product; a bias is [n], or None.
+        chunks: that the rows are gathered in.
+        regather: keep `x` for the backward, and gather it again there.
+        rank, tp, group: this process on the axis, and the group's name.
+
+    Returns:
+        The products, [..., n] each.
+    """
+    how = (src, dst, tuple(kinds), chunks, regather, (rank, tp, group))
+    operands = [t for pair in zip(weights, biases, strict=True) for t in pair]
+    if not torch.is_grad_enabled():
+        return tuple(_gather(x, src, dst, kinds, weights, biases, chunks, (rank, tp, group), keep=False)[1])
+    return _Grouped.apply(x, how, *operands)[1:]  # type: ignore[index]
+
+
+def scattered(
+    x: Tensor, src: Spec, dst: Spec, kind: str, weight: Tensor, bias: Tensor | None, view: Sequence[int] | None = None,
+    chunks: int = 1, *, rank: int, tp: int, group: str,
+) -> Tensor:  # fmt: skip
+    """A product whose summands are added up and dealt to the ranks (g*).
+
+    Args:
+        x: this rank's operand, [..., k].
+        src, dst: P, and S along a dimension of the result other than its last.
+        kind, weight, bias: of the product, as in `grouped`.
+        view: sizes that the product's rows are viewed in before they are dealt; None: as they are.
+        chunks: that the rows are dealt in.
+        rank, tp, group: this process on the axis, and the group's name.
+
+    Returns:
+        This rank's slice of the sum.
+    """
+    how = (src, dst, kind, None if view is None else tuple(view), chunks, (rank, tp, group))
+    return _scatter(x, weight, bias, how) if not torch.is_grad_enabled() else _Scattered.apply(x, weight, bias, how)  # type: ignore[return-value]
+
+
+class _Flight(NamedTuple):
+    """A conversion that has begun; without a primitive it is over."""
+
+    value: Tensor
+    dtype: torch.dtype
+    conversion: tuple[Spec, Spec, Place] | None
+
+
+def begin(x: Tensor, src: Spec, dst: Spec, place: Place) -> _Flight:
+    """Start a conversion. Where gradients of gradients are asked for it is made at once, differentiably."""
+    rank, tp, group = place
+    kind = kind_of(src, dst)
+    if kind.primitive is None or _twice():
+        return _Flight(function_for(src, dst)(x, src, dst, rank=rank, tp=tp, group=group), x.dtype, None)
+    wire = kind.pre(x, src, dst, rank, tp)
+    started = collectives.start(kind.primitive, wire, src[1] if src[0] == "P" else "sum", tp=tp, group=group)
+    return _Flight(started, x.dtype, (src, dst, place))
+
+
+def _twice() -> bool:
+    """Whether this is to be differentiated itself; never so where it is compiled."""
+    return torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+def end(flight: _Flight) -> Tensor:
+    """Wait for a conversion."""
+    if flight.conversion is None:
+        return flight.value
+    src, dst, (rank, tp, _) = flight.conversion
+    kind = kind_of(src, dst)
+    assert kind.primitive is not None
+    return kind.post(collectives.finish(kind.primitive, flight.value, flight.dtype), src, dst, rank, tp)
+
+
+class _Grouped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, how: Any, *operands: Tensor | None) -> tuple[Tensor | None, ...]:
+        src, dst, kinds, chunks, regather, place = how
+        weights: Any = operands[::2]
+        weighed = any(ctx.needs_input_grad[2::2])
+        keep = weighed and not regather and src[0] == "S"
+        whole, outs = _gather(x, src, dst, kinds, weights, operands[1::2], chunks, place, keep)
+        ctx.how = how
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward((whole if keep else x) if weighed else None, *weights)
+        # The gathered value is a result too: so its own gradient finds its way in gradients of gradients.
+        return whole, *outs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
+        src, dst, kinds, _, regather, place = ctx.how
+        kept, *weights = ctx.saved_tensors
+        wanted = ctx.needs_input_grad
+        converted = regather or src[0] == "I" and _twice()  # f does nothing but to the gradient
+        again = begin(kept, src, dst, place) if converted and kept is not None else None
+        rows = [None if g is None else g.flatten(0, -2) for g in grads[1:]]
+        total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if wanted[0] else None
+        whole = kept if again is None else end(again)
+        flight = begin(total, dual(dst), dual(src), place) if total is not None else None
+        given: list[Any] = []
+        for i, (kind, g) in enumerate(zip(kinds, rows, strict=True)):
+            given += _weight_gradients(kind, whole, g, wanted[2 + 2 * i], wanted[3 + 2 * i])
+        return end(flight) if flight is not None else None, None, *given
+
+
+class _Scattered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+        wanted = ctx.needs_input_grad
+        ctx.how, ctx.shape = how, x.shape
+        ctx.save_for_backward(x if wanted[1] else None, weight if wanted[0] else None)
+        return _scatter(x, weight, bias, how)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        src, dst, kind, _, chunks, place = ctx.how
+        x, weight = ctx.saved_tensors
+        turned, weights = ([TURNED[kind]], [weight]) if weight is not None else ([], [])
+        sides = dual(dst), dual(src)
+        whole, inputs = _gather(grad, *sides, turned, weights, [None] * len(turned), chunks, place, keep=True)
+        assert whole is not None
+        rows = whole.flatten(0, -2)
+        given = _weight_gradients(kind, x, rows, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        return inputs[0].reshape(ctx.shape) if inputs else None, *given, None
+
+
+def _gather(
+    x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    chunks: int, place: Place, keep: bool,
+) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
+    """The converted value where it is to be kept, and its products."""
+    run = _run(src, place[1], chunks) if src[0] == "S" and kinds else None
+    if run is None or _twice():
+        whole = x if src[0] == "I" else end(begin(x, src, dst, place))
+        outs = [_product(*given, whole) for given in zip(kinds, weights, biases, strict=True)]
+        return whole if keep else None, outs
+    dim, tp, group = src[1], place[1], place[2]
+    parts = x.unflatten(dim, run).unbind(dim + 1)
+    flights = [collectives.start("all_gather", part, "sum", tp=tp, group=group) for part in parts]
+    pieces: list[list[Tensor]] = []
+    for flight in flights:
+        rows = collectives.finish("all_gather", flight, x.dtype)  # [tp, ..., repeat, length, ..., k]
+        pieces.append([_product(*given, rows) for given in zip(kinds, weights, biases, strict=True)])
+        pieces[-1] += [rows] if keep else []
+    joined = [_joined([p.movedim(0, dim + 1) for p in same], dim) for same in zip(*pieces, strict=True)]
+    return joined.pop() if keep else None, joined
+
+
+def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
+    """Pieces [..., repeat, tp, length, ...] as one dimension of rows."""
+    return torch.stack(list(pieces), dim + 2).flatten(dim, dim + 3)
+
+
+def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
+    """The product, summed and dealt."""
+    src, dst, kind, view, chunks, place = how
+    rows = x if view is None else x.reshape(*view, x.shape[-1])
+    run = _run(dst, place[1], chunks)
+    if run is None:
+        return end(begin(_product(kind, weight, bias, rows), src, dst, place))
+    dim, tp, group = dst[1], place[1], place[2]
+    repeat, chunks, length = run
+    parts = rows.unflatten(dim, (repeat, tp, chunks, length)).movedim(dim + 1, 0).unbind(dim + 2)
+    flights = [
+        collectives.start("reduce_scatter", _product(kind, weight, bias, part), "sum", tp=tp, group=group)
+        for part in parts
+    ]
+    dealt = [collectives.finish("reduce_scatter", flight, x.dtype) for flight in flights]
+    return torch.stack(dealt, dim + 1).flatten(dim, dim + 2)
+
+
+def _run(spec: Spec, tp: int, chunks: int) -> tuple[int, int, int] | None:
+    """(repeat, chunks, length) of a rank's rows where they come evenly and divide into the chunks."""
+    _, _, repeat, segments = spec
+    if chunks == 1 or len(segments) != 1 or segments[0][0] % tp != 0:
+        return None
+    rows = segments[0][0] // tp * segments[0][1]
+    return (repeat, chunks, rows // chunks) if rows % chunks == 0 and rows > 0 else None
+
+
+def _product(kind: str, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
+    if kind == LINEAR:
+        return functional.linear(x, weight, bias)
+    if kind == MATMUL:
+        return torch.matmul(x, weight)
+    assert bias is not None
+    return torch.addmm(bias, x.flatten(0, -2), weight).unflatten(0, x.shape[:-1])
+
+
+def _input_gradient(
+    kinds: Sequence[str], weights: Sequence[Tensor], rows: Sequence[Tensor | None], first: Tensor | None,
+    grads: Sequence[Tensor | None],
+) -> Tensor | None:  # fmt: skip
+    """The sum over the products, added in the order in which autograd adds: the last call's gradient first."""
+    shape = next((g.shape[:-1] for g in grads if g is not None), ())
+    total: Tensor | None = None
+    for kind, weight, g in reversed(list(zip(kinds, weights, rows, strict=True))):
+        if g is not None:
+            part = _product(TURNED[kind], weight, None, g)
+            total = part if total is None else total + part if _twice() else total.add_(part)
+    total = total.unflatten(0, shape) if total is not None else None
+    return total if first is None else first if total is None else total + first
+
+
+def _weight_gradients(
+    kind: str, x: Tensor | None, g: Tensor | None, weight: bool, bias: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """Of the weight and of the bias, where they are wanted."""
+    if g is None:
+        return None, None
+    found = None
+    if weight:
+        assert x is not None
+        rows = x.flatten(0, -2)
+        found = g.t() @ rows if kind == LINEAR else rows.t() @ g
+    return found, g.sum(0) if bias else None
