@@ -11,9 +11,11 @@ from autotp.errors import InputError
 from autotp.log import dump, log
 
 from .base import Optimisation, Setting
+from .bucket import Bucket
 from .kernels import Kernels
+from .micro_pipeline import MicroPipeline
 
-OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(),)
+OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket())
 
 Switches = bool | Mapping[str, bool] | None
 
