@@ -20,38 +20,56 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .compat import c10d_ops
+from .compat import below_autograd, c10d_ops
+
+Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
 
 _wait = c10d_ops.wait_tensor.default
 _all_reduce = c10d_ops.all_reduce.default
 _all_gather = c10d_ops.all_gather_into_tensor.default
 _reduce_scatter = c10d_ops.reduce_scatter_tensor.default
 _all_to_all = c10d_ops.all_to_all_single.default
-Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
-Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
 
 
 def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """This rank's result of a functional collective over the process group named `group`."""
-    return finish(primitive, start(primitive, x, reduction, tp=tp, group=group), x.dtype)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
+    with below_autograd():  # nothing is recorded here, and torch would ask Python twice whether it is
+        return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
 
 
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """The collective begun: what it gives may be read after `finish` only."""
-    wire = _encode(x)
-    reduction = "max" if x.dtype == torch.bool else reduction  # a sum of booleans is "any"
-    if primitive == "all_reduce":
-        return c10d_ops.all_reduce(wire, reduction, group)
-    if primitive == "all_gather":
-        return c10d_ops.all_gather_into_tensor(wire.unsqueeze(0), tp, group)
-    if primitive == "reduce_scatter":
-        return c10d_ops.reduce_scatter_tensor(wire, reduction, tp, group)
-    return c10d_ops.all_to_all_single(wire, [1] * tp, [1] * tp, group)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _start(primitive, x, reduction, tp, group)
+    with below_autograd():
+        return _start(primitive, x, reduction, tp, group)
 
 
 def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
     """The result of what `start` gave, for values of this type: waits for it."""
-    out = _decode(c10d_ops.wait_tensor(started), dtype)
+    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+        return _finish(primitive, started, dtype)
+    with below_autograd():
+        return _finish(primitive, started, dtype)
+
+
+def _start(primitive: Primitive, x: Tensor, reduction: str, tp: int, group: str) -> Tensor:
+    wire = _encode(x)
+    reduction = "max" if x.dtype == torch.bool else reduction  # a sum of booleans is "any"
+    if primitive == "all_reduce":
+        return _all_reduce(wire, reduction, group)
+    if primitive == "all_gather":
+        return _all_gather(wire.unsqueeze(0), tp, group)
+    if primitive == "reduce_scatter":
+        return _reduce_scatter(wire, reduction, tp, group)
+    return _all_to_all(wire, [1] * tp, [1] * tp, group)
+
+
+def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
+    out = _decode(_wait(started), dtype)
     return out.squeeze(0) if primitive == "reduce_scatter" else out
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -16,12 +18,16 @@ from torch import fx
 from torch._library.custom_ops import CustomOpDef
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.tensor import DTensor
 from torch.export import _trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
+
+VARIANTS = 64
 
 # Functional collectives as dispatcher ops: the compiler sees them, fake tensors pass through them.
 c10d_ops: Any = torch.ops._c10d_functional
@@ -33,6 +39,25 @@ tree_map_only = pytree.tree_map_only
 tree_unflatten = pytree.tree_unflatten
 TreeSpec = pytree.TreeSpec
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
+
+
+def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a variant:
+    torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
+    more = {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+def has_symmetric_memory() -> bool:
+    """Whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
+    return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()
+
+
+def use_symmetric_memory(group: str) -> None:
+    """Let torch's micro-pipeline pass fuse the collectives of this group: until this is said it skips them silently."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that nobody need say so: that pass still asks (torch 2.13)
+        symmetric_memory.enable_symm_mem_for_group(group)  # pyright: ignore[reportArgumentType]
 
 
 def named_leaves(tree: Any) -> dict[str, Any]:
@@ -228,6 +253,19 @@ def read_shape_env(env: ShapeEnv | None) -> tuple[dict, dict, list[sympy.Basic]]
 
 def _bound(x: Any, otherwise: int) -> int:
     return int(x) if getattr(x, "is_Integer", False) else otherwise
+
+
+def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part as a DTensor that lies as `like` does; outside of autograd, where it costs a tenth of
+    `DTensor.from_local`.
+
+    The two share what says how they lie, as a DTensor and its views do.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+# Within it operators are called below autograd: where nothing is recorded, the functional collectives cost a third.
+below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
 def flat_mesh(mesh: Any) -> Any:

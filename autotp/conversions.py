@@ -140,8 +140,8 @@ KINDS: dict[tuple[str, str], Kind] = {
 
 def key(src: Spec, dst: Spec) -> tuple[str, str]:
     """The entry of `KINDS` for a conversion."""
-    other = src[0] == dst[0] == "S" and src[1] == dst[1]
-    return src[0], "S'" if other else dst[0]
+    a, b = src[0], dst[0]
+    return a, "S'" if a == b == "S" and src[1] == dst[1] else b
 
 
 def kind_of(src: Spec, dst: Spec) -> Kind:
@@ -191,6 +191,16 @@ def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
     return FUNCTIONS[kind_of(src, dst).name]
 
 
+def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
+    """The same algorithm on one rank, between processes."""
+    kind = kind_of(src, dst)
+    if kind.pre is not nothing:
+        x = kind.pre(x, src, dst, rank, tp)
+    if kind.primitive is not None:
+        x = collectives.real(kind.primitive, x, src[1] if src[0] == "P" else "sum", tp=tp, group=group)
+    return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
+
+
 def _run(xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, exchange: Exchange) -> list[Tensor]:
     """The one algorithm, for the ranks that are present."""
     kind = kind_of(src, dst)
@@ -217,17 +227,14 @@ class _Real(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
         ctx.conversion = src, dst, rank, tp, group
-
-        def exchange(primitive: Primitive, ys: list[Tensor], reduction: str) -> list[Tensor]:
-            return [collectives.real(primitive, ys[0], reduction, tp=tp, group=group)]
-
         # Detached, it is no view in autograd's eyes: users may change what a model returns in place.
-        return _run([x], src, dst, [rank], tp, exchange)[0].detach()
+        return _alone(x, src, dst, rank, tp, group).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst, rank, tp, group = ctx.conversion
-        return _Real.apply(grad, dual(dst), dual(src), rank, tp, group), None, None, None, None, None
+        convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
+        return convert(grad, dual(dst), dual(src), rank, tp, group), None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 
+from .compat import like_dtensor
 from .layouts import Layout, Shard, chunk
 
 
@@ -124,7 +125,7 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
-        ctx.specs = [(p.device_mesh, p.placements, p.shape, p.stride()) for p in parameters]  # type: ignore[attr-defined]
+        ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         locals_ = tuple(p.to_local().detach() for p in parameters)  # type: ignore[attr-defined]
         frozen = [t for t, wanted in zip(locals_, ctx.needs_input_grad, strict=True) if not wanted]
@@ -133,10 +134,15 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return tuple(
-            None if g is None else DTensor.from_local(g, mesh, placements, run_check=False, shape=shape, stride=stride)
-            for g, (mesh, placements, shape, stride) in zip(grads, ctx.specs, strict=True)
-        )
+        made = _recorded if torch.is_grad_enabled() else like_dtensor
+        return tuple([None if g is None else made(g, p) for g, p in zip(grads, ctx.parameters, strict=True)])
+
+
+def _recorded(local: Tensor, like: DTensor) -> DTensor:
+    """As `compat.like_dtensor`, seen by autograd."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
 
 
 def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
