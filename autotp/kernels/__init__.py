@@ -17,6 +17,6 @@ CUDA too. What holds for every kernel:
 - Twins are written for any floating dtype and compute in float32 at least, so that they can be checked in float64.
 """
 
-from . import bias_gelu, gated
+from . import bias_gelu, cross_entropy, dropout, embedding, gated, norm, rotary
 
-__all__ = ["bias_gelu", "gated"]
+__all__ = ["bias_gelu", "cross_entropy", "dropout", "embedding", "gated", "norm", "rotary"]

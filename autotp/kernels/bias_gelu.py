@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from .common import (
-    PROGRAMS,
     as_rows,
     check_floats,
     check_vector,
@@ -16,6 +15,7 @@ from .common import (
     empty_like,
     jit,
     power_of_two,
+    programs,
     register,
     tiles,
     tl,
@@ -76,9 +76,9 @@ def _launch_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple
         return to_x, torch.zeros_like(bias)
     tile = power_of_two(columns, TILE)
     across = tiles(columns, tile)
-    programs = min(n, tiles(PROGRAMS, across))
-    sums = torch.empty((programs, columns), dtype=torch.float32, device=x.device)
-    _backward[programs, across](
+    count = min(n, tiles(programs(x, 8), across))
+    sums = torch.empty((count, columns), dtype=torch.float32, device=x.device)
+    _backward[count, across](
         d, rows, bias, to_x, sums, n, columns, d.stride(0), rows.stride(0), KIND=ACTIVATIONS[_kind(tanh)], TILE=tile
     )
     return to_x, sums.sum(0).to(bias.dtype)

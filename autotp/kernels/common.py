@@ -18,7 +18,6 @@ except ImportError:  # optional: every operator then runs its twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = torch.float32
-PROGRAMS = 1024  # that share the rows of a sum over rows: a few for each multiprocessor
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 Function = Callable[..., Any]
 
@@ -123,6 +122,11 @@ def power_of_two(n: int, most: int) -> int:
 def tiles(n: int, size: int) -> int:
     """How many tiles of this size cover n."""
     return -(-n // size)
+
+
+def programs(x: Tensor, each: int) -> int:
+    """How many programs share the rows of a sum over rows: `each` for every multiprocessor of the tensor's device."""
+    return each * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
 
 
 def empty_like(x: Tensor, shape: Sequence[int] | torch.Size | None = None) -> Tensor:

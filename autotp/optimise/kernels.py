@@ -12,12 +12,20 @@ from torch import fx
 from autotp.kernels.common import available
 
 from .base import Optimisation, Setting
+from .patterns_norm import norm, norm_of_sum
 from .patterns_pointwise import bias_then_gelu, gate
+from .patterns_rotary import rotate
+from .patterns_vocabulary import look_up, sum_in_one_pass
 
 # Kernel, and what puts it in where an expression ends in the node: it returns the new call. Tried in this order.
 PATTERNS: tuple[tuple[str, Callable[[fx.Node], fx.Node | None]], ...] = (
+    ("add_norm", norm_of_sum),
+    ("norm", norm),
     ("gated", gate),
     ("bias_gelu", bias_then_gelu),
+    ("rotary", rotate),
+    ("vocabulary_rows", look_up),
+    ("class_terms", sum_in_one_pass),
 )
 FASTER: frozenset[str] = frozenset()  # than what Inductor makes of the same graph, by the table in docs/performance.md
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -151,15 +152,35 @@ def placed(scope: tuple[str, ...]) -> dict[str, Any]:
     return {"scope": scope, "path": tuple(p for p in scope if not is_region(p))}
 
 
-def put(target: Callable[..., Any], args: tuple[Any, ...], nodes: Sequence[fx.Node], out: fx.Node) -> fx.Node:
-    """A call in the place of these nodes, whose result was that of `out`, the last of them; they are erased.
+def put(
+    target: Callable[..., Any], args: tuple[Any, ...], nodes: Sequence[fx.Node], out: fx.Node, *others: fx.Node | None
+) -> fx.Node:
+    """A call in the place of these nodes, which are erased.
 
     It belongs to the innermost module that holds them all, so that the module tree stays as it is.
+
+    Args:
+        target, args: of the call.
+        nodes: what it computes.
+        out: the last of them, whose value the call gives; with `others` its first result.
+        others: whose values its next results are; None for one that nothing reads.
+
+    Returns:
+        The call.
     """
+    outs, own = [out, *others], placed(scope_of(nodes))
     with out.graph.inserting_before(out):
         new = out.graph.call_function(target, args)
-    new.meta = {**out.meta, **placed(scope_of(nodes))}
-    out.replace_all_uses_with(new)
+        items = [out.graph.call_function(operator.getitem, (new, i)) for i in range(len(outs) if others else 0)]
+    new.meta = {k: v for k, v in out.meta.items() if not (others and k == "layout")} | own
+    if others:
+        new.meta["val"] = [None if old is None else old.meta["val"] for old in outs]
+    for old, item in zip(outs, items or [new], strict=True):
+        if old is not None:
+            item.meta = new.meta if item is new else {**old.meta, **own}
+            old.replace_all_uses_with(item)
+        elif item is not new:
+            out.graph.erase_node(item)
     erase(nodes)
     return new
 

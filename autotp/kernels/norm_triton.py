@@ -1,0 +1,214 @@
+"""LayerNorm and RMSNorm by Triton: statistics in float32, rows of any length, and a residual added on the way."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .common import as_rows, empty_like, jit, power_of_two, programs, tl
+
+WHOLE = 16384  # columns that a program holds at once; longer rows are read in pieces
+PIECE = 4096
+
+
+@jit
+def _value(x, residual, at, residual_at, inside, ADD: tl.constexpr):
+    """What is normalised, in float32: rounded to x's dtype after the addition, as it is stored."""
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + residual_at, mask=inside, other=0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@jit
+def _scaled(value, weight, bias, column, inside, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    if WEIGHT:
+        value *= tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+    return value
+
+
+@jit
+def _forward(
+    x, residual, weight, bias, out, total, stats, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row for each program, which holds it."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
+    if ADD:
+        tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
+    mean = 0.0
+    if CENTRED:
+        mean = tl.sum(value) / columns
+        value = tl.where(inside, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value) / columns + eps)
+    y = _scaled(value * scale, weight, bias, column, inside, WEIGHT, BIAS)
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(stats + row, mean)
+    tl.store(stats + tl.num_programs(0) + row, scale)
+
+
+@jit
+def _forward_in_pieces(
+    x, residual, weight, bias, out, total, stats, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for rows that are too long to hold: read for the mean, for the spread, and for the result."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = 0.0
+    if CENTRED:
+        added = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            added += _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
+        mean = tl.sum(added) / columns
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
+        value = tl.where(column < columns, value - mean, 0.0)
+        squares += value * value
+    scale = tl.rsqrt(tl.sum(squares) / columns + eps)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
+        if ADD:
+            tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
+        y = _scaled((value - mean) * scale, weight, bias, column, inside, WEIGHT, BIAS)
+        tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(stats + row, mean)
+    tl.store(stats + tl.num_programs(0) + row, scale)
+
+
+@jit
+def _normal_and_slope(
+    grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
+):  # fmt: skip
+    """The normalised value, the gradient that comes, and that gradient times the weight."""
+    normal = (tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) - mean) * scale
+    normal = tl.where(inside, normal, 0.0)
+    comes = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32)
+    return normal, comes, _scaled(comes, weight, weight, column, inside, WEIGHT, False)
+
+
+@jit
+def _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA: tl.constexpr):
+    if EXTRA:
+        value += tl.load(extra + row * extra_row + column, mask=inside, other=0).to(tl.float32)
+    tl.store(to_x + row * columns + column, value.to(to_x.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every n-th row; `sums` takes those of grad times the normalised value and of grad, [2, programs, columns]."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    to_weight = tl.zeros([BLOCK], tl.float32)
+    to_bias = tl.zeros([BLOCK], tl.float32)
+    for i in range(first, rows, step):
+        row = tl.cast(i, tl.int64)
+        mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+        normal, comes, g = _normal_and_slope(
+            grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT
+        )  # fmt: skip
+        value = g - normal * (tl.sum(g * normal) / columns)
+        if CENTRED:
+            value -= tl.sum(g) / columns
+        _store_gradient(to_x, extra, value * scale, row, column, columns, extra_row, inside, EXTRA)
+        to_weight += comes * normal
+        to_bias += comes
+    if SUMS:
+        tl.store(sums + first * columns + column, to_weight, mask=inside)
+        tl.store(sums + (step + first) * columns + column, to_bias, mask=inside)
+
+
+@jit
+def _backward_in_pieces(
+    grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The same for long rows: each program adds to its own sums in memory, which start as zeros."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    for i in range(first, rows, step):
+        row = tl.cast(i, tl.int64)
+        mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+        along, across = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            normal, comes, g = _normal_and_slope(
+                grad, x, weight, row, column, column < columns, mean, scale, grad_row, x_row, WEIGHT
+            )  # fmt: skip
+            along += g * normal
+            across += g
+        slope, level = tl.sum(along) / columns, 0.0
+        if CENTRED:
+            level = tl.sum(across) / columns
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < columns
+            normal, comes, g = _normal_and_slope(
+                grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT
+            )  # fmt: skip
+            value = (g - normal * slope - level) * scale
+            _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
+            if SUMS:
+                at = sums + first * columns + column
+                tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)
+                at += step * columns
+                tl.store(at, tl.load(at, mask=inside, other=0) + comes, mask=inside)
+        tl.debug_barrier()  # before the next row's loads of the sums, by whichever threads
+
+
+def _block(columns: int) -> tuple[bool, dict[str, int]]:
+    """Whether a program holds a whole row, and how a kernel is compiled for that."""
+    whole = columns <= WHOLE
+    block = power_of_two(columns, WHOLE) if whole else PIECE
+    return whole, {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+
+
+def forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised value, the sum (x itself where nothing is added), and mean and scale of every row."""
+    out, total, rows = empty_like(x), x if residual is None else empty_like(x), as_rows(x)
+    other = rows if residual is None else as_rows(residual)
+    n, columns = rows.shape
+    stats = torch.empty((2, n), dtype=torch.float32, device=x.device)
+    whole, compiled = _block(columns)
+    vectors = [x if v is None else v.contiguous() for v in (weight, bias)]
+    if n:
+        (_forward if whole else _forward_in_pieces)[n,](
+            rows, other, *vectors, out, total, stats, columns, eps, rows.stride(0), other.stride(0),
+            CENTRED=centred, ADD=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, **compiled,
+        )  # fmt: skip
+    return out, total, stats
+
+
+def backward(
+    grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, sums: bool, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient for x, and with `sums` those for weight and bias as [2, columns] in float32, otherwise empty."""
+    to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
+    other = d if extra is None else as_rows(extra)
+    n, columns = rows.shape
+    whole, compiled = _block(columns)
+    count = min(n, programs(x, 2))
+    make = torch.empty if whole and n else torch.zeros
+    summed = make((2, count, columns) if sums else (0, 0), dtype=torch.float32, device=x.device)
+    if n:
+        (_backward if whole else _backward_in_pieces)[count,](
+            d, other, rows, stats, x if weight is None else weight.contiguous(), to_x, summed, n, columns,
+            d.stride(0), other.stride(0), rows.stride(0),
+            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, SUMS=sums, **compiled,
+        )  # fmt: skip
+    return to_x, summed.sum(1)
