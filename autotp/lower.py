@@ -12,6 +12,7 @@ from torch import fx
 from autotp.cost import Cluster
 from autotp.optimise import Setting, optimise, read_switches
 
+from . import compat, symmetric
 from .errors import InputError
 from .objective import TRAINING, Objective
 from .rewrite import Place
@@ -46,18 +47,26 @@ class Lowering:
             raise InputError(f"backend={backend!r} is not known; choose {', '.join(known)}, or pass a function.")
         return cls(backend, options, read_switches(switches))
 
-    def compiler(self) -> Compiler | None:
+    def compiler(self, graph: fx.Graph) -> Compiler | None:
         """What compiles one program; None where it runs as it is."""
         if self.backend == EAGER:
             return None
         options = dict(self.options) if self.options is not None else None
-        return Compiler(lambda f: torch.compile(f, fullgraph=True, backend=self.backend, options=options))
+        ready = sum(node.target in symmetric.FORMS.values() for node in graph.nodes)
+        fused = symmetric.Fused(ready) if ready else None
+        options = fused.options(options) if fused is not None else options
+        return Compiler(lambda f: compat.compile_whole(f, self.backend, options), fused)
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")
 
     def priced(self, cluster: Cluster, objective: Objective) -> Lowering:
         """The same, for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
-    def optimised(self, graph: fx.Graph, place: Place, device: torch.device) -> tuple[str, ...]:
-        """Optimise one rank's graph in place; what fired, in words."""
-        setting = Setting(place, self.cluster, self.objective, device, self.backend != EAGER)
+    def optimised(self, graph: fx.Graph, place: Place, device: torch.device, held: float) -> tuple[str, ...]:
+        """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired, in words."""
+        setting = Setting(place, self.cluster, self.objective, device, self.name, held)
         return optimise(graph, setting, self.switches)

@@ -28,6 +28,7 @@ from .randomness import SEEDS, seeds
 from .ranks import Ranks, agree, no_ranks_error, together
 from .report import render_graph
 from .rewrite import Place, Sharded, specialise
+from .segments import Compiler
 from .storage import Storage
 from .tree import Assembler, Part, Read
 
@@ -39,6 +40,7 @@ class Program:
     Attributes:
         form: of the call that it was captured with.
         seeds: how many operators draw by counters.
+        fired: what became of each optimisation; `compiler`: what compiles it.
     """
 
     capture: Capture
@@ -47,6 +49,8 @@ class Program:
     key: int
     form: Form
     seeds: int = 0
+    fired: tuple[tuple[str, str], ...] = ()
+    compiler: Compiler | None = None
 
 
 @dataclass
@@ -87,13 +91,12 @@ class ShardedModule(Part):
     original's names and shapes. The original's modules can be hooked, checkpointed and wrapped one by one.
 
     Attributes:
-        plan: the `Plan` it runs.
         config: the original's `config`, where it has one.
     """
 
     def __init__(self, model: nn.Module, plan: Plan, source: Source) -> None:
         super().__init__(model)
-        self.plan = plan
+        self._plan = plan
         self.config = getattr(source.bare, "config", None)
         self._source = source
         self._parts: dict[str, nn.Module] = {}  # by the original's path; every module of the original has one
@@ -116,8 +119,8 @@ class ShardedModule(Part):
 
         With dp each dp rank passes its slice of the batch, and gets the outputs of its slice.
         """
-        if self._source.ranks is None and self._source.tp * self.plan.batch.size > 1:
-            raise no_ranks_error(self._source.tp, self.plan.batch.size)
+        if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
+            raise no_ranks_error(self._source.tp, self._plan.batch.size)
         flat, spec = compat.tree_flatten((args, kwargs))
         key = (self._mode(), *signature(flat, spec))
         known = self._known.get(key)
@@ -205,7 +208,7 @@ class ShardedModule(Part):
         source, key = self._source, len(self._programs_made)
         places = _places(source)
         graph = specialise(sharded, places)
-        fired = source.lowering.optimised(graph, places["tp"], source.device)
+        fired = source.lowering.optimised(graph, places["tp"], source.device, self.plan.memory.peak)
         reads, inputs, count = [], [], 0
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":
@@ -215,15 +218,13 @@ class ShardedModule(Part):
             elif node.users:
                 name = source.aliases.get(leaf.name, leaf.name)
                 reads.append(Read(node, name, self._storages.get(name) if leaf.kind == "parameter" else None))
-        if self.plan.batch.size > 1 and source.ranks is not None:
+        if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
-        compiler = source.lowering.compiler()
+        compiler = source.lowering.compiler(graph)
         Assembler(self._parts, graph, reads, key, constants, compiler).build(inputs)
-        fired += (f"{source.lowering.backend}: {compiler.told()}",) if compiler is not None else ()
-        self.plan = self.plan.running(fired)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
-        self._programs_made.append(Program(captured, sharded, graph, key, called, count))
+        self._programs_made.append(Program(captured, sharded, graph, key, called, count, fired, compiler))
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
@@ -289,6 +290,17 @@ class ShardedModule(Part):
     # ---- looking at it ---------------------------------------------------------------------------------------------
 
     @property
+    def plan(self) -> Plan:
+        """The plan it runs; printed, it says what became of every optimisation in the latest program, as of now."""
+        if not self._programs_made:
+            return self._plan
+        latest = self._programs_made[-1]
+        told = dict(latest.fired)
+        if latest.compiler is not None:
+            told.update(latest.compiler.told(self._source.lowering.name))
+        return self._plan.running(tuple(f"{name}: {what}" for name, what in told.items()))
+
+    @property
     def graph(self) -> str:
         """The latest program of this rank as readable text; every collective is named by its kind (f, f*, g, g*)."""
         if not self._programs_made:
@@ -301,7 +313,7 @@ class ShardedModule(Part):
         for part in self._parts.values():
             if isinstance(part, Part):
                 memo[id(part._programs)] = {}
-        shared = {"plan", "_source", "_storages", "config"}
+        shared = {"_plan", "_source", "_storages", "config"}
         for k, v in self.__dict__.items():
             new.__dict__[k] = v if k in shared else [] if k == "_programs_made" else {} if k == "_known" else None
         for k in self.__dict__.keys() - shared - {"_programs_made", "_known"}:

@@ -6,13 +6,15 @@ tensors and sizes flow in: parameters are read off the tree outside, so that all
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 
 from .recompute import module_of
+from .symmetric import Fused
 
 Function = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -24,11 +26,13 @@ class Compiler:
 
     Attributes:
         compile: what compiles one function.
+        fused: counts what the micro-pipeline pass fuses, where that is switched on.
         made: structure of a stretch -> what was compiled for it.
         stretches: how many were asked for.
     """
 
     compile: Callable[[Function], Function]
+    fused: Fused | None = None
     made: dict[Any, Function] = field(default_factory=dict)
     stretches: int = 0
 
@@ -40,15 +44,38 @@ class Compiler:
             name: for tracebacks; that of the first of equal stretches is kept.
             shapes: what flows in, one for each placeholder: stretches that differ in it are not shared.
         """
+        if not any(n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) for n in graph.nodes):
+            return _function(graph, name)  # sizes alone
         self.stretches += 1
         key = (tuple(shapes), structure(graph))
         if key not in self.made:
-            self.made[key] = self.compile(fx.GraphModule(nn.Module(), graph, name).forward)
+            self.made[key] = self._by_mode(graph, name)
         return self.made[key]
 
-    def told(self) -> str:
-        """What became of it, in words."""
-        return f"{self.stretches} parts of the program, {len(self.made)} of them different, each compiled once"
+    def _by_mode(self, graph: fx.Graph, name: str) -> Function:
+        """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
+        made: dict[bool, Function] = {}
+
+        def run(*args: Any) -> Any:
+            graded = torch.is_grad_enabled()
+            if graded not in made:
+                made[graded] = self.compile(_function(graph, name))
+            return made[graded](*args)
+
+        return run
+
+    def told(self, backend: str) -> Iterator[tuple[str, str]]:
+        """What became of it until now: names, the backend's first, and words."""
+        yield (
+            backend,
+            f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions",
+        )
+        if self.fused is not None:
+            yield "micro_pipeline", self.fused.told()
+
+
+def _function(graph: fx.Graph, name: str) -> Function:
+    return fx.GraphModule(nn.Module(), graph, name).forward
 
 
 def structure(graph: fx.Graph) -> tuple[Any, ...]:

@@ -22,14 +22,21 @@ class Setting:
         cluster: the machines, for what an optimisation costs and saves.
         objective: "training" and so on: whether there is a backward.
         device: where the rank computes.
-        compiled: the program goes through `torch.compile` afterwards.
+        backend: name of what runs the program: "eager", or a backend of `torch.compile`.
+        held: bytes that the fullest rank holds, by the memory model.
     """
 
     place: Place
     cluster: Cluster
     objective: Objective
     device: torch.device
-    compiled: bool = False
+    backend: str = "eager"
+    held: float = 0.0
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the program goes through `torch.compile` afterwards."""
+        return self.backend != "eager"
 
 
 @dataclass(frozen=True)

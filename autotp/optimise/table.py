@@ -13,9 +13,11 @@ from autotp.log import dump, log
 from .base import Optimisation, Setting
 from .bucket import Bucket
 from .kernels import Kernels
+from .overlap import Overlap
+from .regather import Regather
 from .micro_pipeline import MicroPipeline
 
-OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket())
+OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather())
 
 Switches = bool | Mapping[str, bool] | None
 
