@@ -1,0 +1,161 @@
+"""Cross entropy over the classes that a rank has: what it needs of the scores, in one pass over them.
+
+`autotp::class_terms` gives for each example the largest of this rank's scores, the sum of exponentials by that, and the
+target's score. From the maximum over the ranks `autotp::class_sums_of` makes what `autotp::class_sums` gives, out of a
+few numbers an example: the running sum of Milakov and Gimelshein 2018, over blocks of classes and then over ranks. The
+gradient is `autotp::class_sums_backward`: it reads the scores a second time and writes their gradient. No pass writes a
+copy of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.operators import class_sums, class_sums_backward
+
+from .common import DTYPES, WIDE, differentiable, jit, on_cuda, power_of_two, register, tiles, tl, wide
+
+TILE = 4096  # classes that a program reads at a time
+
+
+@jit
+def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.constexpr, TILE: tl.constexpr):
+    """One example: its classes are read once, from the left to the right."""
+    row = tl.program_id(0).to(tl.int64)
+    scores += row * row_step
+    most, pivot, total, parts = -float("inf"), 0.0, 0.0, 0.0
+    for start in range(0, classes, TILE):
+        column = (start + tl.arange(0, TILE)).to(tl.int64)
+        inside = column < classes
+        x = tl.load(scores + column * step, mask=inside, other=-float("inf")).to(tl.float32)
+        most = tl.maximum(most, tl.max(x, 0))
+        new = tl.where(most == -float("inf"), 0.0, most)  # of nothing but -inf the exponentials are 0, not nan
+        parts = parts * tl.exp(pivot - new) + tl.sum(tl.exp(x - new), 0)
+        if TOTAL:
+            total += start * (pivot - new) + tl.sum(tl.where(inside, x - new, 0.0), 0)
+        pivot = new
+    own = tl.load(target + row)
+    known = (own >= 0) & (own < classes)
+    score = tl.load(scores + tl.where(known, own, 0).to(tl.int64) * step, mask=known, other=0).to(tl.float32)
+    tl.store(out + row, most)
+    tl.store(out + examples + row, parts)
+    tl.store(out + 2 * examples + row, score)
+    if TOTAL:
+        tl.store(out + 3 * examples + row, total)
+
+
+@jit
+def _gradients(
+    grad, scores, most, target, out, examples, classes, row_step, step, TOTAL: tl.constexpr, TILE: tl.constexpr
+):
+    blocks = tl.cdiv(classes, TILE)
+    row = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
+    inside = column < classes
+    x = tl.load(scores + row * row_step + column * step, mask=inside, other=0).to(tl.float32)
+    found = tl.exp(x - tl.load(most + row).to(tl.float32)) * tl.load(grad + row)
+    found += tl.where(column == tl.load(target + row), tl.load(grad + examples + row), 0.0)
+    if TOTAL:
+        found += tl.load(grad + 2 * examples + row)
+    tl.store(out + row * classes + column, found.to(out.dtype.element_ty), mask=inside)
+
+
+def _launch_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
+    if scores.dtype not in DTYPES:
+        return class_terms(scores, target, total)
+    examples, classes = scores.shape
+    out = torch.empty((4 if total else 3, examples), dtype=WIDE, device=scores.device)
+    if examples:
+        tile = power_of_two(classes, TILE)
+        _terms[(examples,)](
+            scores, target.contiguous(), out, examples, classes, *scores.stride(), TOTAL=total, TILE=tile
+        )  # fmt: skip
+    return out
+
+
+def _launch_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
+    if scores.dtype not in DTYPES:
+        return class_sums(scores, most, target, total)
+    return class_sums_of(scores, most, target, _launch_terms(scores, target, total), total)
+
+
+def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
+    if scores.dtype not in DTYPES:
+        return class_sums_backward(grad, scores, most, target, total)
+    examples, classes = scores.shape
+    out = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
+    if out.numel():
+        tile = power_of_two(classes, TILE)
+        given = grad.to(WIDE).contiguous(), scores, most.contiguous(), target.contiguous(), out
+        _gradients[(examples * tiles(classes, tile),)](
+            *given, examples, classes, *scores.stride(), TOTAL=total, TILE=tile
+        )  # fmt: skip
+    return out
+
+
+def class_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
+    """What `class_sums` needs of the scores, by the largest of those that are here.
+
+    Args:
+        scores: of every example for the classes that are here, [examples, classes].
+        target: the class of every example, [examples]; one that is not here has the score 0.
+        total: give the fourth row too.
+
+    Returns:
+        [3 or 4, examples], in float32 at least: the largest score; the sum of exp(score - pivot), the pivot being that
+        score, or 0 where it is -inf; the target's score; the sum of all score - pivot.
+    """
+    x = wide(scores)
+    most = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
+    shifted = x - _pivot(most).unsqueeze(1)
+    known = (target >= 0) & (target < x.shape[1])
+    own = x.gather(1, torch.where(known, target, 0).unsqueeze(1)).squeeze(1) if x.shape[1] else most
+    rows = [most, shifted.exp().sum(1), torch.where(known, own, 0)]
+    return torch.stack([*rows, shifted.sum(1)] if total else rows)
+
+
+def class_sums_of(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor, total: bool) -> Tensor:
+    """`class_sums` from the terms of its scores, without reading these: see there, and `class_terms`."""
+    known = (target >= 0) & (target < scores.shape[1])
+    up = _pivot(terms[0]) - most
+    rows = [terms[1] * up.exp(), torch.where(known, terms[2] - most, 0)]
+    return torch.stack([*rows, terms[3] + scores.shape[1] * up] if total else rows)
+
+
+def _pivot(most: Tensor) -> Tensor:
+    return torch.where(most == -torch.inf, 0, most)
+
+
+def _fake_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
+    dtype = torch.promote_types(scores.dtype, WIDE)
+    return torch.empty((4 if total else 3, scores.shape[0]), dtype=dtype, device=scores.device)
+
+
+def _fake_sums(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor, total: bool) -> Tensor:
+    return terms.new_empty((3 if total else 2, scores.shape[0]))
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    scores, most, target, _, ctx.total = inputs
+    ctx.save_for_backward(scores, most, target)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    return OPS.class_sums_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
+
+
+OPS: Any = torch.ops.autotp
+register(
+    "class_terms(Tensor scores, Tensor target, bool total) -> Tensor",
+    twin=class_terms, launch=_launch_terms, fake=_fake_terms,
+)  # fmt: skip
+register(
+    "class_sums_of(Tensor scores, Tensor most, Tensor target, Tensor terms, bool total) -> Tensor",
+    twin=class_sums_of, launch=class_sums_of, fake=_fake_sums,
+)  # fmt: skip
+differentiable("class_sums_of", _gradient, _setup)
+on_cuda("class_sums", _launch_sums)
+on_cuda("class_sums_backward", _launch_backward)

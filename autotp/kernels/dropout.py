@@ -1,0 +1,113 @@
+"""Dropout and uniform numbers by global counter: the same numbers as `autotp.operators` draws, bit by bit.
+
+They run `autotp::counter_dropout` and `autotp::counter_uniform` on CUDA. The number of an element is drawn where the
+element is dropped and again for its gradient, so a forward reads x, writes the result, and keeps nothing but the seed.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from autotp.operators import counter_dropout, counter_uniform
+
+from .common import DTYPES, jit, on_cuda, power_of_two, tiles, tl
+
+TILE = 1024
+BITS = 24  # of a number, as in `counter_uniform`
+NOWHERE, ROWS, COLUMNS = range(3)  # what of an element says where it is in the whole
+
+
+@jit
+def _drawn(seed, index):
+    """The upper 24 bits of SplitMix64 for these indices (Steele, Lea and Flood 2014), as int32."""
+    state = index.to(tl.uint64) + tl.load(seed).to(tl.uint64) * 0x9E3779B97F4A7C15
+    x = state * 0x9E3779B97F4A7C15
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    x = x ^ (x >> 31)
+    return (x >> 40).to(tl.int32)
+
+
+@jit
+def _where(place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
+    """Of a program's elements: their column, their index in this part, and their index in the whole."""
+    blocks = tl.cdiv(columns, TILE)
+    row = tl.program_id(0).to(tl.int64) // blocks
+    column = tl.program_id(0).to(tl.int64) % blocks * TILE + tl.arange(0, TILE)
+    index = row * columns + column
+    if BY == 1:
+        index = (row // length * whole + tl.load(place + row % length)) * columns + column
+    if BY == 2:
+        index = row * whole + tl.load(place + column, mask=column < columns, other=0)
+    return column, row * columns + column, index
+
+
+@jit
+def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.constexpr, TILE: tl.constexpr):
+    column, here, index = _where(place, columns, length, whole, BY, TILE)
+    inside = column < columns
+    value = tl.load(x + here, mask=inside, other=0).to(tl.float32)
+    found = tl.where(_drawn(seed, index) >= least, tl.div_rn(value, keep), 0.0)
+    tl.store(out + here, found.to(out.dtype.element_ty), mask=inside)
+
+
+@jit
+def _draw(out, seed, place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
+    column, here, index = _where(place, columns, length, whole, BY, TILE)
+    number = _drawn(seed, index).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    tl.store(out + here, number.to(out.dtype.element_ty), mask=column < columns)
+
+
+def _launch_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], p: float) -> Tensor:
+    if x.dtype not in DTYPES or not _counts(x.shape, place, dim, whole):
+        return counter_dropout(x, seed, place, dim, whole, p)
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        rows, by, *sizes = _dealt(x.shape, place, dim, whole)
+        tile = power_of_two(sizes[0], TILE)
+        place = seed if place is None else place.contiguous()
+        given = x.contiguous(), out, seed, place, *sizes, _least(p), 1 - p if p < 1 else 1.0
+        _drop[(rows * tiles(sizes[0], tile),)](*given, BY=by, TILE=tile)
+    return out
+
+
+def _launch_uniform(
+    size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype
+) -> Tensor:
+    if dtype not in DTYPES or not _counts(size, place, dim, whole):
+        return counter_uniform(size, seed, place, dim, whole, dtype)
+    out = torch.empty(list(size), dtype=dtype, device=seed.device)
+    if out.numel():
+        rows, by, *sizes = _dealt(size, place, dim, whole)
+        tile = power_of_two(sizes[0], TILE)
+        place = seed if place is None else place.contiguous()
+        _draw[(rows * tiles(sizes[0], tile),)](out, seed, place, *sizes, BY=by, TILE=tile)
+    return out
+
+
+def _counts(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> bool:
+    """Whether all dimensions are whole but for the one of `place`: the others are then counted as they lie."""
+    return all(n == m or (place is not None and d == dim) for d, (n, m) in enumerate(zip(size, whole, strict=True)))
+
+
+def _dealt(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> tuple[int, ...]:
+    """Rows, how `place` counts, columns, and how many rows (or columns) of `place` there are: here, in the whole."""
+    if place is None:
+        return 1, NOWHERE, math.prod(size), 1, 1
+    if dim == len(size) - 1:
+        return math.prod(size[:-1]), COLUMNS, size[dim], size[dim], whole[dim]
+    return math.prod(size[: dim + 1]), ROWS, math.prod(size[dim + 1 :]), size[dim], whole[dim]
+
+
+def _least(p: float) -> int:
+    """The least number of 24 bits, as an integer, that `counter_uniform(...) >= p` keeps: torch compares in float32."""
+    return math.ceil(struct.unpack("f", struct.pack("f", p))[0] * 2**BITS)
+
+
+on_cuda("counter_dropout", _launch_dropout)
+on_cuda("counter_uniform", _launch_uniform)

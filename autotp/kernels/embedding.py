@@ -1,0 +1,110 @@
+"""Looking up in the rows of an embedding that a rank has: zeros for ids that are other ranks'.
+
+The forward reads ids and the rows that are here and writes the result, in one pass; mask and local index are never
+written. The gradient is torch's own `embedding_dense_backward`, which sorts the ids and adds up in float32 without
+atomics: a kernel has nothing to win there. Ids of other ranks and the padding go to a row of their own, after the last.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl
+
+aten = torch.ops.aten
+TILE = 2048
+IDS = (torch.int64, torch.int32)
+
+
+@jit
+def _look_up(weight, ids, out, start, rows, width, row_step, step, TILE: tl.constexpr):
+    blocks = tl.cdiv(width, TILE)
+    place = (tl.program_id(0) // blocks).to(tl.int64)
+    column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
+    row = tl.load(ids + place).to(tl.int64) - start
+    held = tl.where((row >= 0) & (row < rows), width, 0)
+    found = tl.load(weight + row * row_step + column * step, mask=column < held, other=0)
+    tl.store(out + place * width + column, found, mask=column < width)
+
+
+def _launch(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
+    known = (ids >= 0) & (ids < vocabulary)
+    aten._assert_async.msg(known.all(), f"autotp: an id is none of the embedding's {vocabulary} rows")
+    rows, width = weight.shape
+    out = torch.empty((*ids.shape, width), dtype=weight.dtype, device=weight.device)
+    if out.numel():
+        tile = power_of_two(width, TILE)
+        grid = (ids.numel() * tiles(width, tile),)
+        _look_up[grid](weight, ids.contiguous(), out, start, rows, width, *weight.stride(), TILE=tile)
+    return out
+
+
+def vocabulary_rows(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
+    """This rank's summand of an embedding whose vocabulary is dealt out: the rows that are here, zeros for the others.
+
+    Args:
+        weight: the rows of the ids from `start` on, [rows, width]; there may be none.
+        ids: any shape; each from 0 to vocabulary - 1.
+        start: the id of the first row. vocabulary: how many ids there are on all ranks.
+        padding: an id whose row gets no gradient; -1 for none.
+
+    Returns:
+        [*ids.shape, width], contiguous.
+
+    Raises:
+        IndexError: an id is no row of the whole; on CUDA the device's assertion fails.
+    """
+    rows = weight.shape[0]
+    mine = (ids >= start) & (ids < start + rows)
+    table = weight if rows else weight.new_zeros((1, weight.shape[1]))
+    known = (ids >= 0) & (ids < vocabulary)
+    found = aten.embedding.default(table, torch.where(known, torch.where(mine, ids - start, 0), table.shape[0]))
+    return torch.where(mine.unsqueeze(-1), found, 0)
+
+
+def vocabulary_rows_backward(grad: Tensor, ids: Tensor, start: int, rows: int, padding: int) -> Tensor:
+    """The gradient of `vocabulary_rows` for the weight, on every device."""
+    mine = (ids >= start) & (ids < start + rows) & (ids != padding)
+    index = torch.where(mine, ids - start, rows)
+    return aten.embedding_dense_backward.default(grad, index, rows + 1, rows, False)[:rows]
+
+
+def _check(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> None:
+    check_floats("vocabulary_rows", weight=weight)
+    if weight.ndim != 2 or ids.dtype not in IDS:
+        given = f"{list(weight.shape)} and {str(ids.dtype).removeprefix('torch.')}"
+        refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {given}")
+
+
+def _fake(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
+    return torch.empty((*ids.shape, weight.shape[1]), dtype=weight.dtype, device=weight.device)
+
+
+def _fake_backward(grad: Tensor, ids: Tensor, start: int, rows: int, padding: int) -> Tensor:
+    return torch.empty((rows, grad.shape[-1]), dtype=grad.dtype, device=grad.device)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    weight, ids, ctx.start, _, ctx.padding = inputs
+    ctx.rows = weight.shape[0]
+    ctx.save_for_backward(ids)
+
+
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+    (ids,) = ctx.saved_tensors
+    return OPS.vocabulary_rows_backward(grad, ids, ctx.start, ctx.rows, ctx.padding), None, None, None, None
+
+
+OPS: Any = torch.ops.autotp
+register(
+    "vocabulary_rows(Tensor weight, Tensor ids, int start, int vocabulary, int padding) -> Tensor",
+    twin=vocabulary_rows, launch=_launch, fake=_fake, check=_check,
+)  # fmt: skip
+register(
+    "vocabulary_rows_backward(Tensor grad, Tensor ids, int start, int rows, int padding) -> Tensor",
+    twin=vocabulary_rows_backward, launch=vocabulary_rows_backward, fake=_fake_backward,
+)  # fmt: skip
+differentiable("vocabulary_rows", _gradient, _setup)

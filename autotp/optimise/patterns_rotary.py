@@ -1,0 +1,147 @@
+"""Where rotary embeddings are in a graph: `x * cos + turned(x) * sin`, every pair (a, b) turned to (-b, a)."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from autotp.kernels.common import DTYPES
+from autotp.kernels.rotary import MOST_DIMS
+from autotp.rules.core import aten, sizes
+
+from .matching import calls, closed, put, value_of, whole_along
+
+OPS: Any = torch.ops.autotp
+
+
+class _Turned(NamedTuple):
+    """A value with its pairs turned, and the nodes that do it."""
+
+    x: fx.Node
+    interleaved: bool
+    nodes: tuple[fx.Node, ...]
+
+
+class _Part(NamedTuple):
+    """Of every pair of a value one element: the first of them, or the second."""
+
+    x: fx.Node
+    second: bool
+    nodes: tuple[fx.Node, ...]
+
+
+def rotate(node: fx.Node) -> fx.Node | None:
+    """A sum of two products, of a value and of the same value turned."""
+    if not calls(node, aten.add) or len(node.args) != 2 or node.kwargs:
+        return None
+    terms: Any = node.args
+    for plain, turning in (terms, terms[::-1]):
+        for product, sin in _factors(turning):
+            turned = _turned(product)
+            cos = next((c for x, c in _factors(plain) if turned is not None and x is turned.x), None)
+            if turned is None or cos is None or not isinstance(sin, fx.Node):
+                continue
+            nodes = (node, plain, turning, *turned.nodes)
+            if _fits(turned.x, cos, sin, node) and closed(nodes, (node,)):
+                return put(OPS.rotary.default, (turned.x, cos, sin, turned.interleaved), nodes, node)
+    return None
+
+
+def _factors(product: Any) -> list[tuple[Any, Any]]:
+    """The factors of a product in either order; none where it is none."""
+    if not calls(product, aten.mul) or not all(isinstance(x, fx.Node) for x in product.args):
+        return []
+    a, b = product.args
+    return [(a, b), (b, a)]
+
+
+def _fits(x: fx.Node, cos: fx.Node, sin: fx.Node, out: fx.Node) -> bool:
+    """What the kernel takes: the tables have all of the last dimension and broadcast to x, which stays whole there."""
+    shape = sizes(value_of(x))
+    values = [value_of(n) for n in (x, cos, sin)]
+    return (
+        all(v.dtype in DTYPES and v.ndim and sizes(v)[-1] == shape[-1] for v in values)
+        and sizes(value_of(out)) == shape
+        and len(shape) <= MOST_DIMS
+        and all(whole_along(n, -1) for n in (cos, sin, out))
+    )
+
+
+def _turned(node: Any) -> _Turned | None:
+    """A value that is another one turned: by its halves, or by neighbours."""
+    if calls(node, aten.cat):
+        joined, between, interleaved = node, (), False
+    elif calls(node, aten.reshape, aten.view, aten.flatten) and calls(node.args[0], aten.stack):
+        joined, between, interleaved = node.args[0], (node,), True
+    else:
+        return None
+    pair, dim = joined.args[0], joined.args[1] if len(joined.args) > 1 else 0
+    if len(pair) != 2 or dim not in (-1, value_of(joined).ndim - 1) or not calls(pair[0], aten.neg):
+        return None
+    part = _neighbour if interleaved else _half
+    other, one = part(pair[0].args[0]), part(pair[1])
+    if one is None or other is None or one.x is not other.x or one.second or not other.second:
+        return None
+    if sizes(value_of(node)) != sizes(value_of(one.x)):
+        return None
+    return _Turned(one.x, interleaved, (*between, joined, pair[0], *one.nodes, *other.nodes))
+
+
+def _half(node: Any) -> _Part | None:
+    """One half of the last dimension."""
+    found = _piece(node)
+    if found is None or found[3] != 1:
+        return None
+    x, start, end, _ = found
+    width = sizes(value_of(x))[-1]
+    if (2 * start, 2 * end) not in ((0, width), (width, 2 * width)):
+        return None
+    return _Part(x, start > 0, (node,))
+
+
+def _neighbour(node: Any) -> _Part | None:
+    """Every other element of the last dimension, from the first or the second on."""
+    found = _piece(node)
+    if found is None or found[1] not in (0, 1) or found[3] != 2:
+        return None
+    x, start, end, _ = found
+    width = sizes(value_of(x))[-1]
+    return _Part(x, start == 1, (node,)) if width % 2 == 0 and end == width else None
+
+
+def _piece(node: Any) -> tuple[Any, int, int, int] | None:
+    """What is cut from the last dimension of which value, which is whole there: start, end and step."""
+    cut, place = node.args if _is_item(node) else (node, 0)
+    if not calls(cut, aten.slice, aten.split_with_sizes, aten.split, aten.chunk) or cut.kwargs:
+        return None
+    x, *options = cut.args
+    width = sizes(value_of(x))[-1]
+    if calls(cut, aten.slice):
+        dim, start, end, step = (*options, *(0, None, None, 1)[len(options) :])
+        start, end = start or 0, width if end is None else end
+    else:
+        into, dim, step = (*options, 0)[0], (*options, 0)[1], 1
+        start, end = _between(into, place, width, calls(cut, aten.chunk))
+    if dim not in (-1, value_of(x).ndim - 1) or not whole_along(x, -1):
+        return None
+    numbers = [n for n in (width, start, end, step) if isinstance(n, int) and n >= 0]
+    return (x, start, min(end, numbers[0]), step) if len(numbers) == 4 else None
+
+
+def _is_item(node: Any) -> bool:
+    """Whether this is one of several results."""
+    return isinstance(node, fx.Node) and node.target is operator.getitem
+
+
+def _between(into: Any, place: int, width: Any, chunks: bool) -> tuple[Any, Any]:
+    """Where a piece of a dimension starts and ends, cut into pieces of these sizes, of this size, or into so many."""
+    if isinstance(into, list | tuple):
+        known = all(isinstance(n, int) for n in into)
+        return (sum(into[:place]), sum(into[: place + 1])) if known else (-1, -1)
+    if not isinstance(width, int):
+        return -1, -1
+    length = -(-width // into) if chunks else into
+    return place * length, (place + 1) * length
