@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from autotp.cost import Cluster
-from autotp.optimise import Setting, optimise, read_switches
+from autotp.optimise import Fired, Setting, optimise, read_switches
 
 from . import compat, symmetric
 from .errors import InputError
@@ -66,7 +66,7 @@ class Lowering:
         """The same, for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
-    def optimised(self, graph: fx.Graph, place: Place, device: torch.device, held: float) -> tuple[str, ...]:
-        """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired, in words."""
+    def optimised(self, graph: fx.Graph, place: Place, device: torch.device, held: float) -> Fired:
+        """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired."""
         setting = Setting(place, self.cluster, self.objective, device, self.name, held)
         return optimise(graph, setting, self.switches)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import checkpoint
+from autotp.optimise import Fired
 
 from . import compat, data_parallel, state
 from .calls import Form, form, signature
@@ -49,7 +50,7 @@ class Program:
     key: int
     form: Form
     seeds: int = 0
-    fired: tuple[tuple[str, str], ...] = ()
+    fired: Fired = ()
     compiler: Compiler | None = None
 
 
@@ -208,7 +209,7 @@ class ShardedModule(Part):
         source, key = self._source, len(self._programs_made)
         places = _places(source)
         graph = specialise(sharded, places)
-        fired = source.lowering.optimised(graph, places["tp"], source.device, self.plan.memory.peak)
+        fired = source.lowering.optimised(graph, places["tp"], source.device, self._plan.memory.peak)
         reads, inputs, count = [], [], 0
         for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             if leaf.kind == "input":

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .base import Optimisation, Setting
-from .table import OPTIMISATIONS, Switches, optimise, read_switches
+from .table import OPTIMISATIONS, Fired, Switches, optimise, read_switches
 
-__all__ = ["OPTIMISATIONS", "Optimisation", "Setting", "Switches", "optimise", "read_switches"]
+__all__ = ["OPTIMISATIONS", "Fired", "Optimisation", "Setting", "Switches", "optimise", "read_switches"]

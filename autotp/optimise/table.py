@@ -13,12 +13,13 @@ from autotp.log import dump, log
 from .base import Optimisation, Setting
 from .bucket import Bucket
 from .kernels import Kernels
+from .micro_pipeline import MicroPipeline
 from .overlap import Overlap
 from .regather import Regather
-from .micro_pipeline import MicroPipeline
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather())
 
+Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
 Switches = bool | Mapping[str, bool] | None
 
 
@@ -41,8 +42,8 @@ def read_switches(given: Switches) -> dict[str, bool]:
     return dict(given)
 
 
-def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) -> tuple[str, ...]:
-    """Run the table over one rank's program, in place; a line for each optimisation says what became of it."""
+def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) -> Fired:
+    """Run the table over one rank's program, in place; says of each optimisation by name what became of it."""
     lines = []
     for each in OPTIMISATIONS:
         start, why = time.process_time(), each.idle(setting)
@@ -51,6 +52,6 @@ def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) ->
         graph.eliminate_dead_code()
         graph.lint()
         log.debug("optimisation %s: %s, %.1f ms", each.name, told, 1e3 * (time.process_time() - start))
-        lines.append(f"{each.name}: {told}")
+        lines.append((each.name, told))
     dump("optimised", graph)
     return tuple(lines)
