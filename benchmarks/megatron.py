@@ -1,23 +1,22 @@
 """A Llama in plain PyTorch, and the same written by hand for tensor parallelism as Megatron does it.
 
 Both are one piece of code: `Llama(shape)` is the untouched model, `Llama(shape, Plain(...))` and `Llama(shape,
-Sequence(...))` hold one rank's slices as plain parameters and communicate by f, f*, g, g* (Shoeybi et al. 2019,
-Korthikanti et al. 2022) around column- and row-parallel matrices, a vocabulary-parallel embedding and head, and one
-shared conversion for q, k, v and for gate, up. Parameters have transformers' names, so that all speak one state dict.
+Sequence(...))` hold one rank's slices as plain parameters and communicate by f, f*, g, g* (`benchmarks.ways`) around
+column- and row-parallel matrices, a vocabulary-parallel embedding and head, with one conversion for q, k, v and one for
+gate, up. Parameters have transformers' names, so that all speak one state dict.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from autotp.compat import c10d_ops
+from .ways import Whole
 
 
 @dataclass(frozen=True)
@@ -37,143 +36,6 @@ class Shape:
         return self.hidden // self.heads
 
 
-# ---- communication -------------------------------------------------------------------------------------------------
-
-
-def _reduced(x: Tensor, group: str) -> Tensor:
-    return c10d_ops.wait_tensor(c10d_ops.all_reduce(x.contiguous(), "sum", group))
-
-
-def _gathered(x: Tensor, dim: int, tp: int, group: str) -> Tensor:
-    """The whole of a value of which each rank has an equal slice of dimension `dim`."""
-    whole = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), tp, group))
-    return whole.movedim(0, dim).reshape(*x.shape[:dim], tp * x.shape[dim], *x.shape[dim + 1 :])
-
-
-def _scattered(x: Tensor, dim: int, tp: int, group: str) -> Tensor:
-    """This rank's slice of the sum."""
-    parts = x.unflatten(dim, (tp, -1)).movedim(dim, 0).contiguous()
-    return c10d_ops.wait_tensor(c10d_ops.reduce_scatter_tensor(parts, "sum", tp, group)).squeeze(0)
-
-
-class CopyF(torch.autograd.Function):
-    """f: nothing forward, the sum of the gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _reduced(grad, ctx.group), None
-
-
-class ReduceF(torch.autograd.Function):
-    """f*: the sum forward, nothing backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _reduced(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return grad, None
-
-
-class GatherG(torch.autograd.Function):
-    """g: all ranks' slices forward, this rank's slice of the sum of the gradients backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, tp: int, group: str) -> Tensor:
-        ctx.place = dim, tp, group
-        return _gathered(x, dim, tp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _scattered(grad, *ctx.place), None, None, None
-
-
-class ScatterG(torch.autograd.Function):
-    """g*: this rank's slice of the sum forward, all ranks' slices backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, tp: int, group: str) -> Tensor:
-        ctx.place = dim, tp, group
-        return _scattered(x, dim, tp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _gathered(grad, *ctx.place), None, None, None
-
-
-class GatherOutput(torch.autograd.Function):
-    """All ranks' slices forward; backward this rank's slice of a gradient that all ranks have."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, dim: int, rank: int, tp: int, group: str) -> Tensor:
-        ctx.place = dim, rank, tp
-        return _gathered(x, dim, tp, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]
-        dim, rank, tp = ctx.place
-        own = grad.shape[dim] // tp
-        return grad.narrow(dim, rank * own, own).contiguous(), None, None, None, None
-
-
-class Whole:
-    """The untouched model: one rank, no communication."""
-
-    def __init__(self, rank: int = 0, tp: int = 1, group: str = "") -> None:
-        self.rank, self.tp, self.group = rank, tp, group
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Before column-parallel matrices."""
-        return x
-
-    def leave(self, x: Tensor) -> Tensor:
-        """After a row-parallel matrix, or the vocabulary-parallel embedding."""
-        return x
-
-    def norm(self, weight: Tensor) -> Tensor:
-        """The weight of a norm."""
-        return weight
-
-    def gather(self, logits: Tensor) -> Tensor:
-        """After the head."""
-        return logits
-
-
-class Plain(Whole):
-    """Megatron's tensor parallelism: what is between the matrices is whole on every rank."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return CopyF.apply(x, self.group)  # type: ignore[return-value]
-
-    def leave(self, x: Tensor) -> Tensor:
-        return ReduceF.apply(x, self.group)  # type: ignore[return-value]
-
-    def gather(self, logits: Tensor) -> Tensor:
-        return GatherOutput.apply(logits, 2, self.rank, self.tp, self.group)  # type: ignore[return-value]
-
-
-class Sequence(Plain):
-    """With sequence parallelism: what is between the matrices is a slice of the positions."""
-
-    def enter(self, x: Tensor) -> Tensor:
-        return GatherG.apply(x, 1, self.tp, self.group)  # type: ignore[return-value]
-
-    def leave(self, x: Tensor) -> Tensor:
-        return ScatterG.apply(x, 1, self.tp, self.group)  # type: ignore[return-value]
-
-    def norm(self, weight: Tensor) -> Tensor:
-        return CopyF.apply(weight, self.group)  # type: ignore[return-value]
-
-
-# ---- the model -----------------------------------------------------------------------------------------------------
-
-
 class Norm(nn.Module):
     """RMSNorm in the operators of transformers' Llama."""
 
@@ -187,15 +49,16 @@ class Norm(nn.Module):
         return self.way.norm(self.weight) * scaled
 
 
-class Table(nn.Module):
+class Table(nn.Embedding):
     """An embedding, of which a rank has its rows."""
 
     def __init__(self, rows: int, size: int, way: Whole) -> None:
-        super().__init__()
-        self.weight, self.way, self.own = nn.Parameter(torch.empty(rows // way.tp, size)), way, rows // way.tp
+        super().__init__(rows // way.tp, size)
+        self.way, self.own = way, rows // way.tp
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """[batch, length] -> [batch, length, hidden]."""
+    def forward(self, input: Tensor) -> Tensor:
+        """Ids [batch, length] -> [batch, length, hidden]."""
+        ids = input
         if self.way.tp == 1:
             return F.embedding(ids, self.weight)
         local = ids - self.way.rank * self.own
@@ -226,7 +89,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """[batch, length, hidden] -> the same."""
         x = self.way.enter(x)
-        q, k, v = (f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            f(x).unflatten(-1, (-1, self.width)).transpose(1, 2) for f in (self.q_proj, self.k_proj, self.v_proj)
+        )
         q, k = turned(q, cos, sin), turned(k, cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         return self.way.leave(self.o_proj(y.transpose(1, 2).flatten(2)))
