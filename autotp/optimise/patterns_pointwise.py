@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import torch
@@ -41,8 +42,26 @@ def gate(node: fx.Node) -> fx.Node | None:
             continue
         x, y = found["x"], found["y"]
         if _alike(x, node) and _alike(y, node) and x is not y:
+            split = _halved(x, y)
+            nodes = () if split is None else (split, x, y, *found.nodes)
+            if split is not None and closed(nodes, [node]):
+                gate_first = x.args[1] == 0
+                return put(OPS.gated_halves.default, (split.args[0], activation, gate_first), nodes, node)
             return put(OPS.gated.default, (x, y, activation), found.nodes, node)
     return None
+
+
+def _halved(x: fx.Node, y: fx.Node) -> fx.Node | None:
+    """The call that cuts the last dimension of a value into these two, which are of one size."""
+    if x.target is not operator.getitem or y.target is not operator.getitem or x.args[0] is not y.args[0]:
+        return None
+    split = x.args[0]
+    if not isinstance(split, fx.Node) or not calls(split, aten.split_with_sizes):
+        return None
+    lengths: Any = split.args[1]
+    dim: Any = split.args[2] if len(split.args) > 2 else 0
+    last = dim % value_of(x).ndim == value_of(x).ndim - 1
+    return split if last and len(lengths) == 2 and lengths[0] == lengths[1] and x.args[1] != y.args[1] else None
 
 
 def _alike(x: fx.Node, like: fx.Node) -> bool:
