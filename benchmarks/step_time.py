@@ -1,4 +1,4 @@
-"""Step time on local gloo ranks beside a hand-written module of the same plan: `python -m benchmarks.step_time [--write]`.
+"""Step time on local gloo ranks beside a hand-written module: `python -m benchmarks.step_time [--write]`.
 
 Two processes of one thread each train the same Llama (`benchmarks.megatron`) made tensor-parallel by autotp, by hand,
 by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All compute the same
@@ -166,7 +166,7 @@ def rows(everyone: Sequence[Record], known: Mapping[str, tuple[str, Make]]) -> d
 
 
 def _together(ranks: Sequence[Times]) -> Times:
-    cpu = [sum(round_) for round_ in zip(*(r.cpu for r in ranks), strict=True)]
+    cpu = [sum(round_, 0.0) for round_ in zip(*(r.cpu for r in ranks), strict=True)]
     return Times(cpu, [max(round_) for round_ in zip(*(r.wall for r in ranks), strict=True)])
 
 
@@ -215,12 +215,12 @@ def page(record: Record) -> str:
     s = SHAPE
     return f"""\
 `{record["command"]}`: forward, cross entropy and backward of a Llama (hidden {s.hidden}, {s.layers} layers,
-{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, one sequence of {LENGTH}), float32,
-over {RANKS} gloo processes of one thread each; logits are gathered. All split by Megatron's plan, and loss and gradients
-are compared before anything is timed. CPU seconds of both ranks together, clock of the slower one: medians of
-{record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module of the same plan in the same
-round. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers {record["transformers"]},
-Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before the run.
+{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, one sequence of {LENGTH}),
+float32, over {RANKS} gloo processes of one thread each; logits are gathered. All split by Megatron's plan, and loss and
+gradients are compared before anything is timed. CPU seconds of both ranks together, clock of the slower one: medians
+of {record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module of the same plan in
+the same round. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers
+{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before the run.
 
 {table(head, cells)}{refused}"""
 
