@@ -16,7 +16,15 @@ from typing import ClassVar
 from torch import fx
 
 from autotp.conversions import dual, kind_of
-from autotp.cost import best_chunks, call_seconds, hidden_seconds, node_flops, op_seconds, pipeline_seconds, tensor_bytes
+from autotp.cost import (
+    best_chunks,
+    call_seconds,
+    hidden_seconds,
+    node_flops,
+    op_seconds,
+    pipeline_seconds,
+    tensor_bytes,
+)
 from autotp.rows import seconds as told
 
 from .base import Optimisation, Setting

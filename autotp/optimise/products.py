@@ -10,7 +10,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.conversions import f, g, g_star
-from autotp.layouts import I
 from autotp.linears import ADDMM, LINEAR, MATMUL, grouped, scattered
 from autotp.recompute import is_region, scope_path
 from autotp.rules.core import Op, aten
@@ -45,10 +44,11 @@ class Product:
 
 @dataclass(frozen=True)
 class Group:
-    """A conversion f or g, and the products that are all that reads it."""
+    """A conversion f or g, and the products that are all that reads it, or the view of it as a matrix."""
 
     conversion: fx.Node
     products: tuple[Product, ...]
+    view: fx.Node | None = None
 
     @property
     def gathers(self) -> bool:
@@ -94,11 +94,14 @@ def groups(graph: fx.Graph) -> Iterator[Group]:
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
             continue
-        node = _before_view(node)
-        found = [product_of(user) for user in node.users]
-        products = tuple(p for p in found if p is not None and p.x is node and p.weight is not node)
+        view = next(iter(node.users), None)
+        alone = len(node.users) == 1 and calls(view, *VIEWS) and view is not None
+        view = view if alone and _same_columns(view) and view.meta["val"].ndim == 2 else None
+        read = node if view is None else view
+        found = [product_of(user) for user in read.users]
+        products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
         if found and len(products) == len(found) and _one_region(node, *(p.node for p in products)):
-            yield Group(node, products)
+            yield Group(node, products, view)
 
 
 def dealt(graph: fx.Graph) -> Iterator[Dealt]:
@@ -123,22 +126,6 @@ def _one_region(*nodes: fx.Node) -> bool:
     return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
 
 
-def _before_view(node: fx.Node) -> fx.Node:
-    """The conversion f of a view in the place of a view of f, which is all that reads it: products read that then."""
-    view = next(iter(node.users), None)
-    if node.target is not f or len(node.users) != 1 or not calls(view, *VIEWS) or view is None:
-        return node
-    with view.graph.inserting_before(view):
-        first = view.graph.call_function(view.target, (node.args[0], *view.args[1:]), view.kwargs)
-        first.meta = {**view.meta, "layout": I}
-        after = view.graph.call_function(f, (first, *node.args[1:]), node.kwargs)
-        after.meta = {**node.meta, "val": view.meta["val"]}
-    view.replace_all_uses_with(after)
-    view.graph.erase_node(view)
-    view.graph.erase_node(node)
-    return after
-
-
 def fuse(group: Group, chunks: int = 1, regather: bool = False) -> fx.Node | None:
     """One call in the place of a conversion and its products; None where an operand is made too late."""
     conversion, products = group.conversion, group.products
@@ -160,11 +147,14 @@ def fuse(group: Group, chunks: int = 1, regather: bool = False) -> fx.Node | Non
         call.meta["conversion of"] = conversion.meta["conversion"]
         for i, p in enumerate(products):
             item = graph.call_function(operator.getitem, (call, i))
+            if group.view is not None:
+                item.meta = placed(scope)
+                item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))
             item.meta = {**p.node.meta, **placed(scope)}
             p.node.replace_all_uses_with(item)
-    for p in products:
-        graph.erase_node(p.node)
-    graph.erase_node(conversion)
+    for node in (*(p.node for p in products), group.view, conversion):
+        if node is not None:
+            graph.erase_node(node)
     return call
 
 
