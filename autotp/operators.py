@@ -40,7 +40,7 @@ def class_sums_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tens
     out = _shifted(scores, most).exp_().mul_(grad[0].unsqueeze(1))
     known = (target >= 0) & (target < scores.shape[1])
     out.scatter_add_(1, torch.where(known, target, 0).unsqueeze(1), torch.where(known, grad[1], 0).unsqueeze(1))
-    return (out.add_(grad[2].unsqueeze(1)) if total else out).to(scores.dtype)
+    return (out.add_(grad[2].unsqueeze(1)) if total else out).to(scores.dtype).contiguous()
 
 
 def _shifted(scores: Tensor, most: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ def _sums_fake(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Ten
 
 
 def _sums_gradient_fake(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    return torch.empty_like(scores)
+    return torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -105,8 +105,10 @@ def counter_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, who
 
     Its gradient is the same operator on the gradient: the mask is drawn again, nothing is kept but the seed.
     """
+    if p >= 1:
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
     keep = counter_uniform(x.shape, seed, place, dim, whole, WIDE) >= p
-    return torch.where(keep, x / (1 - p) if p < 1 else 0, 0)
+    return torch.where(keep, x / (1 - p), 0).contiguous()
 
 
 def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dtype: torch.dtype) -> Tensor:
@@ -114,7 +116,7 @@ def _uniform_fake(size: Any, seed: Tensor, place: Any, dim: int, whole: Any, dty
 
 
 def _dropout_fake(x: Tensor, seed: Tensor, place: Any, dim: int, whole: Any, p: float) -> Tensor:
-    return torch.empty_like(x)
+    return torch.empty(x.shape, dtype=x.dtype, device=x.device)
 
 
 def _keep_seed(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -128,7 +128,10 @@ def _piece(node: Any) -> tuple[Any, int, int, int] | None:
     if dim not in (-1, value_of(x).ndim - 1) or not whole_along(x, -1):
         return None
     numbers = [n for n in (width, start, end, step) if isinstance(n, int) and n >= 0]
-    return (x, start, min(end, numbers[0]), step) if len(numbers) == 4 else None
+    if len(numbers) < 4:
+        return None
+    width, start, end, step = numbers
+    return x, start, min(end, width), step
 
 
 def _is_item(node: Any) -> bool:
