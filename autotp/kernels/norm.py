@@ -144,8 +144,8 @@ def _keep(ctx: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tenso
 
 
 def _gradients(ctx: Any, grad: Tensor | None, extra: Tensor | None) -> tuple[Any, ...]:
-    _, _, weight, bias = ctx.saved_tensors
-    to_x, to_weight, to_bias = OPS.norm_backward(grad, extra, *ctx.saved_tensors, ctx.centred)
+    x, stats, weight, bias = ctx.saved_tensors  # once: a checkpoint gives them once
+    to_x, to_weight, to_bias = OPS.norm_backward(grad, extra, x, stats, weight, bias, ctx.centred)
     return to_x, None if weight is None else to_weight, None if bias is None else to_bias
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -17,8 +17,9 @@ from .patterns_pointwise import bias_then_gelu, gate
 from .patterns_rotary import rotate
 from .patterns_vocabulary import look_up, sum_in_one_pass
 
+Pattern = tuple[str, Callable[[fx.Node], fx.Node | None]]
 # Kernel, and what puts it in where an expression ends in the node: it returns the new call. Tried in this order.
-PATTERNS: tuple[tuple[str, Callable[[fx.Node], fx.Node | None]], ...] = (
+PATTERNS: tuple[Pattern, ...] = (
     ("add_norm", norm_of_sum),
     ("norm", norm),
     ("gated", gate),
@@ -49,16 +50,17 @@ class Kernels(Optimisation):
     def run(self, graph: fx.Graph, setting: Setting) -> str:
         """Which were put in, and how often."""
         fired: Counter[str] = Counter()
+        table = [p for p in PATTERNS if not (setting.compiled and FASTER) or p[0] in FASTER]
         node = graph.output_node().prev
         while node.op != "root":  # from the end, so that a longer expression comes before those within it
-            node = _rewritten(node, fired).prev
+            node = _rewritten(node, table, fired).prev
         times = (kernel if n == 1 else f"{kernel} {n} times" for kernel, n in sorted(fired.items()))
         return ", ".join(times) or "nowhere: no pattern was found"
 
 
-def _rewritten(node: fx.Node, fired: Counter[str]) -> fx.Node:
+def _rewritten(node: fx.Node, table: Sequence[Pattern], fired: Counter[str]) -> fx.Node:
     """What stands in the node's place: a kernel that a pattern put in, or the node."""
-    for kernel, pattern in PATTERNS:
+    for kernel, pattern in table:
         new = pattern(node)
         if new is not None:
             fired[kernel] += 1
