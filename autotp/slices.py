@@ -82,6 +82,8 @@ def place(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
 def pad(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """`rank`'s slice `x`, every share padded with zeros to rank 0's: the same size on all ranks."""
     _, dim, repeat, segments = spec
+    if _even(repeat, segments, tp):
+        return _sized(x, dim, 1, [_even(repeat, segments, tp)])
     largest = [(0, n) for _, n in _shares(segments, 0, tp)]
     return _window(x, dim, repeat, [n for _, n in _shares(segments, rank, tp)], largest)
 
@@ -89,6 +91,8 @@ def pad(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
 def trim(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """The inverse of `pad`."""
     _, dim, repeat, segments = spec
+    if _even(repeat, segments, tp):
+        return _sized(x, dim, 1, [_even(repeat, segments, tp)]).contiguous()
     mine = [(0, n) for _, n in _shares(segments, rank, tp)]
     return _window(x, dim, repeat, [n for _, n in _shares(segments, 0, tp)], mine).contiguous()
 
@@ -96,6 +100,8 @@ def trim(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
 def deal(x: Tensor, spec: Spec, tp: int) -> Tensor:
     """The padded slices of all ranks of the whole `x`, stacked on a new first dimension of size `tp`."""
     _, dim, repeat, segments = spec
+    if own := _even(repeat, segments, tp):
+        return _sized(x, dim, 1, [tp * own]).unflatten(dim, (tp, own)).movedim(dim, 0).contiguous()
     shares = [n for _, n in _shares(segments, 0, tp)]
     x = _window(x, dim, repeat, _whole(segments), [(0, tp * n) for n in shares])
     x = x.unflatten(dim, (repeat, tp * sum(shares)))
@@ -106,6 +112,8 @@ def deal(x: Tensor, spec: Spec, tp: int) -> Tensor:
 def collect(stack: Tensor, spec: Spec, tp: int) -> Tensor:
     """The inverse of `deal`: the whole tensor from the stacked padded slices."""
     _, dim, repeat, segments = spec
+    if own := _even(repeat, segments, tp):
+        return _sized(stack, dim + 1, 1, [own]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
     shares = [n for _, n in _shares(segments, 0, tp)]
     stack = stack.unflatten(dim + 1, (repeat, sum(shares))).movedim(0, dim + 1)
     x = _join([p.flatten(dim + 1, dim + 2) for p in _cut(stack, dim + 2, shares, 1)], dim + 1).flatten(dim, dim + 1)
@@ -174,13 +182,30 @@ def _shares(segments: Sequence[tuple[int, int]], rank: int, tp: int) -> list[tup
     return out
 
 
-def _window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
-    """Of every segment (`have`: their lengths) the window (start, length); what lies outside the segment is zero."""
+def _even(repeat: int, segments: Sequence[tuple[int, int]], tp: int) -> int:
+    """Elements of every rank's share where one run of one segment is dealt out evenly; 0 otherwise.
+
+    All conversions of such a dimension are what they are in the general case, at a third of its cost.
+    """
+    count, unit = segments[0]
+    if len(segments) > 1 or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
+        return 0
+    return 0 if repeat != 1 or count % tp else count // tp * unit
+
+
+def _sized(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
+    """`x`, whose dimension is so many runs of these lengths."""
     if x.shape[dim] != repeat * sum(have):
         raise PlanError(
             f"A conversion expects {repeat} x {list(have)} elements in dimension {dim} but got a tensor of shape "
             f"{tuple(x.shape)}. The plan was made for another shape, or a size in the graph was not made local."
         )
+    return x
+
+
+def _window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
+    """Of every segment (`have`: their lengths) the window (start, length); what lies outside the segment is zero."""
+    x = _sized(x, dim, repeat, have)
     if all(start == 0 and length == n for (start, length), n in zip(want, have, strict=True)):
         return x
     axis = dim if repeat == 1 else dim + 1
