@@ -116,7 +116,7 @@ def _split(memory: Memory, axis: Axis, gathered: float) -> Memory:
 
 def spread(root: ShardedModule, reads: Iterable[Read]) -> None:
     """Hand the weights of each repeated block that alone reads them, and then the rest, to torch's data parallelism."""
-    ranks, axis = root._source.ranks, root.plan.batch
+    ranks, axis = root._source.ranks, root._plan.batch
     assert ranks is not None and ranks.batch is not None
     units = {r.name: r.unit for r in reads if r.storage is not None}
     if root._units:
@@ -154,20 +154,20 @@ def _average(root: ShardedModule, ranks: Ranks, parameter: Tensor) -> None:
 
 def refuse_others(root: ShardedModule) -> None:
     """Refuse a data parallelism that was put around parts of the module beside its own."""
-    if root.plan.batch.size == 1:
+    if root._plan.batch.size == 1:
         return
     ours = {root._parts[path] for path in [*root._units.values(), ""]}
     other = next((name for name, m in root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
         raise StateError(
-            f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={root.plan.batch.size}) deals out "
+            f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={root._plan.batch.size}) deals out "
             "the batch already. Leave out dp, or the wrapping; fully_shard=True splits weights over dp."
         )
 
 
 def refuse_twice(root: ShardedModule, outputs: Iterable[Any]) -> None:
     """Refuse to differentiate a backward with dp: by then torch has freed weights that it gathered."""
-    for value in outputs if root.plan.batch.size > 1 else ():
+    for value in outputs if root._plan.batch.size > 1 else ():
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.register_hook(_once)
 
@@ -183,7 +183,7 @@ def _once(grad: Tensor) -> None:
 @contextlib.contextmanager
 def no_sync(root: ShardedModule) -> Iterator[None]:
     """Backwards in this context leave gradients unsummed over dp; the next one outside sums them all."""
-    if root.plan.batch.size == 1:
+    if root._plan.batch.size == 1:
         yield
         return
     assert isinstance(root, FSDPModule)

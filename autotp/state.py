@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from . import compat
+from . import compat, data_parallel
 from .errors import StateError
 from .layouts import I, Layout
 from .meta import fresh_buffer
@@ -176,7 +176,7 @@ def _load_one(root: ShardedModule, name: str, first: str, value: Tensor) -> None
         parts = [_like(old, new, source) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)]
     for old, new in zip(held, parts, strict=True):
         if old.is_meta:
-            _replace(root, old, new.to(source.device, copy=True))
+            install(root, {old: new.to(source.device, copy=True)})
         else:
             old.copy_(new)
 
@@ -193,12 +193,15 @@ def _like(old: Tensor, whole: Tensor, source: Source) -> Tensor:
     return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
 
 
-def _replace(root: ShardedModule, old: Tensor, new: Tensor) -> None:
-    made = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
+def install(root: ShardedModule, made: Mapping[Tensor, Tensor]) -> None:
+    """Put memory in the place of meta tensors, wherever the module holds them; what is tied stays one tensor."""
+    parameters = {old: nn.Parameter(t, old.requires_grad) for old, t in made.items() if isinstance(old, nn.Parameter)}
+    data_parallel.average_scalars(root, list(parameters.values()))
     for module in root.modules():
-        for held in (module._parameters, module._buffers):
-            for leaf in [leaf for leaf, t in held.items() if t is old]:
-                held[leaf] = made  # type: ignore[assignment]
+        for held, new in ((module._parameters, parameters), (module._buffers, made)):
+            for leaf, old in held.items():
+                if old is not None and old in new:
+                    held[leaf] = new[old]  # type: ignore[assignment]
 
 
 def dtypes(root: ShardedModule) -> dict[str, torch.dtype]:

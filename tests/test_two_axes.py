@@ -96,6 +96,23 @@ def test_outputs_losses_and_gradients_are_those_of_one_device(pool, name, split)
         assert found["state"] == 0.0 and found["part"] < (0.3 if split else 0.56), found
 
 
+def filled(rank: int, world: int, group: Any) -> dict[str, float]:
+    """A model without weights, which come after its first capture; its scalar is averaged over dp by a hook."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("contrastive")
+    inputs = slice_of(whole, mine)
+    sharded: Any = autotp.compile(copy.deepcopy(model).to("meta"), dp=DP, mesh=mesh, example_inputs=inputs)
+    sharded.load_state_dict(model.state_dict())
+    for loss in (sharded(**inputs)[0], model(**whole)[0]):
+        loss.backward()
+    return {"gradients": gradients_differ(sharded, model)}
+
+
+def test_weights_that_come_after_the_capture_are_averaged_too(pool):
+    for found in pool.run(filled, timeout=120):
+        assert found["gradients"] < 1e-10, found
+
+
 def unscaled(rank: int, world: int, group: Any) -> dict[str, float]:
     with patch.object(batch_axis, "scale_gradient", lambda x, factor: x):
         return two_axes(rank, world, group, "bert", False)

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from autotp import data_parallel, state
+from autotp import state
 from autotp.errors import StateError
 from autotp.ranks import agree, together
 
@@ -199,7 +199,7 @@ def _read(root: ShardedModule, archive: Archive, found: Match) -> None:
         now = [made.get(old, old) for old in held]
         archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
     if made:
-        _install(root, made)
+        state.install(root, made)
 
 
 def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
@@ -210,14 +210,3 @@ def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None =
     local = torch.empty(shape, dtype=dtype or empty.dtype, device=device)
     mesh, placements = empty.device_mesh, empty.placements
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=empty.shape, stride=empty.stride())
-
-
-def _install(root: ShardedModule, made: Mapping[Tensor, Tensor]) -> None:
-    """Put memory in the place of meta tensors, wherever the module holds them; what is tied stays one tensor."""
-    parameters = {old: nn.Parameter(t, old.requires_grad) for old, t in made.items() if isinstance(old, nn.Parameter)}
-    data_parallel.average_scalars(root, list(parameters.values()))
-    for module in root.modules():
-        for held, new in ((module._parameters, parameters), (module._buffers, made)):
-            for leaf, old in held.items():
-                if old is not None and old in new:
-                    held[leaf] = new[old]  # type: ignore[assignment]
