@@ -129,6 +129,9 @@ def _answer(rank: int, message: bytes, groups: dict[int, Any]) -> bytes:
             warnings.simplefilter("error")
             # Dynamo itself instantiates the autograd.Functions that it traces (torch 2.13).
             warnings.filterwarnings("ignore", ".*Function.* should not be instantiated", DeprecationWarning)
+            # It reads `grad` of what it traces, and hides that warning where warnings are shown (torch 2.13).
+            warnings.filterwarnings("ignore", "The .grad attribute of a Tensor that is not a leaf", UserWarning)
+            warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # by Inductor's own imports
             return pickle.dumps((True, fn(rank, world, groups[world], *args)))
     except Exception:
         return pickle.dumps((False, traceback.format_exc()))
