@@ -52,16 +52,19 @@ def operands(name: str, dtype: torch.dtype, tables: torch.dtype) -> tuple[Tensor
     return wide.permute(*order, len(x) - 1), one, other
 
 
-def rotated(name: str, dtype: torch.dtype, tables: torch.dtype, interleaved: bool, other: bool) -> tuple[float, float]:
+def rotated(
+    name: str, dtype: torch.dtype, tables: torch.dtype, interleaved: bool, other: bool, device: str = "cpu"
+) -> tuple[float, float]:
     """By Triton, with `other` as the pairs: the errors of the result and of its gradient."""
-    x, cos, sin = operands(name, dtype, tables)
+    x, cos, sin = (v.to(device) for v in operands(name, dtype, tables))
     exact = x.double().requires_grad_()
     wanted = rotary.rotary(exact, cos.double(), sin.double(), interleaved)
     with patch.object(rotary, "TILE", 8):
         found = rotary._launch(x, cos, sin, other)
-        grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype)
+        grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype).to(device)
         back = rotary._launch_backward(grad, cos, sin, other, dtype)
-    assert torch.empty(2).isnan().all() and found.dtype == torch.promote_types(dtype, tables) and back.dtype == dtype
+    assert device != "cpu" or torch.empty(2).isnan().all()
+    assert found.dtype == torch.promote_types(dtype, tables) and back.dtype == dtype
     if not found.numel():
         return 0.0, 0.0
     wanted.backward(grad.double())
@@ -164,11 +167,14 @@ PLACES: dict[str, tuple[list[int], list[int], int, list[int] | None]] = {  # siz
 SEED = -12345678901234567
 
 
-def drawn(dtype: torch.dtype, name: str, p: float, wrong: bool = False) -> tuple[bool, bool, float]:
+def drawn(
+    dtype: torch.dtype, name: str, p: float, wrong: bool = False, device: str = "cpu"
+) -> tuple[bool, bool, float]:
     """By Triton against the operators in PyTorch: equal masks, equal numbers, and how far what is kept is."""
     size, whole, dim, at = PLACES[name]
-    seed, place = torch.tensor(SEED), None if at is None else torch.tensor(at, dtype=torch.int64)
-    x = torch.randn([*size, 2], generator=torch.Generator().manual_seed(0)).to(dtype)[..., 0]
+    seed = torch.tensor(SEED, device=device)
+    place = None if at is None else torch.tensor(at, dtype=torch.int64, device=device)
+    x = torch.randn([*size, 2], generator=torch.Generator().manual_seed(0)).to(dtype).to(device)[..., 0]
     x = x + x.sign()
     there = place + 1 if wrong and place is not None else place
     with patch.object(dropout, "TILE", 4):
@@ -176,7 +182,8 @@ def drawn(dtype: torch.dtype, name: str, p: float, wrong: bool = False) -> tuple
         numbers = dropout._launch_uniform(size, seed, there, dim, whole, dtype)
     wanted = counter_dropout(x, seed, place, dim, whole, p)
     uniform = counter_uniform(size, seed, place, dim, whole, dtype)
-    assert torch.empty(2).isnan().all() and found.dtype == numbers.dtype == dtype
+    assert device != "cpu" or torch.empty(2).isnan().all()
+    assert found.dtype == numbers.dtype == dtype
     far = differ(found, wanted.double()) if wanted.any() else float(found.abs().sum())
     near = 2**-8 if dtype == torch.bfloat16 else 0
     equal = bool((numbers - uniform).abs().le(near).all())
@@ -222,3 +229,14 @@ def test_a_number_is_kept_by_an_integer_as_by_float32():
     assert thresholds(500)
     with patch.object(dropout.math, "ceil", lambda x: int(x)):  # the negative control
         assert not thresholds(500)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_on_a_device(dtype):
+    for name in SHAPES:
+        found = rotated(name, dtype, torch.float32, False, False, "cuda")
+        assert max(found) < CLOSE[dtype]
+    for name in PLACES:
+        mask, _, far = drawn(dtype, name, 0.1, False, "cuda")
+        assert mask and far < CLOSE[dtype]
