@@ -1,9 +1,9 @@
 """What communication beside arithmetic takes: a pipeline of two stages, and what one hides of the other.
 
 Of n equal chunks that pass two stages one after the other, the first chunk of the one stage and the last of the other
-stand alone, and between them the slower stage sets the pace. A chunk pays a whole collective's start and a whole kernel's
-launch, so small products lose. That a collective takes processors and memory bandwidth from a product beside it is not
-counted.
+stand alone, and between them the slower stage sets the pace. A chunk pays a whole collective's start and a whole
+kernel's launch, so small products lose. That a collective takes processors and memory bandwidth from a product beside
+it is not counted.
 """
 
 from __future__ import annotations

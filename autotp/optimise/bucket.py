@@ -1,7 +1,7 @@
 """Bucket: the small all-reduces of a block's whole parameters' gradients become one.
 
-Where activations are dealt over the sequence, every norm weight is read whole and its gradient is a summand on each rank
-(f on the parameter). Sent one by one these take a collective's start each, and hardly any bytes.
+Where activations are dealt over the sequence, every norm weight is read whole and its gradient is a summand on each
+rank (f on the parameter). Sent one by one these take a collective's start each, and hardly any bytes.
 """
 
 from __future__ import annotations

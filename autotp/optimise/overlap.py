@@ -15,7 +15,6 @@ from typing import ClassVar
 
 from torch import fx
 
-from autotp.conversions import dual, kind_of
 from autotp.cost import (
     best_chunks,
     call_seconds,
@@ -72,7 +71,7 @@ class Overlap(Optimisation):
             done = fuse_dealt(found, chosen.chunks) if isinstance(found, Dealt) else fuse(found, chosen.chunks)
             fired[_what(found, chosen.chunks) if done is not None else "made too late"] += 1
             saved += chosen.saved if done is not None else 0.0
-        return _told(fired, saved, left, setting)
+        return _told(fired, saved, left)
 
 
 def _what(found: Dealt | Group, chunks: int) -> str:
@@ -83,7 +82,7 @@ def _what(found: Dealt | Group, chunks: int) -> str:
     return f"{'g' if found.gathers else 'f'} with its products, sent under the weights' gradients"
 
 
-def _told(fired: Counter[str], saved: float, left: float, setting: Setting) -> str:
+def _told(fired: Counter[str], saved: float, left: float) -> str:
     small, late = fired.pop("left", 0), fired.pop("made too late", 0)
     parts = [f"{n} {what}" for what, n in sorted(fired.items())]
     text = f"{', '.join(parts)}: {told(saved)} of a step by the cost model" if parts else "nowhere"
@@ -105,9 +104,8 @@ class _Model:
         size = tensor_bytes(found.conversion.meta["val"])
         backward = 0.0
         if self.training:
-            back = kind_of(*(dual(spec) for spec in (found.conversion.args[2], found.conversion.args[1]))).primitive
-            arithmetic = sum(self.product(p, 1) for p in found.products)
-            backward = hidden_seconds(call_seconds(back or "none", size, self.tp, self.cluster), arithmetic)
+            sent = self.sends("reduce_scatter" if found.gathers else "all_reduce", size, 1)
+            backward = hidden_seconds(sent, sum(self.product(p, 1) for p in found.products))
         if not found.gathers or not _rows(found.conversion.args[1], found.conversion):
             return Chosen(1, backward)
 

@@ -72,11 +72,15 @@ def product_of(node: Any) -> Product | None:
     kind, *names = form
     args = Op.of(node).args
     x, weight, bias = (args.get(name) for name in names)
-    sides = [value(t) for t in (x, weight, bias)]
-    good = sides[1] is not None and sides[1].ndim == 2 and sides[0] is not None and sides[0].ndim > 1
-    good = good and node.meta["val"].is_floating_point() and (bias is None or sides[2] is not None and sides[2].ndim == 1)
-    plain = args.get("alpha", 1) == args.get("beta", 1) == 1
-    return Product(node, kind, x, weight, bias) if good and plain else None
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or args.get("alpha", 1) != 1:
+        return None
+    good = _ndim(x) > 1 and _ndim(weight) == 2 and (bias is None or _ndim(bias) == 1) and args.get("beta", 1) == 1
+    return Product(node, kind, x, weight, bias) if good and node.meta["val"].is_floating_point() else None
+
+
+def _ndim(node: Any) -> int:
+    val = value(node)
+    return val.ndim if val is not None else -1
 
 
 def value(node: Any) -> Tensor | None:
@@ -94,9 +98,9 @@ def groups(graph: fx.Graph) -> Iterator[Group]:
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
             continue
-        view = next(iter(node.users), None)
-        alone = len(node.users) == 1 and calls(view, *VIEWS) and view is not None
-        view = view if alone and _same_columns(view) and view.meta["val"].ndim == 2 else None
+        view: Any = next(iter(node.users), None)
+        alone = len(node.users) == 1 and calls(view, *VIEWS)
+        view = view if alone and _same_columns(view) and _ndim(view) == 2 else None
         read = node if view is None else view
         found = [product_of(user) for user in read.users]
         products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
@@ -112,8 +116,10 @@ def dealt(graph: fx.Graph) -> Iterator[Dealt]:
         made: Any = node.args[0]
         view = made if calls(made, *VIEWS) and len(made.users) == 1 and _same_columns(made) else None
         product = product_of(made if view is None else view.args[0])
-        alone = product is not None and len(product.node.users) == 1
-        if alone and node.args[2][1] < node.meta["val"].ndim - 1 and _one_region(node, product.node):  # type: ignore
+        dim: Any = node.args[2][1]  # type: ignore[index]
+        if product is None or len(product.node.users) > 1:
+            continue
+        if dim < _ndim(node) - 1 and _one_region(node, product.node):
             yield Dealt(node, product, view)
 
 
