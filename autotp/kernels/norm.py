@@ -89,10 +89,9 @@ def _launch_backward(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad = torch.zeros_like(x) if grad is None else grad
-    wanted = weight is not None or bias is not None
-    to_x, sums = norm_triton.backward(grad, extra, x, stats, weight, wanted, centred)
-    sums = sums if wanted else (sums, sums)
-    return to_x, _gradient_of(weight, sums[0]), _gradient_of(bias, sums[1])
+    to_x, sums = norm_triton.backward(grad, extra, x, stats, weight, bias is not None, centred)
+    to_weight, to_bias = (_gradient_of(v, stats if v is None else sums[i]) for i, v in enumerate((weight, bias)))
+    return to_x, to_weight, to_bias
 
 
 def _check(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> None:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .common import as_rows, empty_like, jit, power_of_two, programs, tl
 
-WHOLE = 16384  # columns that a program holds at once; longer rows are read in pieces
+WHOLE, WHOLE_BACK = 16384, 8192  # columns that a program holds, forward and backward; longer rows are read in pieces
 PIECE = 4096
 
 
@@ -107,7 +107,7 @@ def _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside,
 @jit
 def _backward(
     grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
-    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every n-th row; `sums` takes those of grad times the normalised value and of grad, [2, programs, columns]."""
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -125,17 +125,20 @@ def _backward(
         if CENTRED:
             value -= tl.sum(g) / columns
         _store_gradient(to_x, extra, value * scale, row, column, columns, extra_row, inside, EXTRA)
-        to_weight += comes * normal
-        to_bias += comes
-    if SUMS:
+        if WEIGHT:
+            to_weight += comes * normal
+        if BIAS:
+            to_bias += comes
+    if WEIGHT:
         tl.store(sums + first * columns + column, to_weight, mask=inside)
+    if BIAS:
         tl.store(sums + (step + first) * columns + column, to_bias, mask=inside)
 
 
 @jit
 def _backward_in_pieces(
     grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
-    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, SUMS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for long rows: each program adds to its own sums in memory, which start as zeros."""
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -161,18 +164,19 @@ def _backward_in_pieces(
             )  # fmt: skip
             value = (g - normal * slope - level) * scale
             _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
-            if SUMS:
+            if WEIGHT:
                 at = sums + first * columns + column
                 tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)
-                at += step * columns
+            if BIAS:
+                at = sums + (step + first) * columns + column
                 tl.store(at, tl.load(at, mask=inside, other=0) + comes, mask=inside)
         tl.debug_barrier()  # before the next row's loads of the sums, by whichever threads
 
 
-def _block(columns: int) -> tuple[bool, dict[str, int]]:
+def _block(columns: int, most: int) -> tuple[bool, dict[str, int]]:
     """Whether a program holds a whole row, and how a kernel is compiled for that."""
-    whole = columns <= WHOLE
-    block = power_of_two(columns, WHOLE) if whole else PIECE
+    whole = columns <= most
+    block = power_of_two(columns, most) if whole else PIECE
     return whole, {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
 
 
@@ -184,7 +188,7 @@ def forward(
     other = rows if residual is None else as_rows(residual)
     n, columns = rows.shape
     stats = torch.empty((2, n), dtype=torch.float32, device=x.device)
-    whole, compiled = _block(columns)
+    whole, compiled = _block(columns, WHOLE)
     vectors = [x if v is None else v.contiguous() for v in (weight, bias)]
     if n:
         (_forward if whole else _forward_in_pieces)[n,](
@@ -195,20 +199,21 @@ def forward(
 
 
 def backward(
-    grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, sums: bool, centred: bool
+    grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: bool, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for x, and with `sums` those for weight and bias as [2, columns] in float32, otherwise empty."""
+    """The gradient for x, and where there are weight or bias theirs in float32, [1 + bias, columns]."""
     to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
     other = d if extra is None else as_rows(extra)
     n, columns = rows.shape
-    whole, compiled = _block(columns)
+    whole, compiled = _block(columns, WHOLE_BACK)
     count = min(n, programs(x, 2))
     make = torch.empty if whole and n else torch.zeros
-    summed = make((2, count, columns) if sums else (0, 0), dtype=torch.float32, device=x.device)
+    vectors = 1 + bias if bias or weight is not None else 0
+    summed = make((vectors, count, columns), dtype=torch.float32, device=x.device)
     if n:
         (_backward if whole else _backward_in_pieces)[count,](
             d, other, rows, stats, x if weight is None else weight.contiguous(), to_x, summed, n, columns,
             d.stride(0), other.stride(0), rows.stride(0),
-            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, SUMS=sums, **compiled,
+            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, BIAS=bias, **compiled,
         )  # fmt: skip
     return to_x, summed.sum(1)
