@@ -154,9 +154,17 @@ def test_what_the_embedding_refuses():
     weight, ids = torch.randn(ROWS, WIDTH), torch.tensor(IDS)
     with pytest.raises(IndexError):
         OPS.vocabulary_rows(weight, ids + 1, START, VOCABULARY, PADDING)
-    for given in ((weight.double(), ids), (weight[0], ids), (weight, ids.double())):
+    for given in ((weight.double(), ids), (weight[0], ids), (weight, ids.double()), (weight, ids.to("meta"))):
         with pytest.raises(InputError, match="vocabulary_rows takes"):
             OPS.vocabulary_rows(*given, START, VOCABULARY, PADDING)
+
+
+def test_what_the_cross_entropy_refuses():
+    scores, _, target = scored(torch.float32)
+    for given in ((scores.int(), target), (scores[0], target), (scores, target[1:]), (scores, target.double()),
+                  (scores, target.to("meta"))):  # fmt: skip
+        with pytest.raises(InputError, match="class_terms takes"):
+            OPS.class_terms(*given, False)
 
 
 def test_the_operators_keep_torchs_rules():

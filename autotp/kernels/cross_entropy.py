@@ -16,9 +16,10 @@ from torch import Tensor
 
 from autotp.operators import class_sums, class_sums_backward
 
-from .common import DTYPES, WIDE, differentiable, jit, on_cuda, power_of_two, register, tiles, tl, wide
+from .common import DTYPES, WIDE, differentiable, jit, on_cuda, power_of_two, refuse, register, tiles, tl, wide
 
 TILE = 4096  # classes that a program reads at a time
+WARPS = 8
 
 
 @jit
@@ -70,9 +71,8 @@ def _launch_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
     out = torch.empty((4 if total else 3, examples), dtype=WIDE, device=scores.device)
     if examples:
         tile = power_of_two(classes, TILE)
-        _terms[(examples,)](
-            scores, target.contiguous(), out, examples, classes, *scores.stride(), TOTAL=total, TILE=tile
-        )  # fmt: skip
+        given = scores, target.contiguous(), out, examples, classes, *scores.stride()
+        _terms[(examples,)](*given, TOTAL=total, TILE=tile, num_warps=WARPS)
     return out
 
 
@@ -90,9 +90,8 @@ def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor,
     if out.numel():
         tile = power_of_two(classes, TILE)
         given = grad.to(WIDE).contiguous(), scores, most.contiguous(), target.contiguous(), out
-        _gradients[(examples * tiles(classes, tile),)](
-            *given, examples, classes, *scores.stride(), TOTAL=total, TILE=tile
-        )  # fmt: skip
+        grid = (examples * tiles(classes, tile),)
+        _gradients[grid](*given, examples, classes, *scores.stride(), TOTAL=total, TILE=tile, num_warps=WARPS)
     return out
 
 
@@ -129,6 +128,17 @@ def _pivot(most: Tensor) -> Tensor:
     return torch.where(most == -torch.inf, 0, most)
 
 
+def _check(scores: Tensor, target: Tensor, total: bool) -> None:
+    if not scores.is_floating_point() or scores.ndim != 2:
+        refuse("class_terms", f"takes floating scores of two dimensions, and these are {list(scores.shape)}")
+    if target.is_floating_point() or target.shape != scores.shape[:1] or target.device != scores.device:
+        given = f"{list(target.shape)} in {str(target.dtype).removeprefix('torch.')} on {target.device}"
+        refuse(
+            "class_terms",
+            f"takes a whole number for each of {scores.shape[0]} examples on {scores.device}, not {given}",
+        )
+
+
 def _fake_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
     dtype = torch.promote_types(scores.dtype, WIDE)
     return torch.empty((4 if total else 3, scores.shape[0]), dtype=dtype, device=scores.device)
@@ -150,7 +160,7 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 OPS: Any = torch.ops.autotp
 register(
     "class_terms(Tensor scores, Tensor target, bool total) -> Tensor",
-    twin=class_terms, launch=_launch_terms, fake=_fake_terms,
+    twin=class_terms, launch=_launch_terms, fake=_fake_terms, check=_check,
 )  # fmt: skip
 register(
     "class_sums_of(Tensor scores, Tensor most, Tensor target, Tensor terms, bool total) -> Tensor",

@@ -74,6 +74,8 @@ def vocabulary_rows_backward(grad: Tensor, ids: Tensor, start: int, rows: int, p
 
 def _check(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> None:
     check_floats("vocabulary_rows", weight=weight)
+    if ids.device != weight.device:
+        refuse("vocabulary_rows", f"takes ids on the weight's device, {weight.device}, and these are on {ids.device}")
     if weight.ndim != 2 or ids.dtype not in IDS:
         given = f"{list(weight.shape)} and {str(ids.dtype).removeprefix('torch.')}"
         refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {given}")

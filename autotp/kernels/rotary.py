@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
 
-TILE = 2048  # pairs that a program rotates
+TILE = 1024  # pairs that a program rotates
 MOST_DIMS = 4
 
 
