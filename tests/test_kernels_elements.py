@@ -18,6 +18,7 @@ from autotp.optimise import patterns_rotary
 from autotp.pipeline import capture_model
 from autotp.simulate import reference
 from tests.interpreter import Interpreter, interpreter
+from tests.kernel_compile import compiling
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
@@ -229,6 +230,21 @@ def test_a_number_is_kept_by_an_integer_as_by_float32():
     assert thresholds(500)
     with patch.object(dropout.math, "ceil", lambda x: int(x)):  # the negative control
         assert not thresholds(500)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_they_compile_for_a_device(dtype):
+    pytest.importorskip("triton")
+    x, seed = torch.empty(2, 3, 5, 128, dtype=dtype), torch.tensor(1)
+    with compiling() as made:
+        for interleaved in (False, True):
+            rotary._launch(x, x[:1, :1], x[:1, :1], interleaved)
+            rotary._launch_backward(x, x[:1, :1], x[:1, :1], interleaved, dtype)
+        for dim, place in ((0, None), (1, torch.arange(3)), (3, torch.arange(128))):
+            whole = [n + (place is not None and d == dim) for d, n in enumerate(x.shape)]
+            dropout._launch_dropout(x, seed, place, dim, whole, 0.1)
+            dropout._launch_uniform(x.shape, seed, place, dim, whole, dtype)
+    assert len(made) == 10
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
