@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 
@@ -20,7 +21,7 @@ from tests.test_tools import Stack
 # Dynamo reads `grad` of what it traces, and hides this warning where warnings are shown (torch 2.13).
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 SIZED = ("llama", "gpt2", "bert")
-CLOSE = 2e-5  # of the largest value, in float32: an optimiser of graphs adds up in another order
+CLOSE = {"gradients": 1e-4, "no_grad": 1e-5, "inference_mode": 1e-5}  # in float32, as eager programs are held to
 
 
 def run(module: Any, inputs: dict[str, Tensor]) -> Tensor:
@@ -47,13 +48,13 @@ def equal(rank: int, world: int, group: Any, name: str, backend: str, sizes: boo
 @pytest.mark.parametrize("name", TWELVE)
 def test_what_the_compiler_traces_is_the_model(pool, name):
     for found in pool.run(equal, name, "aot_eager", name in SIZED, world=2, timeout=150):
-        assert max(found.values()) < CLOSE, found
+        assert all(x < CLOSE[kind] for kind, x in found.items()), found
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_inductor_computes_the_same(pool, name):
     for found in pool.run(equal, name, "inductor", False, world=2, timeout=170):
-        assert max(found.values()) < CLOSE, found
+        assert all(x < CLOSE[kind] for kind, x in found.items()), found
 
 
 def traced(rank: int, world: int, group: Any) -> list[tuple[int, int]]:
@@ -64,7 +65,7 @@ def traced(rank: int, world: int, group: Any) -> list[tuple[int, int]]:
         names = [str(n.target) for n in gm.graph.nodes]
         waits = sum("wait_tensor" in n for n in names)
         seen.append((sum("_c10d_functional" in n for n in names) - waits, waits))
-        return gm.forward
+        return make_boxed_func(gm.forward)
 
     model: Any = transformer("llama")
     inputs = inputs_of(model)
