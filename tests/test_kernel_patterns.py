@@ -279,3 +279,20 @@ def test_half_precision_is_no_worse():
         found = autotp.compile(model, 1, example_inputs=inputs, optimise=switches)(**inputs).logits.detach()
         errors.append(float((found.double() - wanted).square().mean().sqrt()))
     assert errors[1] < 1.05 * errors[0], errors
+
+
+# As in tests/test_compiled.py: torch itself reads the attribute.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+def test_compiled_they_stay_in():
+    """By `torch.compile`, whole: the same numbers as eager, by the same kernels."""
+    model: Any = transformer("phi3")
+    inputs = inputs_of(model)
+    found = []
+    for backend in ("eager", "aot_eager"):
+        sharded: Any = autotp.compile(model, 1, example_inputs=inputs, backend=backend, optimise=ON)
+        out = sharded(**inputs).logits
+        out.square().mean().backward()
+        found.append((out, sharded.full_grad_dict()))
+        assert put_in(sharded) == EXPECTED["phi3"]
+    (out, grads), (wanted, wanted_grads) = found
+    assert torch.equal(out, wanted) and all(torch.equal(g, wanted_grads[n]) for n, g in grads.items())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -56,12 +57,13 @@ def _halved(x: fx.Node, y: fx.Node) -> fx.Node | None:
     if x.target is not operator.getitem or y.target is not operator.getitem or x.args[0] is not y.args[0]:
         return None
     split = x.args[0]
-    if not isinstance(split, fx.Node) or not calls(split, aten.split_with_sizes):
+    if not isinstance(split, fx.Node) or not calls(split, aten.split_with_sizes, aten.chunk, aten.split):
         return None
-    lengths: Any = split.args[1]
-    dim: Any = split.args[2] if len(split.args) > 2 else 0
-    last = dim % value_of(x).ndim == value_of(x).ndim - 1
-    return split if last and len(lengths) == 2 and lengths[0] == lengths[1] and x.args[1] != y.args[1] else None
+    source, lengths, dim, *_ = (*split.args, 0)
+    own, whole = sizes(value_of(x)), sizes(value_of(source))  # type: ignore[arg-type]
+    equal = not isinstance(lengths, Sequence) or lengths[0] == lengths[1]
+    last = dim % len(own) == len(own) - 1  # type: ignore[operator]
+    return split if last and equal and whole[-1] == 2 * own[-1] and x.args[1] != y.args[1] else None
 
 
 def _alike(x: fx.Node, like: fx.Node) -> bool:
