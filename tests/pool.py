@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
 import pickle
 import tempfile
@@ -110,6 +111,7 @@ class Pool:
 
 def _work(rank: int, folder: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    faulthandler.enable()  # a worker that dies says where each of its threads was
     torch.set_num_threads(1)
     store = dist.FileStore(str(Path(folder) / "store"), SIZE)  # pyright: ignore[reportPrivateImportUsage]
     # A dead rank must never keep the others longer than any test waits.
