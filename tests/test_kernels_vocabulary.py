@@ -14,6 +14,7 @@ from torch.distributed.tensor import Shard
 import autotp
 from autotp.errors import InputError
 from autotp.kernels import cross_entropy, embedding
+from autotp.losses import apart
 from autotp.operators import class_sums, class_sums_backward
 from autotp.optimise import patterns_vocabulary
 from tests.interpreter import Interpreter, interpreter
@@ -21,7 +22,7 @@ from tests.kernel_compile import compiling
 from tests.models import inputs_of, transformer
 from tests.test_kernels_elements import CLOSE, DTYPES, differ
 from tests.test_module import difference, gradients_differ, mesh_of
-from tests.test_vocabulary_loss import COLUMNS, Head
+from tests.test_vocabulary_loss import COLUMNS, Head, captured, values
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
@@ -259,6 +260,39 @@ def test_an_uneven_vocabulary_dealt_out(pool, world, options):
     for loss, grads, told, gathered in pool.run(dealt, options, world=world, timeout=120):
         assert loss < 1e-6 and grads < 1e-5 and not gathered, (loss, grads)
         assert told == "kernels: class_terms, vocabulary_rows"
+
+
+class Widened(nn.Module):
+    """Scores in half precision, whose loss is taken in float32; and perhaps something else of them."""
+
+    def __init__(self, other: bool) -> None:
+        super().__init__()
+        self.head, self.other = nn.Linear(16, 36, dtype=torch.bfloat16), other
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        scores = self.head(x).float()
+        loss = nn.functional.cross_entropy(scores.view(-1, 36), target.view(-1))
+        return loss + 1e-3 * scores.square().mean() if self.other else loss
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_scores_are_not_copied_to_float32(other):
+    """Unless something else reads that copy; loss and gradients stay as they are, to the bit."""
+    torch.manual_seed(0)
+    model = Widened(other)
+    x, target = torch.randn(3, 4, 16, dtype=torch.bfloat16), torch.randint(36, (3, 4))
+    program = apart(captured(model, x, target))
+    losses, grads = [], []
+    for on in (False, True):
+        if on:
+            (sums,) = (n for n in program.graph.nodes if n.target is OPS.class_sums.default)
+            assert patterns_vocabulary.sum_in_one_pass(sums) is not None
+            program.graph.eliminate_dead_code()
+        losses.append(values(program, [x, target], model))
+        grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))
+    casts = [n for n in program.graph.nodes if n.target is torch.ops.aten.to.dtype and n.meta["val"].ndim == 3]
+    assert len(casts) == other and torch.equal(*losses)
+    assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
 def test_the_rows_of_a_neighbour_are_noticed(pool):

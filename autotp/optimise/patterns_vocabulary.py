@@ -8,16 +8,17 @@ import torch
 from torch import fx
 
 from autotp import conversions as convert
-from autotp.kernels.common import DTYPES
+from autotp.kernels.common import DTYPES, WIDE
 from autotp.layouts import Partial, spans
 from autotp.recompute import scope_path
 from autotp.rules.core import aten
 from autotp.rules.lookup import vocabulary_embedding
 
-from .matching import calls, erase, placed, put, value_of
+from .matching import CASTS, calls, erase, placed, put, value_of
 
 OPS: Any = torch.ops.autotp
 MAX = "max"
+VIEWS = (aten.reshape, aten.view, aten.flatten, aten.unsqueeze, aten.squeeze, aten.slice, aten.contiguous)
 CONVERSIONS = frozenset(convert.FUNCTIONS.values())
 
 
@@ -43,7 +44,7 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
     """The sums of a cross entropy and the maximum that they take: together, and then the maximum over the ranks.
 
     The maximum of the scores is the maximum of every rank's own, so where the scores were gathered for it, a number an
-    example is now reduced instead.
+    example is now reduced instead. Scores that were cast to float32 for their loss are read as they were before that.
     """
     if node.target is not OPS.class_sums.default:
         return None
@@ -54,6 +55,7 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
         return None
     graph, place = node.graph, placed(scope_path(node))
     with graph.inserting_before(node):
+        scores = _before_cast(scores, node, place)
         cut = graph.call_function(aten.detach.default, (scores,))
         cut.meta = {**scores.meta, **place}
         terms = graph.call_function(OPS.class_terms.default, (cut, target, total))
@@ -88,6 +90,30 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
             return None
         chain, of = [of], of.args[0]
     return chain if calls(of, aten.detach) and of.args[0] is scores else None
+
+
+def _before_cast(scores: fx.Node, reader: fx.Node, place: dict[str, Any]) -> fx.Node:
+    """The scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
+
+    The kernels compute in float32 and round a gradient once, as the cast's own gradient does: no number changes.
+    """
+    views: list[Any] = []
+    node: Any = scores
+    while calls(node, *VIEWS):
+        views, node = [*views, node], node.args[0]
+    if node.target not in CASTS or value_of(node).dtype != WIDE or value_of(node.args[0]).dtype not in DTYPES:
+        return scores
+    inside = {reader, node, *views}
+    if any(u not in inside and not calls(u, aten.detach) for n in (node, *views) for u in n.users):
+        return scores
+    found = node.args[0]
+    for old in reversed(views):
+        value = value_of(old)
+        with scores.graph.inserting_before(reader):
+            new = scores.graph.call_function(old.target, (found, *old.args[1:]), old.kwargs)
+        new.meta = {**old.meta, **place, "val": value.new_empty(value.shape, dtype=value_of(found).dtype)}
+        found = new
+    return found
 
 
 def _again(old: Any, value: fx.Node, place: dict[str, Any]) -> fx.Node:
