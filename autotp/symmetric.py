@@ -81,7 +81,7 @@ FORMS = {conversions.g: gather, conversions.g_star: scatter}
 def unavailable(device: torch.device, tp: int) -> str:
     """Why symmetric memory cannot serve these ranks here; empty where it can."""
     if device.type != "cuda":
-        return f"symmetric memory is for CUDA devices linked by NVLink, and this is {device.type}"
+        return f"it is for CUDA devices linked by NVLink, and this is {device.type}"
     if not compat.has_symmetric_memory():
         return f"torch {torch.__version__} has no fused symmetric-memory operators"
     if tp > int(os.environ.get("LOCAL_WORLD_SIZE", tp)):

@@ -140,8 +140,14 @@ def test_doctor_says_no_where_something_is_too_old(monkeypatch):
 def found(**changed: object) -> dict:
     card = {"kind": "cuda", "index": 0, "name": "NVIDIA H100 80GB HBM3", "memory": 1, "preset": "h100"}
     processor = {"kind": "cpu", "index": 0, "name": "CPU", "memory": 1, "cores": 2, "threads": 2, "preset": "local"}
-    links = {"backends": ["gloo", "nccl"], "peers": 2, "pairs": 2, "between": {"NV18": 1}}
-    versions = {"torch": "2.13.0+cu130", "transformers": "5.23.0"}
+    links = {
+        "backends": ["gloo", "nccl"],
+        "peers": 2,
+        "pairs": 2,
+        "between": {"NV18": 1},
+        "symmetric_memory": "available",
+    }
+    versions = {"torch": "2.13.0+cu130", "transformers": "5.23.0", "triton": "3.9.0"}
     whole = {"versions": versions, "needs": {"torch": "2.11"}, "devices": [card, card, processor], "links": links}
     return whole | changed
 

@@ -41,6 +41,7 @@ def uses(found: dict[str, Any]) -> dict[str, Any]:
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
         "cluster": DEFAULT,
         "here": (cuda or found["devices"])[0]["preset"],
+        "symmetric_memory": found["links"]["symmetric_memory"],
     }
 
 
@@ -64,6 +65,8 @@ def missing(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield lack("NCCL", "this build of torch has no collectives for CUDA devices", True)
     if not cuda and "gloo" not in links["backends"]:
         yield lack("gloo", "this build of torch has no collectives for the processor", True)
+    if cuda and versions.get("triton") is None:
+        yield lack("triton", "autotp's kernels run as plain PyTorch without it")
     if len(cuda) == 1:
         yield lack("a second CUDA device", "one rank holds the whole model; plan and verify need no devices")
     if links["peers"] < links["pairs"]:
@@ -126,6 +129,7 @@ def _uses(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
     yield "collectives", used["backend"] or "none"
     yield "to run", used["launch"]
     here = f"--cluster {used['here']}" if used["here"] else "--cluster FILE, from autotp calibrate"
+    yield "symmetric memory", used["symmetric_memory"]
     yield "to price", f"{used['cluster']}; for this machine {here}"
 
 

@@ -18,6 +18,7 @@ from torch.cuda import nccl
 
 from autotp import __version__, machine
 from autotp.cost.presets import PRESETS
+from autotp.symmetric import unavailable
 
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -102,6 +103,8 @@ def links() -> dict[str, Any]:
         "backends": [name for name in BACKENDS if dist.is_available() and dist.is_backend_available(name)],
         "peers": sum(torch.cuda.can_device_access_peer(i, j) for i, j in pairs),
         "pairs": len(pairs),
+        "symmetric_memory": unavailable(torch.device("cuda", 0) if count else torch.device("cpu"), count)
+        or "available",
         "between": topology(_nvidia("topo", "-m")) if count > 1 else {},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
         "infiniband": sorted(p.name for p in infiniband.iterdir()) if infiniband.is_dir() else [],
