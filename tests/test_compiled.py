@@ -11,9 +11,11 @@ import torch
 from functorch.compile import make_boxed_func
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
+from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import InputError
+from tests import test_two_axes as two_axes
 from tests.models import TWELVE, inputs_of, redrawn, transformer
 from tests.test_module import difference, gradients_differ, mesh_of
 from tests.test_tools import Stack
@@ -191,3 +193,37 @@ def test_options_are_those_of_the_backend():
     sharded = autotp.compile(nn.Linear(4, 4), 1, example_inputs=x, backend=backend, options={"shape_padding": True})
     sharded(x)
     assert given == [{"shape_padding": True}]
+
+
+def on_two_axes(rank: int, world: int, group: Any, split: bool) -> dict[str, float]:
+    """A compiled program on 2 x 2 ranks, whose blocks torch's data parallelism wraps."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model, whole = two_axes.model_of("esm")
+    inputs = two_axes.slice_of(whole, mesh["dp"].get_local_rank())
+    sharded: Any = autotp.compile(model, dp=2, mesh=mesh, fully_shard=split, example_inputs=inputs, backend="aot_eager")
+    mine, wanted = run(sharded, inputs), run(model, whole)
+    for logits in (mine, wanted):
+        logits.square().mean().backward()
+    rows = wanted.chunk(2)[mesh["dp"].get_local_rank()]
+    return {"outputs": difference(mine, rows.clone()), "gradients": gradients_differ(sharded, model)}
+
+
+def test_a_compiled_program_runs_on_two_axes(pool):
+    for found in pool.run(on_two_axes, True, timeout=150):
+        assert max(found.values()) < 1e-10, found
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # by Inductor's own imports
+def test_dropout_by_counters_is_the_same_compiled():
+    model = nn.Sequential(nn.Linear(16, 32), nn.Dropout(0.5), nn.Linear(32, 8))
+    x = torch.randn(4, 16)
+    found = []
+    for backend, seed in (("eager", 1), ("inductor", 1), ("inductor", 2)):
+        sharded = autotp.compile(model, 1, example_inputs=x, backend=backend)
+        torch.manual_seed(seed)
+        out = sharded(x)
+        out.sum().backward()
+        found.append((out, sharded.full_grad_dict()["0.weight"]))
+    eager, same, other = found
+    assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(eager, same, strict=True))
+    assert not torch.allclose(eager[0], other[0], atol=1e-2)
