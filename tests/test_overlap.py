@@ -243,6 +243,15 @@ def compiling(rank: int, world: int, group: Any) -> dict[str, Any]:
             leaves = [t.clone().requires_grad_() for t in (x, v, w)]
             results.append(torch.autograd.grad(run(*leaves), leaves))
         found[src[0], regather] = max(map(difference, *results)), seen
+
+        def alone(x: Tensor, v: Tensor, how: Any = (src, chunks, regather)) -> Tensor:
+            return linears.grouped(x, how[0], R, ["linear"], [v], [None], how[1], how[2], **named)[0]
+
+        # Nothing is graded, with gradients on and off: Dynamo takes other ways then.
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                own = torch.compile(alone, fullgraph=True, backend="aot_eager")(x, v)
+                found[src[0], regather, grad] = difference(own, alone(x, v)), []
     return found
 
 
