@@ -104,10 +104,10 @@ def page(record: Record) -> str:
     return f"""\
 `{record["command"]}`: CPU time of forward and backward of a Llama of hidden size {s.hidden}, {s.layers} layers
 and {LENGTH} tokens, as rank 0 of {TP} in torch's "fake" process group, which sends nothing: what is left is the cost of
-starting operators. The hand-written module has plain parameters, the others have DTensors. Medians of {record["rounds"]}
-interleaved rounds of {REPEAT} steps, and the median of the ratios to the hand-written one of the same round.
-One thread, {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]},
-{record["date"]}, load average {record["load_before"]} before the run.
+starting operators. The hand-written module has plain parameters, the others have DTensors. Medians of
+{record["rounds"]} interleaved rounds of {REPEAT} steps, and the median of the ratios to the hand-written one of the
+same round. One thread, {record["cores"]} cores of {record["machine"]}; torch {record["torch"]},
+Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before the run.
 
 {table(head, rows)}"""
 
