@@ -181,7 +181,7 @@ def error(
     inputs = [drawn(s, dtype, memory, draw).to(device) for s in case.shapes(*shape)]
     exact = [x.double().requires_grad_() for x in inputs]
     wanted = CASES[reference or name].reference(exact, [torch.zeros_like(exact[0])] * 2)
-    grads = [drawn((x.numel() // x.shape[-1], x.shape[-1]), dtype, memory, draw).reshape(x.shape) for x in wanted]
+    grads = [drawn((x.shape[:-1].numel(), x.shape[-1]), dtype, memory, draw).reshape(x.shape) for x in wanted]
     grads = [g.to(device) for g in grads]
     outputs, gradients = getattr(case, way)(inputs, grads)
     wanted = CASES[reference or name].reference(exact, outputs)

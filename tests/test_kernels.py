@@ -17,6 +17,7 @@ from tests.kernel_cases import CASES, EPS, error, errors
 from tests.kernel_compile import compiling
 
 RAGGED = ((5, 37), (2, 1030), (1, 3), (0, 8))
+NARROW = ((3, 0), (0, 0))  # a rank may have no columns
 OPS: Any = torch.ops.autotp
 
 
@@ -30,6 +31,12 @@ def in_pieces(name: str) -> dict[Any, float]:
     """Rows are longer than what a program holds."""
     with patch.multiple(norm_triton, WHOLE=16, WHOLE_BACK=16, PIECE=16):
         return errors(name, "triton", ((3, 37),))
+
+
+@pytest.mark.parametrize("way", ["triton", "twin"])
+def test_no_columns(interpreter, way):
+    for name in (n for n in CASES if "norm" not in n):
+        assert max(interpreter.run(errors, name, way, NARROW).values()) == 0
 
 
 @pytest.mark.parametrize("name", [n for n in CASES if "norm" in n])

@@ -100,7 +100,7 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """The gradients of `bias_gelu` for x and bias."""
     d = wide(grad) * act_slope(wide(x) + wide(bias), _kind(tanh))
-    return d.to(x.dtype).contiguous(), d.reshape(-1, x.shape[-1]).sum(0).to(bias.dtype)
+    return d.to(x.dtype).contiguous(), as_rows(d).sum(0).to(bias.dtype)
 
 
 def _check(x: Tensor, bias: Tensor, tanh: bool) -> None:

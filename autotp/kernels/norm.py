@@ -8,7 +8,18 @@ import torch
 from torch import Tensor
 
 from . import norm_triton
-from .common import WIDE, check_floats, check_same, check_vector, differentiable, empty_like, refuse, register, wide
+from .common import (
+    WIDE,
+    as_rows,
+    check_floats,
+    check_same,
+    check_vector,
+    differentiable,
+    empty_like,
+    refuse,
+    register,
+    wide,
+)
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
@@ -70,7 +81,7 @@ def norm_backward(
     value = slope - normal * (slope * normal).mean(-1, keepdim=True)
     value = (value - slope.mean(-1, keepdim=True) if centred else value) * scale
     value = value if extra is None else value + wide(extra)
-    sums = [t.reshape(-1, x.shape[-1]).sum(0) for t in (d * normal, d)]
+    sums = [as_rows(t).sum(0) for t in (d * normal, d)]
     to_weight, to_bias = (_gradient_of(v, s) for v, s in zip((weight, bias), sums, strict=True))
     return value.to(x.dtype).contiguous(), to_weight, to_bias
 
