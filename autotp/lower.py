@@ -42,9 +42,9 @@ class Lowering:
         """From a public function's arguments, checked."""
         if backend == EAGER and options:
             raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
-        known = [EAGER, *torch.compiler.list_backends(exclude_tags=None)]
-        if not callable(backend) and backend not in known:
-            raise InputError(f"backend={backend!r} is not known; choose {', '.join(known)}, or pass a function.")
+        if not callable(backend) and backend not in (EAGER, *torch.compiler.list_backends(exclude_tags=None)):
+            known = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
+            raise InputError(f"backend={backend!r} is not known to torch.compile; choose {known}, or pass a function.")
         return cls(backend, options, read_switches(switches))
 
     def compiler(self, graph: fx.Graph) -> Compiler | None:

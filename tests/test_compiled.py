@@ -176,7 +176,7 @@ def test_a_copy_is_compiled_for_itself():
 
 def test_a_backend_that_torch_does_not_know_is_refused():
     model = nn.Linear(4, 4)
-    with pytest.raises(InputError, match="choose eager, .*inductor"):
+    with pytest.raises(InputError, match="choose 'eager', .*'inductor'"):
         autotp.compile(model, 1, example_inputs=torch.ones(2, 4), backend="inducter")
     with pytest.raises(InputError, match="has no options"):
         autotp.compile(model, 1, example_inputs=torch.ones(2, 4), options={"max_autotune": True})
