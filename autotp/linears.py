@@ -54,7 +54,7 @@ def grouped(
     """
     how = (src, dst, tuple(kinds), chunks, regather, (rank, tp, group))
     operands = [t for pair in zip(weights, biases, strict=True) for t in pair]
-    # Not by `apply` where nothing is graded: Dynamo then binds a forward of any number of operands wrongly (torch 2.13).
+    # Not by `apply` where nothing is graded: Dynamo then binds a forward of any number of operands wrongly.
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *operands))):
         return tuple(_gather(x, src, dst, kinds, weights, biases, chunks, (rank, tp, group), keep=False)[1])
     return _Grouped.apply(x, how, *operands)[1:]  # type: ignore[index]
