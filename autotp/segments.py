@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
 
 from .recompute import module_of
 from .symmetric import Fused
@@ -83,7 +84,7 @@ def structure(graph: fx.Graph) -> tuple[Any, ...]:
     number = {node: i for i, node in enumerate(graph.nodes)}
 
     def plain(node: fx.Node) -> str:
-        return repr(fx.node.map_arg((node.args, node.kwargs), lambda x: ("node", number[x])))
+        return repr(map_arg((node.args, node.kwargs), lambda x: ("node", number[x])))
 
     return tuple((n.op, n.target if n.op == "call_function" else "", plain(n)) for n in graph.nodes)
 

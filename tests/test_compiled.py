@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from functorch.compile import make_boxed_func
+from functorch.compile import make_boxed_func  # pyright: ignore[reportPrivateImportUsage]
 from torch import Tensor, fx, nn
 from torch._dynamo.backends.common import aot_autograd
 from torch.distributed.device_mesh import init_device_mesh
