@@ -133,27 +133,37 @@ class Rotating(nn.Module):
             return x * cos + torch.cat((x[..., n // 2 :], -x[..., : n // 2]), -1) * sin
         if self.way == "not halves":
             return x * cos + torch.cat((-x[..., n // 2 - 1 :], x[..., : n // 2 - 1]), -1) * sin
+        dtype, x = x.dtype, x.float() if self.way == "widened" else x
         one, other = (x[..., : n // 2], x[..., n // 2 :]) if self.way != "chunks" else x.chunk(2, -1)
         turned = torch.cat((-other, one), -1)
+        if self.way == "widened apart":
+            return (x.float() * cos + turned.float() * sin).to(dtype)
         found = (x * cos) + (turned * sin)
-        return found + turned if self.way == "read elsewhere" else found
+        return found + turned if self.way == "read elsewhere" else found.to(dtype)
 
 
 def program(model: nn.Module, *given: Tensor) -> Capture:
     return capture_model(model, autotp.Inputs(*given), torch.device("cpu"))[0]
 
 
-@pytest.mark.parametrize("way", ["slices", "chunks", "neighbours", "not turned", "not halves", "read elsewhere"])
-def test_where_a_rotation_is_found(way):
-    given = operands("heads before", torch.float32, torch.float32)
+FOUND = ["slices", "chunks", "neighbours", "widened", "widened apart"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", [*FOUND, "not turned", "not halves", "read elsewhere"])
+def test_where_a_rotation_is_found(way, dtype):
+    """Written in float32 it is rounded once, as by the kernel."""
+    given = operands("heads before", dtype, dtype)
     made = program(Rotating(way), *given)
     env = {leaf.node: v for leaf, v in zip(made.inputs, given, strict=True)}
     wanted = reference(made.graph, env, lambda node, value: None)[0]
-    fired = [n for n in list(made.graph.nodes) if n.op == "call_function" and patterns_rotary.rotate(n) is not None]
-    assert len(fired) == (way in ("slices", "chunks", "neighbours")), made.graph
+    fired = [n for n in reversed(made.graph.nodes) if n.op == "call_function" and patterns_rotary.rotate(n) is not None]
+    assert len(fired) == (way in FOUND), made.graph
     made.graph.eliminate_dead_code()
+    assert not fired or len([n for n in made.graph.nodes if n.op == "call_function"]) == 1, made.graph
     found = reference(made.graph, env, lambda node, value: None)[0]
-    assert differ(found, wanted.double()) < CLOSE[torch.float32]
+    assert found.dtype == wanted.dtype == dtype
+    assert differ(found, wanted.double()) < (1e-9 if "widened" in way else CLOSE[dtype])
 
 
 PLACES: dict[str, tuple[list[int], list[int], int, list[int] | None]] = {  # size here, whole, dimension, place there

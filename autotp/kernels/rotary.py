@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
+from .common import DTYPES, check_floats, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
 
 TILE = 1024  # pairs that a program rotates
 MOST_DIMS = 4
@@ -45,6 +45,9 @@ def _rotate(
     tl.store(out + other, (x_other * cos_other + x_one * sin_other).to(kind), mask=inside)
 
 
+Dtype = torch.dtype | None
+
+
 def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype, back: bool) -> Tensor:
     out = torch.empty(x.shape, dtype=dtype, device=x.device)
     if not out.numel():
@@ -61,27 +64,28 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dt
     return out
 
 
-def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return _run(x, cos, sin, interleaved, _result(x, cos, sin), False)
+def _launch(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype = None) -> Tensor:
+    return _run(x, cos, sin, interleaved, dtype or _result(x, cos, sin), False)
 
 
 def _launch_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
     return _run(grad, cos, sin, interleaved, dtype, True)
 
 
-def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype = None) -> Tensor:
     """`x * cos + turned(x) * sin`, computed in float32 at least and rounded once.
 
     Args:
         x: of a whole number of pairs in the last dimension, [..., width]; four dimensions at most.
         cos, sin: that broadcast to it, with all of the last dimension.
         interleaved: pairs are neighbours, (0, 1), (2, 3) and so on; otherwise one is from either half.
+        dtype: of the result; None for the one that torch gives the product.
 
     Returns:
-        Of x's shape and of the dtype that torch gives the product, contiguous.
+        Of x's shape, contiguous.
     """
     turned = wide(x) * wide(cos) + _turned(wide(x), interleaved) * wide(sin)
-    return turned.to(_result(x, cos, sin)).contiguous()
+    return turned.to(dtype or _result(x, cos, sin)).contiguous()
 
 
 def rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
@@ -102,8 +106,10 @@ def _result(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
     return torch.promote_types(torch.promote_types(x.dtype, cos.dtype), sin.dtype)
 
 
-def _check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
+def _check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype = None) -> None:
     check_floats("rotary", x=x, cos=cos, sin=sin)
+    if dtype not in (None, *DTYPES):
+        refuse("rotary", f"gives float32, bfloat16 and float16, not {str(dtype).removeprefix('torch.')}")
     if not 1 <= x.ndim <= MOST_DIMS or x.shape[-1] % 2:
         refuse("rotary", f"takes one to {MOST_DIMS} dimensions, the last one of even size, and x is {list(x.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
@@ -113,8 +119,8 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> None:
             refuse("rotary", f"takes a {name} that broadcasts to x; {shapes}")
 
 
-def _fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    return torch.empty(x.shape, dtype=_result(x, cos, sin), device=x.device)
+def _fake(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype = None) -> Tensor:
+    return torch.empty(x.shape, dtype=dtype or _result(x, cos, sin), device=x.device)
 
 
 def _fake_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
@@ -122,18 +128,19 @@ def _fake_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dt
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, ctx.interleaved = inputs
+    x, cos, sin, ctx.interleaved, _ = inputs
     ctx.dtype = x.dtype
     ctx.save_for_backward(cos, sin, x if cos.requires_grad or sin.requires_grad else None)
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     cos, sin, x = ctx.saved_tensors
-    to_x, to_cos, to_sin, _ = ctx.needs_input_grad
+    to_x, to_cos, to_sin, *_ = ctx.needs_input_grad
     return (
         OPS.rotary_backward(grad, cos, sin, ctx.interleaved, ctx.dtype) if to_x else None,
         _summed(wide(grad) * wide(x), cos) if to_cos else None,  # hardly a model learns these: in plain PyTorch
         _summed(wide(grad) * _turned(wide(x), ctx.interleaved), sin) if to_sin else None,
+        None,
         None,
     )
 
@@ -144,7 +151,7 @@ def _summed(grad: Tensor, like: Tensor) -> Tensor:
 
 OPS: Any = torch.ops.autotp
 register(
-    "rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved) -> Tensor",
+    "rotary(Tensor x, Tensor cos, Tensor sin, bool interleaved, ScalarType? dtype=None) -> Tensor",
     twin=rotary, launch=_launch, fake=_fake, check=_check,
 )  # fmt: skip
 register(

@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from autotp.kernels.common import DTYPES
+from autotp.kernels.common import DTYPES, WIDE
 from autotp.kernels.rotary import MOST_DIMS
 from autotp.rules.core import aten, sizes
 
-from .matching import calls, closed, put, value_of, whole_along
+from .matching import CASTS, calls, closed, put, value_of, whole_along
 
 OPS: Any = torch.ops.autotp
 
@@ -34,20 +34,33 @@ class _Part(NamedTuple):
 
 
 def rotate(node: fx.Node) -> fx.Node | None:
-    """A sum of two products, of a value and of the same value turned."""
-    if not calls(node, aten.add) or len(node.args) != 2 or node.kwargs:
+    """A sum of two products, of a value and of the same value turned; in float32 perhaps, as the kernel computes it."""
+    total, casts = _before(node, narrowing=True)
+    if not calls(total, aten.add) or len(total.args) != 2 or total.kwargs:
         return None
-    terms: Any = node.args
-    for plain, turning in (terms, terms[::-1]):
+    for plain, turning in (total.args, total.args[::-1]):
         for product, sin in _factors(turning):
-            turned = _turned(product)
-            cos = next((c for x, c in _factors(plain) if turned is not None and x is turned.x), None)
-            if turned is None or cos is None or not isinstance(sin, fx.Node):
+            wide, between = _before(product)
+            turned = _turned(wide)
+            if turned is None:
                 continue
-            nodes = (node, plain, turning, *turned.nodes)
-            if _fits(turned.x, cos, sin, node) and closed(nodes, (node,)):
-                return put(OPS.rotary.default, (turned.x, cos, sin, turned.interleaved), nodes, node)
+            x = _before(turned.x)[0]
+            cos = next((c for factor, c in _factors(plain) if _before(factor)[0] is x), None)
+            nodes = (*casts, total, plain, turning, *between, *turned.nodes)
+            if cos is not None and _fits(x, cos, sin, node) and closed(nodes, (node,)):
+                args = x, cos, sin, turned.interleaved, value_of(node).dtype
+                return put(OPS.rotary.default, args, nodes, node)
     return None
+
+
+def _before(node: Any, narrowing: bool = False) -> tuple[Any, tuple[fx.Node, ...]]:
+    """What a cast to float32 is of (or one from float32, where it is narrowing), and the cast; else the node itself."""
+    if isinstance(node, fx.Node) and node.target in CASTS:
+        before: Any = node.args[0]
+        dtypes = [value_of(n).dtype for n in (before, node)]
+        if dtypes[0 if narrowing else 1] == WIDE and set(dtypes) <= set(DTYPES):
+            return before, (node,)
+    return node, ()
 
 
 def _factors(product: Any) -> list[tuple[Any, Any]]:
