@@ -157,9 +157,9 @@ def page(record: Mapping[str, Any]) -> str:
     return f"""\
 `{record["command"]}`: storages that autograd keeps of a forward, each once and without those of
 parameters and buffers, of a Llama (hidden {s.hidden}, {s.layers} layers, {s.heads} heads with {s.kv_heads} of keys and
-values, feed-forward {s.wide}, {s.vocabulary} words) for {LENGTH} tokens on one of {TP} ranks, float32, and their ratio to
-Megatron's plain scheme written by hand; then with what the cross entropy of the gathered logits keeps, the same for all.
-Of all parameters a rank holds the part in the last column. torch {record["torch"]}, Python {record["python"]},
+values, feed-forward {s.wide}, {s.vocabulary} words) for {LENGTH} tokens on one of {TP} ranks, float32, and their ratio
+to Megatron's plain scheme written by hand; then with what the cross entropy of the gathered logits keeps, the same for
+all. Of all parameters a rank holds the part in the last column. torch {record["torch"]}, Python {record["python"]},
 {record["date"]}.
 
 {table(head, cells)}"""

@@ -32,9 +32,7 @@ def ours(model: nn.Module, ids: Tensor, sequence: bool, shape: Shape | None = No
     """autotp's; with a shape by Megatron's plan, without one by the plan that autotp finds."""
     tp = dist.get_world_size()
     pins = None if shape is None else megatron_pins(shape)
-    plan = autotp.plan(
-        model, tp, example_inputs=ids, sequence_parallel=sequence, pins=pins, cluster="local", check_capture=False
-    )
+    plan = autotp.plan(model, tp, example_inputs=ids, sequence_parallel=sequence, pins=pins, check_capture=False)
     return autotp.parallelize(model, plan, example_inputs=ids, **options)
 
 
