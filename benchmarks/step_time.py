@@ -115,17 +115,17 @@ def compared(shape: Shape, length: int, rounds: int, only: Sequence[str] = ()) -
             continue
         try:
             module = make(model, ids)
+            step = training_step(module, ids, targets)
+            began = time.perf_counter()
+            loss = step()
         except Exception as error:
             found["refused"][name] = reason(error)
             continue
-        step = training_step(module, ids, targets)
-        began = time.perf_counter()
-        loss = step()
         found["first"][name] = time.perf_counter() - began
         mine = {"loss": loss.detach(), **_named(local_gradients(module))}
         wanted = wanted or {k: x.clone() for k, x in mine.items()}
         found["off"][name] = difference(mine, wanted)
-        found["sent"][name] = sent(step, RANKS)
+        found["sent"][name] = (None, None) if "compiled" in name else sent(step, RANKS)  # torch counts eager calls only
         steps[name] = step
         for p in module.parameters():
             p.grad = None
@@ -159,8 +159,8 @@ def rows(everyone: Sequence[Record], known: Mapping[str, tuple[str, Make]]) -> d
             "wall_ratio": round(ratio(mine.wall, base.wall), 3),
             "first_s": round(max(found["first"][name] for found in everyone), 1),
             "off": float(f"{max(found['off'][name] for found in everyone):.1e}"),
-            "collectives": sum(calls.values()),
-            "bytes": round(sent_bytes),
+            "collectives": calls and sum(calls.values()),
+            "bytes": sent_bytes and round(sent_bytes),
         }
     return out
 
@@ -208,19 +208,19 @@ def page(record: Record) -> str:
     head = ["", "CPU, s", "ratio", "wall, s", "ratio", "first step, s", "collectives", "sent, MB"]
     cells = [
         [name, f"{r['cpu_s']:.3f}", f"{r['cpu_ratio']:.3f}", f"{r['wall_s']:.3f}", f"{r['wall_ratio']:.3f}",
-         f"{r['first_s']:.1f}", str(r["collectives"]), f"{r['bytes'] / 1e6:.1f}"]
+         f"{r['first_s']:.1f}", str(r["collectives"] or "-"), f"{r['bytes'] / 1e6:.1f}" if r["bytes"] else "-"]
         for name, r in record["rows"].items()
     ]  # fmt: skip
     refused = "".join(f"\nNot measured: {name}: {why}.\n" for name, why in record["refused"].items())
     s = SHAPE
     return f"""\
 `{record["command"]}`: forward, cross entropy and backward of a Llama (hidden {s.hidden}, {s.layers} layers,
-{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, one sequence of {LENGTH}),
+{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, {LENGTH} tokens),
 float32, over {RANKS} gloo processes of one thread each; logits are gathered. All split by Megatron's plan, and loss and
 gradients are compared before anything is timed. CPU seconds of both ranks together, clock of the slower one: medians
 of {record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module of the same plan in
 the same round. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers
-{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before the run.
+{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before.
 
 {table(head, cells)}{refused}"""
 
