@@ -37,6 +37,8 @@ BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 6
 SHAPES: dict[str, tuple[list[int], list[int], list[int]]] = {  # of x, cos and sin
     "heads before": ([BATCH, HEADS, LENGTH, WIDTH], [1, 1, LENGTH, WIDTH], [BATCH, 1, LENGTH, WIDTH]),
     "heads after": ([BATCH, LENGTH, HEADS, WIDTH], [1, LENGTH, 1, WIDTH], [BATCH, LENGTH, 1, WIDTH]),
+    "pairs": ([BATCH, HEADS, LENGTH, WIDTH], [1, 1, LENGTH, WIDTH // 2], [BATCH, 1, LENGTH, WIDTH // 2]),
+    "two": ([BATCH, 2], [BATCH, 1], [1, 1]),
     "three": ([HEADS, LENGTH, WIDTH], [LENGTH, WIDTH], [LENGTH, WIDTH]),
     "one": ([WIDTH], [WIDTH], [WIDTH]),
     "nothing": ([BATCH, 0, LENGTH, WIDTH], [1, 1, LENGTH, WIDTH], [1, 1, LENGTH, WIDTH]),
@@ -87,11 +89,12 @@ def test_pairs_of_the_other_kind_are_noticed(interpreter: Interpreter):
     assert min(interpreter.run(rotated, "heads before", torch.float32, torch.float32, False, True)) > 0.1
 
 
+@pytest.mark.parametrize("name", ["heads before", "pairs"])
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_the_twin_of_the_rotation_and_all_its_gradients(dtype, interleaved):
+def test_the_twin_of_the_rotation_and_all_its_gradients(dtype, interleaved, name):
     """Of the tables too, which broadcast."""
-    given = [x.detach().requires_grad_() for x in operands("heads before", dtype, dtype)]
+    given = [x.detach().requires_grad_() for x in operands(name, dtype, dtype)]
     exact = [x.detach().double().requires_grad_() for x in given]
     found, wanted = OPS.rotary(*given, interleaved), rotary.rotary(*exact, interleaved)  # type: ignore[call-arg]
     grad = torch.randn(found.shape).to(dtype)
@@ -129,6 +132,11 @@ class Rotating(nn.Module):
         if self.way == "neighbours":
             turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
             return sin * turned + cos * x
+        if "pairs" in self.way:
+            one, other = (x[..., ::2], x[..., 1::2]) if self.way == "pairs of neighbours" else x.chunk(2, -1)
+            cos, sin = cos[..., : n // 2], sin[..., : n // 2]
+            two = one * cos - other * sin, (one if self.way == "not pairs" else other) * cos + sin * one
+            return torch.stack(two, -1).flatten(-2) if self.way == "pairs of neighbours" else torch.cat(two, -1)
         if self.way == "not turned":
             return x * cos + torch.cat((x[..., n // 2 :], -x[..., : n // 2]), -1) * sin
         if self.way == "not halves":
@@ -146,21 +154,25 @@ def program(model: nn.Module, *given: Tensor) -> Capture:
     return capture_model(model, autotp.Inputs(*given), torch.device("cpu"))[0]
 
 
-FOUND = ["slices", "chunks", "neighbours", "widened", "widened apart"]
+FOUND = ["slices", "chunks", "neighbours", "pairs", "pairs of neighbours", "widened", "widened apart"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("way", [*FOUND, "not turned", "not halves", "read elsewhere"])
+@pytest.mark.parametrize("way", [*FOUND, "not turned", "not halves", "not pairs", "read elsewhere"])
 def test_where_a_rotation_is_found(way, dtype):
     """Written in float32 it is rounded once, as by the kernel."""
     given = operands("heads before", dtype, dtype)
     made = program(Rotating(way), *given)
     env = {leaf.node: v for leaf, v in zip(made.inputs, given, strict=True)}
     wanted = reference(made.graph, env, lambda node, value: None)[0]
-    fired = [n for n in reversed(made.graph.nodes) if n.op == "call_function" and patterns_rotary.rotate(n) is not None]
+    ways = patterns_rotary.rotate, patterns_rotary.rotate_pairs
+    fired = [
+        n for n in reversed(made.graph.nodes) if n.op == "call_function" and any(way(n) is not None for way in ways)
+    ]
     assert len(fired) == (way in FOUND), made.graph
     made.graph.eliminate_dead_code()
-    assert not fired or len([n for n in made.graph.nodes if n.op == "call_function"]) == 1, made.graph
+    calls = [n for n in made.graph.nodes if n.op == "call_function"]
+    assert not fired or len(calls) == (3 if "pairs" in way else 1), made.graph
     found = reference(made.graph, env, lambda node, value: None)[0]
     assert found.dtype == wanted.dtype == dtype
     assert differ(found, wanted.double()) < (1e-9 if "widened" in way else CLOSE[dtype])

@@ -17,7 +17,7 @@ MOST_DIMS = 4
 def _rotate(
     x, cos, sin, out, second, rows, half,
     x_0, x_1, x_2, x_3, cos_0, cos_1, cos_2, cos_3, sin_0, sin_1, sin_2, sin_3,
-    INTERLEAVED: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
+    INTERLEAVED: tl.constexpr, SHARED: tl.constexpr, BACK: tl.constexpr, ROWS: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
     """Of a [first, second, rows, 2 * half] value some rows of one [rows, 2 * half]; `out` is contiguous."""
     blocks = tl.cdiv(rows, ROWS)
@@ -28,16 +28,18 @@ def _rotate(
     inside = (row < rows) & (pair < half)
     one = 2 * pair if INTERLEAVED else pair
     other = one + 1 if INTERLEAVED else pair + half
+    angle = pair if SHARED else one  # both of a pair have one angle, or each its own
+    angle_other = pair if SHARED else other
     x += a * x_0 + b * x_1 + row * x_2
     cos += a * cos_0 + b * cos_1 + row * cos_2
     sin += a * sin_0 + b * sin_1 + row * sin_2
     out += (outer * rows + row) * 2 * half
     x_one = tl.load(x + one * x_3, mask=inside, other=0).to(tl.float32)
     x_other = tl.load(x + other * x_3, mask=inside, other=0).to(tl.float32)
-    cos_one = tl.load(cos + one * cos_3, mask=inside, other=0).to(tl.float32)
-    cos_other = tl.load(cos + other * cos_3, mask=inside, other=0).to(tl.float32)
-    sin_one = tl.load(sin + one * sin_3, mask=inside, other=0).to(tl.float32)
-    sin_other = tl.load(sin + other * sin_3, mask=inside, other=0).to(tl.float32)
+    cos_one = tl.load(cos + angle * cos_3, mask=inside, other=0).to(tl.float32)
+    cos_other = tl.load(cos + angle_other * cos_3, mask=inside, other=0).to(tl.float32)
+    sin_one = tl.load(sin + angle * sin_3, mask=inside, other=0).to(tl.float32)
+    sin_other = tl.load(sin + angle_other * sin_3, mask=inside, other=0).to(tl.float32)
     if BACK:  # the transpose of the rotation: the other way round, each element by its partner's sine
         sin_one, sin_other = -sin_other, -sin_one
     kind = out.dtype.element_ty
@@ -53,13 +55,14 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dt
     if not out.numel():
         return out
     x = x.view(*[1] * (MOST_DIMS - x.ndim), *x.shape)
-    cos, sin = cos.expand(x.shape), sin.expand(x.shape)
     first, second, rows, width = x.shape
+    shared = _shared(x, cos)
+    cos, sin = (table.expand(first, second, rows, width // 2 if shared else width) for table in (cos, sin))
     pairs = power_of_two(width // 2, width)
     block = power_of_two(rows, max(TILE // pairs, 1))
     _rotate[(first * second * tiles(rows, block),)](
         x, cos, sin, out, second, rows, width // 2, *x.stride(), *cos.stride(), *sin.stride(),
-        INTERLEAVED=interleaved, BACK=back, ROWS=block, PAIRS=pairs,
+        INTERLEAVED=interleaved, SHARED=shared, BACK=back, ROWS=block, PAIRS=pairs,
     )  # fmt: skip
     return out
 
@@ -77,20 +80,22 @@ def rotary(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype 
 
     Args:
         x: of a whole number of pairs in the last dimension, [..., width]; four dimensions at most.
-        cos, sin: that broadcast to it, with all of the last dimension.
+        cos, sin: that broadcast to it; or half as long in the last dimension, with a number for every pair.
         interleaved: pairs are neighbours, (0, 1), (2, 3) and so on; otherwise one is from either half.
         dtype: of the result; None for the one that torch gives the product.
 
     Returns:
         Of x's shape, contiguous.
     """
-    turned = wide(x) * wide(cos) + _turned(wide(x), interleaved) * wide(sin)
+    cos_all, sin_all = (_of_elements(x, wide(table), interleaved) for table in (cos, sin))
+    turned = wide(x) * cos_all + _turned(wide(x), interleaved) * sin_all
     return turned.to(dtype or _result(x, cos, sin)).contiguous()
 
 
 def rotary_backward(grad: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dtype) -> Tensor:
     """The gradient of `rotary` for x, in this dtype."""
-    turned = wide(grad) * wide(cos) - _turned(wide(grad) * wide(sin), interleaved)
+    cos_all, sin_all = (_of_elements(grad, wide(table), interleaved) for table in (cos, sin))
+    turned = wide(grad) * cos_all - _turned(wide(grad) * sin_all, interleaved)
     return turned.to(dtype).contiguous()
 
 
@@ -100,6 +105,18 @@ def _turned(x: Tensor, interleaved: bool) -> Tensor:
         return torch.stack((-x[..., 1::2], x[..., ::2]), -1).flatten(-2)
     one, other = x.chunk(2, -1)
     return torch.cat((-other, one), -1)
+
+
+def _shared(x: Tensor, table: Tensor) -> bool:
+    """Whether the table has a number for every pair."""
+    return x.shape[-1] > 2 and 2 * table.shape[-1] == x.shape[-1]
+
+
+def _of_elements(x: Tensor, table: Tensor, interleaved: bool) -> Tensor:
+    """The table with a number for every element."""
+    if not _shared(x, table):
+        return table
+    return table.repeat_interleave(2, -1) if interleaved else torch.cat((table, table), -1)
 
 
 def _result(x: Tensor, cos: Tensor, sin: Tensor) -> torch.dtype:
@@ -114,6 +131,8 @@ def _check(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: Dtype 
         refuse("rotary", f"takes one to {MOST_DIMS} dimensions, the last one of even size, and x is {list(x.shape)}")
     for name, table in (("cos", cos), ("sin", sin)):
         sizes = [1] * (x.ndim - table.ndim) + list(table.shape)
+        if table.ndim and _shared(x, cos):
+            sizes[-1] *= 2
         if len(sizes) > x.ndim or any(n not in (1, m) for n, m in zip(sizes, x.shape, strict=True)):
             shapes = f"x is {list(x.shape)}, {name} is {list(table.shape)}"
             refuse("rotary", f"takes a {name} that broadcasts to x; {shapes}")
@@ -138,14 +157,16 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     to_x, to_cos, to_sin, *_ = ctx.needs_input_grad
     return (
         OPS.rotary_backward(grad, cos, sin, ctx.interleaved, ctx.dtype) if to_x else None,
-        _summed(wide(grad) * wide(x), cos) if to_cos else None,  # hardly a model learns these: in plain PyTorch
-        _summed(wide(grad) * _turned(wide(x), ctx.interleaved), sin) if to_sin else None,
+        _summed(wide(grad) * wide(x), cos, ctx.interleaved) if to_cos else None,  # hardly ever learnt: by torch
+        _summed(wide(grad) * _turned(wide(x), ctx.interleaved), sin, ctx.interleaved) if to_sin else None,
         None,
         None,
     )
 
 
-def _summed(grad: Tensor, like: Tensor) -> Tensor:
+def _summed(grad: Tensor, like: Tensor, interleaved: bool) -> Tensor:
+    if _shared(grad, like):
+        grad = grad.unflatten(-1, (-1, 2) if interleaved else (2, -1)).sum(-1 if interleaved else -2)
     return grad.sum_to_size(like.shape).to(like.dtype)
 
 

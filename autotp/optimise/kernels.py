@@ -14,7 +14,7 @@ from autotp.kernels.common import available
 from .base import Optimisation, Setting
 from .patterns_norm import norm, norm_of_sum
 from .patterns_pointwise import bias_then_gelu, gate
-from .patterns_rotary import rotate
+from .patterns_rotary import rotate, rotate_pairs
 from .patterns_vocabulary import look_up, sum_in_one_pass
 
 Pattern = tuple[str, Callable[[fx.Node], fx.Node | None]]
@@ -25,6 +25,7 @@ PATTERNS: tuple[Pattern, ...] = (
     ("gated", gate),
     ("bias_gelu", bias_then_gelu),
     ("rotary", rotate),
+    ("rotary", rotate_pairs),
     ("vocabulary_rows", look_up),
     ("class_terms", sum_in_one_pass),
 )

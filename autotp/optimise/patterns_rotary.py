@@ -1,8 +1,12 @@
-"""Where rotary embeddings are in a graph: `x * cos + turned(x) * sin`, every pair (a, b) turned to (-b, a)."""
+"""Where rotary embeddings are in a graph.
+
+As `x * cos + turned(x) * sin`, every pair (a, b) turned to (-b, a); or as `a * cos - b * sin` and `b * cos + a * sin`.
+"""
 
 from __future__ import annotations
 
 import operator
+from itertools import product
 from typing import Any, NamedTuple
 
 import torch
@@ -30,7 +34,6 @@ class _Part(NamedTuple):
 
     x: fx.Node
     second: bool
-    nodes: tuple[fx.Node, ...]
 
 
 def rotate(node: fx.Node) -> fx.Node | None:
@@ -39,17 +42,40 @@ def rotate(node: fx.Node) -> fx.Node | None:
     if not calls(total, aten.add) or len(total.args) != 2 or total.kwargs:
         return None
     for plain, turning in (total.args, total.args[::-1]):
-        for product, sin in _factors(turning):
-            wide, between = _before(product)
+        for factor, sin in _factors(turning):
+            wide, between = _before(factor)
             turned = _turned(wide)
             if turned is None:
                 continue
             x = _before(turned.x)[0]
-            cos = next((c for factor, c in _factors(plain) if _before(factor)[0] is x), None)
+            cos = next((c for one, c in _factors(plain) if _before(one)[0] is x), None)
             nodes = (*casts, total, plain, turning, *between, *turned.nodes)
             if cos is not None and _fits(x, cos, sin, node) and closed(nodes, (node,)):
                 args = x, cos, sin, turned.interleaved, value_of(node).dtype
                 return put(OPS.rotary.default, args, nodes, node)
+    return None
+
+
+def rotate_pairs(node: fx.Node) -> fx.Node | None:
+    """The first and the second elements of all pairs, rotated apart and put together."""
+    joined, casts = _before(node, narrowing=True)
+    found = _joined(joined)
+    if found is None or not calls(found[0][0], aten.sub) or not calls(found[0][1], aten.add):
+        return None
+    (first, second), interleaved, nodes = found
+    if any(len(total.args) != 2 or total.kwargs for total in (first, second)):
+        return None
+    part = _neighbour if interleaved else _half
+    for (one, cos), (other, sin) in product(*map(_factors, first.args)):
+        parts = part(one), part(other)
+        for total in (second.args, second.args[::-1]):
+            same = (other, cos) in _factors(total[0]) and (one, sin) in _factors(total[1])
+            if not same or parts[0] is None or not _pair(*parts):
+                continue
+            x = _before(parts[0].x)[0]
+            every = (*casts, *nodes, first, second, *first.args, *second.args, one, other)
+            if _fits(x, cos, sin, node, 2) and closed(every, (node,)):
+                return put(OPS.rotary.default, (x, cos, sin, interleaved, value_of(node).dtype), every, node)
     return None
 
 
@@ -63,20 +89,21 @@ def _before(node: Any, narrowing: bool = False) -> tuple[Any, tuple[fx.Node, ...
     return node, ()
 
 
-def _factors(product: Any) -> list[tuple[Any, Any]]:
+def _factors(node: Any) -> list[tuple[Any, Any]]:
     """The factors of a product in either order; none where it is none."""
-    if not calls(product, aten.mul) or not all(isinstance(x, fx.Node) for x in product.args):
+    if not calls(node, aten.mul) or not all(isinstance(x, fx.Node) for x in node.args):
         return []
-    a, b = product.args
+    a, b = node.args
     return [(a, b), (b, a)]
 
 
-def _fits(x: fx.Node, cos: fx.Node, sin: fx.Node, out: fx.Node) -> bool:
-    """What the kernel takes: the tables have all of the last dimension and broadcast to x, which stays whole there."""
+def _fits(x: fx.Node, cos: fx.Node, sin: fx.Node, out: fx.Node, each: int = 1) -> bool:
+    """Whether the kernel takes them: tables with a number for so many elements, and no last dimension dealt out."""
     shape = sizes(value_of(x))
     values = [value_of(n) for n in (x, cos, sin)]
     return (
-        all(v.dtype in DTYPES and v.ndim and sizes(v)[-1] == shape[-1] for v in values)
+        all(v.dtype in DTYPES and v.ndim for v in values)
+        and all(each * sizes(v)[-1] == shape[-1] for v in values[1:])
         and sizes(value_of(out)) == shape
         and len(shape) <= MOST_DIMS
         and all(whole_along(n, -1) for n in (cos, sin, out))
@@ -85,22 +112,32 @@ def _fits(x: fx.Node, cos: fx.Node, sin: fx.Node, out: fx.Node) -> bool:
 
 def _turned(node: Any) -> _Turned | None:
     """A value that is another one turned: by its halves, or by neighbours."""
-    if calls(node, aten.cat):
-        joined, between, interleaved = node, (), False
-    elif calls(node, aten.reshape, aten.view, aten.flatten) and calls(node.args[0], aten.stack):
-        joined, between, interleaved = node.args[0], (node,), True
-    else:
+    found = _joined(node)
+    if found is None or not calls(found[0][0], aten.neg):
         return None
-    pair, dim = joined.args[0], joined.args[1] if len(joined.args) > 1 else 0
-    if len(pair) != 2 or dim not in (-1, value_of(joined).ndim - 1) or not calls(pair[0], aten.neg):
-        return None
+    (minus, same), interleaved, nodes = found
     part = _neighbour if interleaved else _half
-    other, one = part(pair[0].args[0]), part(pair[1])
-    if one is None or other is None or one.x is not other.x or one.second or not other.second:
+    other, one = part(minus.args[0]), part(same)
+    if one is None or not _pair(one, other) or sizes(value_of(node)) != sizes(value_of(one.x)):
         return None
-    if sizes(value_of(node)) != sizes(value_of(one.x)):
+    return _Turned(one.x, interleaved, (*nodes, minus, same, minus.args[0]))
+
+
+def _joined(node: Any) -> tuple[list[Any], bool, tuple[fx.Node, ...]] | None:
+    """Two values put together in the last dimension, one after the other or interleaved; and the nodes that do it."""
+    interleaved = calls(node, aten.reshape, aten.view, aten.flatten) and calls(node.args[0], aten.stack)
+    if not interleaved and not calls(node, aten.cat):
         return None
-    return _Turned(one.x, interleaved, (*between, joined, pair[0], *one.nodes, *other.nodes))
+    join: Any = node.args[0] if interleaved else node
+    pair, dim = join.args[0], join.args[1] if len(join.args) > 1 else 0
+    if len(pair) != 2 or dim not in (-1, value_of(join).ndim - 1):
+        return None
+    return pair, interleaved, (node, join) if interleaved else (node,)
+
+
+def _pair(one: Any, other: Any) -> bool:
+    """Whether these are the first and the second elements of the pairs of one value."""
+    return one is not None and other is not None and one.x is other.x and not one.second and other.second
 
 
 def _half(node: Any) -> _Part | None:
@@ -112,7 +149,7 @@ def _half(node: Any) -> _Part | None:
     width = sizes(value_of(x))[-1]
     if (2 * start, 2 * end) not in ((0, width), (width, 2 * width)):
         return None
-    return _Part(x, start > 0, (node,))
+    return _Part(x, start > 0)
 
 
 def _neighbour(node: Any) -> _Part | None:
@@ -122,7 +159,7 @@ def _neighbour(node: Any) -> _Part | None:
         return None
     x, start, end, _ = found
     width = sizes(value_of(x))[-1]
-    return _Part(x, start == 1, (node,)) if width % 2 == 0 and end == width else None
+    return _Part(x, start == 1) if width % 2 == 0 and end == width else None
 
 
 def _piece(node: Any) -> tuple[Any, int, int, int] | None:
