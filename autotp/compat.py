@@ -264,6 +264,11 @@ def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
     return DTensor(local, like._spec, requires_grad=False)
 
 
+def local_of(tensor: Any) -> torch.Tensor:
+    """A DTensor's local tensor, the very one, which autograd does not see: `to_local` under no_grad at less cost."""
+    return tensor._local_tensor
+
+
 # Within it operators are called below autograd: where nothing is recorded, the functional collectives cost a third.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 
-from .compat import like_dtensor
+from .compat import like_dtensor, local_of
 from .layouts import Layout, Shard, chunk
 
 
@@ -65,6 +65,11 @@ class Storage:
     def names(self, name: str) -> list[str]:
         """Attribute names of the pieces of the parameter `name`."""
         return [name] if len(self.pieces) <= 1 else [f"{name}_part{i}" for i in range(len(self.pieces))]
+
+    @property
+    def as_held(self) -> bool:
+        """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
+        return not isinstance(self.layout, Shard) or [len(x.shape) for x in self.pieces] == [len(self.shape)]
 
     def cut(self, full: Tensor) -> list[Tensor]:
         """The whole pieces of a whole parameter, as views."""
@@ -127,7 +132,7 @@ class Unwrap(torch.autograd.Function):
     def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
-        locals_ = tuple(p.to_local().detach() for p in parameters)  # type: ignore[attr-defined]
+        locals_ = tuple([local_of(p).detach() for p in parameters])
         frozen = [t for t, wanted in zip(locals_, ctx.needs_input_grad, strict=True) if not wanted]
         ctx.mark_non_differentiable(*frozen)
         return locals_
@@ -151,4 +156,4 @@ def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(parameters)
     if torch.is_grad_enabled():
         return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
-    return tuple(p.to_local() for p in parameters)  # type: ignore[attr-defined]
+    return tuple([local_of(p).detach() for p in parameters])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
 
-from . import compat
+from . import compat, eager
 from .errors import StateError
 from .recompute import is_region, module_of, recomputed, scope_path
 from .segments import Compiler, Watch, either, flow, pure
@@ -203,17 +204,19 @@ class Assembler:
         for read_nodes, fetch in [] if inner else self._fetches(scope):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(read_nodes):
-                env[node] = graph.call_function(_item, (fetched, i))
+                env[node] = graph.call_function(operator.getitem, (fetched, i))
         for item in scope.items if inner or self.compiler is None else self._stretches(scope):
             if isinstance(item, fx.Node):
                 env[item] = graph.node_copy(item, lambda n: env[n])
+                env[item].target = item.target if self.compiler is not None else eager.quick(item)
                 continue
             used, made = self._flows(item, gives)
             stretch = isinstance(item, Stretch)
             child = self._compiled(item, used, made) if stretch else self._child(scope.path, item, used, made)
             value = graph.call_function(child, tuple(env[n] for n in used))
             for i, node in enumerate(made):
-                env[node] = value if len(made) == 1 and not stretch else graph.call_function(_item, (value, i))
+                alone = len(made) == 1 and not stretch
+                env[node] = value if alone else graph.call_function(operator.getitem, (value, i))
         out = [env[n] for n in gives]
         final = (
             compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
@@ -222,8 +225,9 @@ class Assembler:
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
 
     def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
-        reads = self.units.get(scope.place)
-        return [([r.node for r in reads], self._fetch(reads))] if reads else []
+        reads = self.units.get(scope.place, [])
+        kinds = [r for r in reads if r.storage is not None], [r for r in reads if r.storage is None]
+        return [([r.node for r in kind], self._fetch(kind)) for kind in kinds if kind]
 
     def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
         """A function that reads these parameters off the tree, unwrapped in one step, each as its local tensor."""
@@ -235,12 +239,15 @@ class Assembler:
                 names = read.storage.names(leaf)
                 plans.append((read, slice(len(held), len(held) + len(names))))
                 held += [(self.parts[owner], n) for n in names]
-        others = {r.name: self._buffer(r.name) for r in reads if r.storage is None}
+        buffers = [self._buffer(r.name) for r in reads if r.storage is None]
+        locals_ = [(read.storage, at) for read, at in plans if read.storage is not None]
+        whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
-        def fetch() -> list[Tensor]:
-            local = unwrap([getattr(module, name) for module, name in held])
-            values = {read.name: read.storage.local(local[at]) for read, at in plans if read.storage is not None}
-            return [values[r.name] if r.storage is not None else others[r.name]() for r in reads]
+        def fetch() -> Sequence[Tensor]:
+            if buffers:
+                return [buffer() for buffer in buffers]
+            local = unwrap([eager.parameter(module, name) for module, name in held])
+            return local if whole else [storage.local(local[at]) for storage, at in locals_]
 
         fetch.__name__ = "parameters"
         return fetch
@@ -309,14 +316,7 @@ class Assembler:
         part._programs[program] = self._function(scope, takes, gives)
 
         def call(*args: Any) -> Any:
-            found = start
-            for step in steps:
-                found = getattr(found, step, part)
-            return found(*args, program=program)
+            return eager.submodule(start, steps, part)(*args, program=program)
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
         return call
-
-
-def _item(values: Sequence[Any], index: int) -> Any:
-    return values[index]
