@@ -27,6 +27,18 @@ def test_by_triton(interpreter, name):
     assert max(found.values()) <= 1, found
 
 
+def by_turns(name: str) -> dict[Any, float]:
+    """More rows than programs."""
+    with patch.object(norm_triton, "TILE", 64):
+        return errors(name, "triton", ((40, 37),))
+
+
+@pytest.mark.parametrize("name", ["layer norm, 2 vectors, added", "rms norm, 1 vectors"])
+def test_many_rows(interpreter, name):
+    found = interpreter.run(by_turns, name)
+    assert max(found.values()) <= 1, found
+
+
 def in_pieces(name: str) -> dict[Any, float]:
     """Rows are longer than what a program holds."""
     with patch.multiple(norm_triton, WHOLE=16, WHOLE_BACK=16, PIECE=16):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .common import as_rows, empty_like, jit, power_of_two, programs, tl
+from .common import as_rows, empty_like, jit, power_of_two, programs, tiles, tl
 
 WHOLE, WHOLE_BACK = 16384, 8192  # columns that a program holds, forward and backward; longer rows are read in pieces
 PIECE = 4096
+TILE = 1024  # elements that a program holds at least: of several rows, where they are short
 
 
 @jit
@@ -22,43 +23,45 @@ def _value(x, residual, at, residual_at, inside, ADD: tl.constexpr):
 
 
 @jit
-def _scaled(value, weight, bias, column, inside, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+def _scaled(value, weight, bias, column, columns, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
     if WEIGHT:
-        value *= tl.load(weight + column, mask=inside, other=0).to(tl.float32)
+        value *= tl.load(weight + column, mask=column < columns, other=0).to(tl.float32)
     if BIAS:
-        value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
+        value += tl.load(bias + column, mask=column < columns, other=0).to(tl.float32)
     return value
 
 
 @jit
 def _forward(
-    x, residual, weight, bias, out, total, stats, columns, eps, x_row, residual_row,
-    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, bias, out, total, stats, rows, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A row for each program, which holds it."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
+    """A few rows for each program, which holds them."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
     value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
     if ADD:
         tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
-    mean = 0.0
+    mean = tl.zeros([ROWS, 1], tl.float32)
     if CENTRED:
-        mean = tl.sum(value) / columns
+        mean = tl.sum(value, 1, keep_dims=True) / columns
         value = tl.where(inside, value - mean, 0.0)
-    scale = tl.rsqrt(tl.sum(value * value) / columns + eps)
-    y = _scaled(value * scale, weight, bias, column, inside, WEIGHT, BIAS)
+    scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / columns + eps)
+    y = _scaled(value * scale, weight, bias, column, columns, WEIGHT, BIAS)
     tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
-    tl.store(stats + row, mean)
-    tl.store(stats + tl.num_programs(0) + row, scale)
+    tl.store(stats + row, mean, mask=row < rows)
+    tl.store(stats + rows + row, scale, mask=row < rows)
 
 
 @jit
 def _forward_in_pieces(
-    x, residual, weight, bias, out, total, stats, columns, eps, x_row, residual_row,
-    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    x, residual, weight, bias, out, total, stats, rows, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The same for rows that are too long to hold: read for the mean, for the spread, and for the result."""
+    """A row that is too long to hold: it is read for the mean, for the spread, and for the result."""
     row = tl.program_id(0).to(tl.int64)
     mean = 0.0
     if CENTRED:
@@ -80,21 +83,21 @@ def _forward_in_pieces(
         value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
         if ADD:
             tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
-        y = _scaled((value - mean) * scale, weight, bias, column, inside, WEIGHT, BIAS)
+        y = _scaled((value - mean) * scale, weight, bias, column, columns, WEIGHT, BIAS)
         tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
     tl.store(stats + row, mean)
-    tl.store(stats + tl.num_programs(0) + row, scale)
+    tl.store(stats + rows + row, scale)
 
 
 @jit
 def _normal_and_slope(
-    grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
+    grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
 ):  # fmt: skip
     """The normalised value, the gradient that comes, and that gradient times the weight."""
     normal = (tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) - mean) * scale
     normal = tl.where(inside, normal, 0.0)
     comes = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32)
-    return normal, comes, _scaled(comes, weight, weight, column, inside, WEIGHT, False)
+    return normal, comes, _scaled(comes, weight, weight, column, columns, WEIGHT, False)
 
 
 @jit
@@ -107,38 +110,43 @@ def _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside,
 @jit
 def _backward(
     grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
-    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Every n-th row; `sums` takes those of grad times the normalised value and of grad, [2, programs, columns]."""
+    """Every n-th few rows; `sums` takes the sums for weight and bias, [2, programs, columns]."""
     first, step = tl.program_id(0), tl.num_programs(0)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    to_weight = tl.zeros([BLOCK], tl.float32)
-    to_bias = tl.zeros([BLOCK], tl.float32)
-    for i in range(first, rows, step):
-        row = tl.cast(i, tl.int64)
-        mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+    column = tl.arange(0, BLOCK)[None, :]
+    to_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    to_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in range(first, tl.cdiv(rows, ROWS), step):
+        row = tl.cast(i, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        mean = tl.load(stats + row, mask=row < rows, other=0)
+        scale = tl.load(stats + rows + row, mask=row < rows, other=0)
         normal, comes, g = _normal_and_slope(
-            grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT
+            grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
         )  # fmt: skip
-        value = g - normal * (tl.sum(g * normal) / columns)
+        value = g - normal * (tl.sum(g * normal, 1, keep_dims=True) / columns)
         if CENTRED:
-            value -= tl.sum(g) / columns
+            value -= tl.sum(g, 1, keep_dims=True) / columns
         _store_gradient(to_x, extra, value * scale, row, column, columns, extra_row, inside, EXTRA)
         if WEIGHT:
             to_weight += comes * normal
         if BIAS:
             to_bias += comes
+    at = first * columns + tl.arange(0, BLOCK)
+    there = tl.arange(0, BLOCK) < columns
     if WEIGHT:
-        tl.store(sums + first * columns + column, to_weight, mask=inside)
+        tl.store(sums + at, tl.sum(to_weight, 0), mask=there)
     if BIAS:
-        tl.store(sums + (step + first) * columns + column, to_bias, mask=inside)
+        tl.store(sums + step * columns + at, tl.sum(to_bias, 0), mask=there)
 
 
 @jit
 def _backward_in_pieces(
     grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
-    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr, BLOCK: tl.constexpr,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The same for long rows: each program adds to its own sums in memory, which start as zeros."""
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -149,7 +157,7 @@ def _backward_in_pieces(
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
             normal, comes, g = _normal_and_slope(
-                grad, x, weight, row, column, column < columns, mean, scale, grad_row, x_row, WEIGHT
+                grad, x, weight, row, column, columns, column < columns, mean, scale, grad_row, x_row, WEIGHT
             )  # fmt: skip
             along += g * normal
             across += g
@@ -160,7 +168,7 @@ def _backward_in_pieces(
             column = start + tl.arange(0, BLOCK)
             inside = column < columns
             normal, comes, g = _normal_and_slope(
-                grad, x, weight, row, column, inside, mean, scale, grad_row, x_row, WEIGHT
+                grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
             )  # fmt: skip
             value = (g - normal * slope - level) * scale
             _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
@@ -174,10 +182,11 @@ def _backward_in_pieces(
 
 
 def _block(columns: int, most: int) -> tuple[bool, dict[str, int]]:
-    """Whether a program holds a whole row, and how a kernel is compiled for that."""
+    """Whether a program holds whole rows, and how a kernel is compiled for that."""
     whole = columns <= most
     block = power_of_two(columns, most) if whole else PIECE
-    return whole, {"BLOCK": block, "num_warps": max(1, min(16, block // 512))}
+    rows = max(1, TILE // block) if whole else 1
+    return whole, {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(16, rows * block // 512))}
 
 
 def forward(
@@ -191,8 +200,8 @@ def forward(
     whole, compiled = _block(columns, WHOLE)
     vectors = [x if v is None else v.contiguous() for v in (weight, bias)]
     if n:
-        (_forward if whole else _forward_in_pieces)[n,](
-            rows, other, *vectors, out, total, stats, columns, eps, rows.stride(0), other.stride(0),
+        (_forward if whole else _forward_in_pieces)[tiles(n, compiled["ROWS"]),](
+            rows, other, *vectors, out, total, stats, n, columns, eps, rows.stride(0), other.stride(0),
             CENTRED=centred, ADD=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, **compiled,
         )  # fmt: skip
     return out, total, stats
@@ -206,7 +215,7 @@ def backward(
     other = d if extra is None else as_rows(extra)
     n, columns = rows.shape
     whole, compiled = _block(columns, WHOLE_BACK)
-    count = min(n, programs(x, 2))
+    count = min(tiles(n, compiled["ROWS"]), programs(x, max(2, 32 // compiled["num_warps"])))
     make = torch.empty if whole and n else torch.zeros
     vectors = 1 + bias if bias or weight is not None else 0
     summed = make((vectors, count, columns), dtype=torch.float32, device=x.device)
