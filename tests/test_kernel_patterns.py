@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Replicate, Shard
+from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp import layouts
@@ -158,6 +159,30 @@ class Added(nn.Module):
 @pytest.mark.parametrize(("apart", "wanted"), [(False, {"add_norm": 1}), (True, {"norm": 1})])
 def test_a_sum_stays_in_the_module_that_makes_it(apart, wanted):
     assert put_in(program(redrawn(Pair(apart)), X, tp=1)) == wanted
+
+
+class Region(nn.Module):
+    """A product and GeLU, one of them or both in a checkpointed region."""
+
+    def __init__(self, both: bool) -> None:
+        super().__init__()
+        self.up, self.both = nn.Linear(16, 16), both
+
+    def forward(self, x: Tensor) -> Any:
+        if self.both:
+            return checkpoint(lambda y: nn.functional.gelu(self.up(y)), x, use_reentrant=False)
+        return nn.functional.gelu(checkpoint(self.up, x, use_reentrant=False))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("both", "wanted"), [(True, {"bias_gelu": 1}), (False, {})])
+def test_a_region_keeps_what_is_in_it(both, wanted):
+    model, x = redrawn(Region(both)), X.clone().requires_grad_()
+    sharded = program(model, x, tp=1)
+    assert put_in(sharded) == wanted
+    assert difference(sharded(x), model(x)) < CLOSE
+    for module in (sharded, model):
+        module(x).sum().backward()
+    assert gradients_differ(sharded, model) < CLOSE
 
 
 def expression(layout: layouts.Layout, dtype: torch.dtype = torch.float32) -> tuple[fx.Graph, fx.Node]:

@@ -66,9 +66,14 @@ def find(pattern: Any, node: fx.Node) -> Match | None:
 
 
 def closed(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> bool:
-    """Whether of these nodes nothing but `outs` is read by others."""
+    """Whether of these nodes nothing but `outs` is read by others, and a checkpointed region holds all or none."""
     inner = set(nodes)
-    return all(set(n.users) <= inner for n in inner if n not in outs)
+    return one_region(nodes) and all(set(n.users) <= inner for n in inner if n not in outs)
+
+
+def one_region(nodes: Sequence[fx.Node]) -> bool:
+    """Whether these nodes are in the same checkpointed regions, if in any."""
+    return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
 
 
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:

@@ -12,7 +12,7 @@ from autotp.kernels.common import DTYPES
 from autotp.recompute import scope_path
 from autotp.rules.core import aten, sizes
 
-from .matching import Call, Cast, Either, Name, calls, find, put, scope_of, summable, value_of, whole_along
+from .matching import Call, Cast, Either, Name, calls, find, one_region, put, scope_of, summable, value_of, whole_along
 
 OPS: Any = torch.ops.autotp
 X = Cast(Name("x"))
@@ -103,4 +103,5 @@ def _added(found: Found, node: fx.Node) -> bool:
     total = value_of(add)
     alike = all(sizes(v) == sizes(total) and v.dtype == total.dtype for v in map(value_of, add.all_input_nodes))
     later = all(user > node for user in add.users if user not in found.nodes)
-    return alike and later and scope_of([add, *found.nodes]) == scope_path(add)
+    nodes = [add, *found.nodes]
+    return alike and later and one_region(nodes) and scope_of(nodes) == scope_path(add)
