@@ -36,7 +36,7 @@ TURNED = {LINEAR: MATMUL, MATMUL: LINEAR, ADDMM: LINEAR}  # how a gradient is mu
 
 def grouped(
     x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    chunks: int = 1, regather: bool = False, *, rank: int, tp: int, group: str,
+    chunks: int = 1, regather: bool = False, least: int = 1, *, rank: int, tp: int, group: str,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     """The products of one converted value.
 
@@ -47,22 +47,25 @@ def grouped(
         weights, biases: for each product; a bias is [n], or None.
         chunks: that the rows are gathered in.
         regather: keep `x` for the backward, and gather it again there.
+        least: rows of `x` that a chunk must have, all dimensions but the last together; otherwise there is one chunk.
         rank, tp, group: this process on the axis, and the group's name.
 
     Returns:
         The products, [..., n] each.
     """
+    chunks = chunks if chunks > 1 and _count(x) >= chunks * least else 1
     how = (src, dst, tuple(kinds), chunks, regather, (rank, tp, group))
     operands = [t for pair in zip(weights, biases, strict=True) for t in pair]
     # Not by `apply` where nothing is graded: Dynamo then binds a forward of any number of operands wrongly.
     if not (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, *operands))):
-        return tuple(_gather(x, src, dst, kinds, weights, biases, chunks, (rank, tp, group), keep=False)[1])
+        with torch.no_grad():
+            return tuple(_gather(x, src, dst, kinds, weights, biases, chunks, (rank, tp, group), keep=False)[1])
     return _Grouped.apply(x, how, *operands)[1:]  # type: ignore[index]
 
 
 def scattered(
     x: Tensor, src: Spec, dst: Spec, kind: str, weight: Tensor, bias: Tensor | None, view: Sequence[int] | None = None,
-    chunks: int = 1, *, rank: int, tp: int, group: str,
+    chunks: int = 1, least: int = 1, *, rank: int, tp: int, group: str,
 ) -> Tensor:  # fmt: skip
     """A product whose summands are added up and dealt to the ranks (g*).
 
@@ -72,13 +75,20 @@ def scattered(
         kind, weight, bias: of the product, as in `grouped`.
         view: sizes that the product's rows are viewed in before they are dealt; None: as they are.
         chunks: that the rows are dealt in.
+        least: rows that a rank must get in a chunk, as in `grouped`.
         rank, tp, group: this process on the axis, and the group's name.
 
     Returns:
         This rank's slice of the sum.
     """
+    chunks = chunks if chunks > 1 and _count(x) >= chunks * least * tp else 1
     how = (src, dst, kind, None if view is None else tuple(view), chunks, (rank, tp, group))
     return _scatter(x, weight, bias, how) if not torch.is_grad_enabled() else _Scattered.apply(x, weight, bias, how)  # type: ignore[return-value]
+
+
+def _count(x: Tensor) -> int:
+    """Rows of a value, all dimensions but the last together."""
+    return x.numel() // x.shape[-1]
 
 
 class _Flight(NamedTuple):

@@ -169,6 +169,22 @@ def test_uneven_rows_go_in_one_piece(pool):
         assert error < EXACT and collectives_ == 2
 
 
+def few(rank: int, world: int, group: Any) -> list[int]:
+    """Collectives for sixteen rows of a rank, in two chunks of which each must have so many."""
+    named, counts = {"rank": rank, "tp": world, "group": group.group_name}, []
+    x, (v, _), _ = operands(rank, world, S)
+    for least in (8, 9):
+        with patch.object(collectives, "_start", wraps=collectives._start) as start:
+            (y,) = linears.grouped(x, S, R, ["linear"], [v], [None], 2, False, least, **named)
+            linears.scattered(y, P, S, "matmul", v, None, None, 2, least, **named)
+        counts.append(start.call_count)
+    return counts
+
+
+def test_a_call_of_few_rows_goes_in_one_piece(pool):
+    assert pool.run(few, world=2) == [[4, 2]] * 2
+
+
 def order(rank: int, world: int, group: Any) -> dict[str, list[str]]:
     """What happens in which order: collectives that begin and end, and products."""
     named, events = {"rank": rank, "tp": world, "group": group.group_name}, []

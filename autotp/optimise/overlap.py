@@ -8,6 +8,7 @@ stay as they are.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
@@ -22,6 +23,7 @@ from autotp.cost import (
     node_flops,
     op_seconds,
     pipeline_seconds,
+    size_hint,
     tensor_bytes,
 )
 from autotp.rows import seconds as told
@@ -68,7 +70,11 @@ class Overlap(Optimisation):
                 fired["left"] += 1
                 left += chosen.saved
                 continue
-            done = fuse_dealt(found, chosen.chunks) if isinstance(found, Dealt) else fuse(found, chosen.chunks)
+            least = model.rows(found.conversion) // chosen.chunks // 2  # a call of much fewer rows goes in one piece
+            if isinstance(found, Dealt):
+                done = fuse_dealt(found, chosen.chunks, least)
+            else:
+                done = fuse(found, chosen.chunks, least=least)
             fired[_what(found, chosen.chunks) if done is not None else "made too late"] += 1
             saved += chosen.saved if done is not None else 0.0
         return _told(fired, saved, left)
@@ -143,6 +149,10 @@ class _Model:
         moved = (sides[0] + sides[1]) / chunks + sides[2]
         flops = node_flops(p.node) / self.tp / chunks
         return op_seconds(flops, moved / self.tp, str(out.dtype).removeprefix("torch."), self.cluster)
+
+    def rows(self, conversion: fx.Node) -> int:
+        """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
+        return math.prod(map(size_hint, conversion.meta["val"].shape[:-1])) // self.tp
 
     def sends(self, primitive: str, size: float, chunks: int) -> float:
         return call_seconds(primitive, size / chunks, self.tp, self.cluster)

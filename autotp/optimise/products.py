@@ -132,8 +132,11 @@ def _one_region(*nodes: fx.Node) -> bool:
     return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
 
 
-def fuse(group: Group, chunks: int = 1, regather: bool = False) -> fx.Node | None:
-    """One call in the place of a conversion and its products; None where an operand is made too late."""
+def fuse(group: Group, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
+    """One call in the place of a conversion and its products; None where an operand is made too late.
+
+    The arguments are those of `linears.grouped`.
+    """
     conversion, products = group.conversion, group.products
     graph, first = conversion.graph, min(p.node for p in products)
     operands = [t for p in products for t in (p.weight, p.bias) if t is not None]
@@ -144,7 +147,7 @@ def fuse(group: Group, chunks: int = 1, regather: bool = False) -> fx.Node | Non
         first.prepend(node)
     args = (
         *conversion.args, [p.kind for p in products], [p.weight for p in products], [p.bias for p in products], chunks,
-        regather,
+        regather, least,
     )  # fmt: skip
     scope = scope_path(conversion)
     with graph.inserting_before(first):
@@ -164,12 +167,12 @@ def fuse(group: Group, chunks: int = 1, regather: bool = False) -> fx.Node | Non
     return call
 
 
-def fuse_dealt(found: Dealt, chunks: int) -> fx.Node:
-    """One call in the place of a product and its g*, in the product's module."""
+def fuse_dealt(found: Dealt, chunks: int, least: int = 1) -> fx.Node:
+    """One call in the place of a product and its g*, in the product's module, as `linears.scattered` takes it."""
     conversion, product = found.conversion, found.product
     graph = conversion.graph
     view = list(found.view.args[1])[:-1] if found.view is not None else None  # type: ignore[arg-type]
-    args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks)
+    args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks, least)
     with graph.inserting_before(conversion):
         call = graph.call_function(scattered, args, dict(conversion.kwargs))
     kept = {k: v for k, v in conversion.meta.items() if k != "conversion"}
