@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from autotp.layouts import Grouped, Partial, Shard
@@ -16,6 +17,8 @@ from autotp.rules.core import aten
 
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 COMMUTE = (aten.add, aten.mul)
+
+NOTHING = torch.empty(0, dtype=torch.bool, device="meta")
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,12 @@ def calls(node: Any, *operators: Any) -> bool:
 
 
 def value_of(node: fx.Node) -> Tensor:
-    """The (fake) whole value of a node: its dtype is a rank's, its shape is not."""
-    return node.meta["val"]
+    """The (fake) whole value of a node: its dtype is a rank's, its shape is not.
+
+    What stands for no value of the captured graph, such as a rank's own mask, has none: that is `NOTHING`, which is of no
+    type that a kernel takes.
+    """
+    return node.meta.get("val", NOTHING)
 
 
 def whole_along(node: fx.Node, dim: int) -> bool:
