@@ -130,8 +130,8 @@ def calls(node: Any, *operators: Any) -> bool:
 def value_of(node: fx.Node) -> Tensor:
     """The (fake) whole value of a node: its dtype is a rank's, its shape is not.
 
-    What stands for no value of the captured graph, such as a rank's own mask, has none: that is `NOTHING`, of no type that
-    a kernel takes.
+    What stands for no value of the captured graph, such as a rank's own mask, has none: that is `NOTHING`, of no type
+    that a kernel takes.
     """
     return node.meta.get("val", NOTHING)
 
