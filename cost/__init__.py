@@ -3,9 +3,10 @@
 from .cluster import Cluster
 from .collectives import call_seconds, collective_bytes, collective_seconds
 from .compute import node_flops, op_seconds, size_hint, tensor_bytes
-from .overlap import best_chunks, hidden_seconds, pipeline_seconds
+from .overlap import CHOICES, best_chunks, hidden_seconds, pipeline_seconds
 
 __all__ = [
+    "CHOICES",
     "Cluster",
     "best_chunks",
     "call_seconds",

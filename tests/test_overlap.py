@@ -23,6 +23,7 @@ from tests.test_tools import kept_bytes
 from tests.test_training import model_of
 
 EXACT = 1e-12
+ON: Any = {"optimise": {"overlap": True}}
 FREE = dataclasses.replace(  # of machines without latencies: everything is worth it
     autotp.Cluster.preset("h100"), name="free", launch_overhead=1e-15, intra_latency=1e-15, collective_overhead=1e-15
 )
@@ -321,7 +322,7 @@ def wrong(rank: int, world: int, group: Any) -> float:
     model, inputs = made("plain")
     called(model, inputs).square().mean().backward()
     with forced(1):
-        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=False)
+        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=False, **ON)
     out = called(sharded, inputs)
     with patch.object(linears, "begin", lambda x, *_: linears._Flight(x, x.dtype, None)):
         out.square().mean().backward()
@@ -335,13 +336,15 @@ def test_a_gradient_that_is_not_summed_shows(pool):
 def switching(rank: int, world: int, group: Any) -> dict[str, Any]:
     model, inputs = made("plain")
     options = {"example_inputs": inputs, "mesh": mesh_of(group), "sequence_parallel": True, "cluster": FREE}
-    on, off = autotp.compile(model, **options), autotp.compile(model, **options, optimise={"overlap": False})
-    real = autotp.compile(model, **{**options, "cluster": "h100"})
+    on, off = autotp.compile(model, **options, **ON), autotp.compile(model, **options, optimise={"overlap": False})
+    real = autotp.compile(model, **{**options, "cluster": "h100"}, **ON)
+    left = autotp.compile(model, **options)
     none: Any = autotp.compile(model, **options, optimise=False)
     return {
         "on": (calls_of(on, "grouped"), str(on.plan)),
         "off": (calls_of(off, "grouped"), str(off.plan)),
         "small": (calls_of(real, "grouped") + calls_of(real, "scattered"), str(real.plan)),
+        "left": (calls_of(left, "grouped"), str(left.plan)),
         "none": (calls_of(none, "grouped") + calls_of(none, "f_bucket"), str(none.plan)),
     }
 
@@ -351,6 +354,7 @@ def test_the_cost_model_decides_and_the_switch_has_the_last_word(pool):
         assert found["on"][0] == 3 and "of a step by the cost model" in found["on"][1]
         assert found["off"][0] == 0 and "overlap: switched off" in found["off"][1]
         assert found["small"][0] == 0 and "overlap: nowhere: 6 too small to gain" in found["small"][1]
+        assert found["left"][0] == 0 and "between CPU processes takes the cores" in found["left"][1]
         assert found["none"][0] == 0 and "bucket: switched off" in found["none"][1]
 
 
@@ -394,7 +398,7 @@ def freezing(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Frozen layers send nothing, and keep nothing."""
     model, inputs = made("plain")
     with forced(1):
-        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=False)
+        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=False, **ON)
     found = {}
     for name, frozen in {"all": "none", "lower": "layers.0", "most": "layers."}.items():
         for m in (model, sharded):
@@ -426,7 +430,7 @@ def regions(rank: int, world: int, group: Any) -> tuple[float, int]:
     torch.manual_seed(0)
     model, inputs = redrawn(Lean()).double(), torch.randn(2, 16, 16, dtype=torch.double)
     with forced(2):
-        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=True)
+        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), sequence_parallel=True, **ON)
     for m in (model, sharded):
         m(inputs).square().mean().backward()
     assert calls_of(sharded, "grouped") == 3

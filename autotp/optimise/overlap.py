@@ -17,6 +17,7 @@ from typing import ClassVar
 from torch import fx
 
 from autotp.cost import (
+    CHOICES,
     best_chunks,
     call_seconds,
     hidden_seconds,
@@ -31,6 +32,7 @@ from autotp.rows import seconds as told
 from .base import Optimisation, Setting
 from .products import Dealt, Group, Product, dealt, fuse, fuse_dealt, groups
 
+TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
 LEAST = 10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
 
 
@@ -56,8 +58,11 @@ class Overlap(Optimisation):
     least: float = LEAST
 
     def idle(self, setting: Setting) -> str:
-        """There is nothing to overlap in one process."""
-        return "nowhere: nothing is sent in one process" if setting.place.size == 1 else ""
+        """There is nothing to overlap in one process, and on CPUs nothing to gain."""
+        if setting.place.size == 1:
+            return "nowhere: nothing is sent in one process"
+        running = setting.place.group and setting.device.type == "cpu"
+        return "nowhere: what sends between CPU processes takes the cores that compute" if running else ""
 
     def run(self, graph: fx.Graph, setting: Setting) -> str:
         """Where it fired, in how many chunks, and what it is predicted to save."""
@@ -121,7 +126,7 @@ class _Model:
             kept = size if self.training else 0.0
             return pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n) + self.copies(made + kept, n)
 
-        chunks = forced or best_chunks(forward)
+        chunks = forced or best_chunks(forward, self.choices(found.conversion))
         return Chosen(chunks, forward(1) - forward(chunks) + backward)
 
     def dealing(self, found: Dealt, forced: int) -> Chosen:
@@ -139,7 +144,7 @@ class _Model:
             back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
             return there + back + self.copies(size + read, n)
 
-        chunks = forced or best_chunks(step)
+        chunks = forced or best_chunks(step, self.choices(found.conversion))
         return Chosen(chunks, step(1) - step(chunks) if chunks > 1 else 0.0)
 
     def product(self, p: Product, chunks: int) -> float:
@@ -149,6 +154,11 @@ class _Model:
         moved = (sides[0] + sides[1]) / chunks + sides[2]
         flops = node_flops(p.node) / self.tp / chunks
         return op_seconds(flops, moved / self.tp, str(out.dtype).removeprefix("torch."), self.cluster)
+
+    def choices(self, conversion: fx.Node) -> tuple[int, ...]:
+        """Numbers of chunks of which each has rows enough for a product."""
+        most = self.rows(conversion) * self.tp // (TILES * self.cluster.matmul_tile)
+        return tuple(n for n in CHOICES if n <= max(most, 1))
 
     def rows(self, conversion: fx.Node) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
