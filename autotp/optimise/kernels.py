@@ -13,7 +13,7 @@ from autotp.kernels.common import available
 
 from .base import Optimisation, Setting
 from .patterns_norm import norm, norm_of_sum
-from .patterns_pointwise import bias_then_gelu, gate
+from .patterns_pointwise import bias_then_gelu, gate, gate_of_halves
 from .patterns_rotary import rotate, rotate_pairs
 from .patterns_vocabulary import look_up, sum_in_one_pass
 
@@ -22,6 +22,7 @@ Pattern = tuple[str, Callable[[fx.Node], fx.Node | None]]
 PATTERNS: tuple[Pattern, ...] = (
     ("add_norm", norm_of_sum),
     ("norm", norm),
+    ("gated_halves", gate_of_halves),
     ("gated", gate),
     ("bias_gelu", bias_then_gelu),
     ("rotary", rotate),

@@ -13,7 +13,7 @@ from torch import Tensor, fx
 
 from autotp.layouts import Grouped, Partial, Shard
 from autotp.recompute import is_region, scope_path
-from autotp.rules.core import aten
+from autotp.rules.core import aten, is_tensor
 
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 COMMUTE = (aten.add, aten.mul)
@@ -23,7 +23,7 @@ NOTHING = torch.empty(0, dtype=torch.bool, device="meta")
 
 @dataclass(frozen=True)
 class Name:
-    """Any argument; equal names are one value. `number`: a number, otherwise a node."""
+    """Any argument; equal names are one value. `number`: a literal number, otherwise a node that is a tensor."""
 
     name: str
     number: bool = False
@@ -100,7 +100,7 @@ def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
 
 
 def _named(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
-    fits = isinstance(value, int | float) if pattern.number else isinstance(value, fx.Node)
+    fits = isinstance(value, int | float) if pattern.number else is_tensor(value)
     if fits and so_far.named.get(pattern.name, value) is value:
         yield Match(so_far.nodes, {**so_far.named, pattern.name: value})
 

@@ -10,9 +10,22 @@ from torch import fx
 
 from autotp.kernels.common import DTYPES
 from autotp.recompute import scope_path
-from autotp.rules.core import aten, sizes
+from autotp.rules.core import aten, is_tensor, sizes
 
-from .matching import Call, Cast, Either, Name, calls, find, one_region, put, scope_of, summable, value_of, whole_along
+from .matching import (
+    Call,
+    Cast,
+    Either,
+    Name,
+    calls,
+    find,
+    one_region,
+    put,
+    scope_of,
+    summable,
+    value_of,
+    whole_along,
+)
 
 OPS: Any = torch.ops.autotp
 X = Cast(Name("x"))
@@ -98,7 +111,7 @@ def _added(found: Found, node: fx.Node) -> bool:
     A sum that another module makes stays there: it may be that module's output.
     """
     add = found.x
-    if not calls(add, aten.add) or add.kwargs or not all(isinstance(a, fx.Node) for a in add.args):
+    if not calls(add, aten.add) or add.kwargs or not all(is_tensor(a) for a in add.args):
         return False
     total = value_of(add)
     alike = all(sizes(v) == sizes(total) and v.dtype == total.dtype for v in map(value_of, add.all_input_nodes))

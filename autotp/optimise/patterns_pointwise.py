@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import fx
 from autotp.kernels.common import DTYPES
 from autotp.rules.core import aten, sizes
 
-from .matching import Call, Either, Name, calls, closed, find, placed, put, scope_of, summable, value_of
+from .matching import Call, Either, Match, Name, calls, closed, find, placed, put, scope_of, summable, value_of
 
 OPS: Any = torch.ops.autotp
 X = Name("x")
@@ -34,22 +34,29 @@ ACTIVATIONS = {**GELU, "silu": Either((Call(aten.silu, (X,)), Call(aten.mul, (X,
 
 
 def gate(node: fx.Node) -> fx.Node | None:
-    """`activation(x) * y`, x and y being two values of one shape, or the halves of one."""
-    if not calls(node, aten.mul) or value_of(node).dtype not in DTYPES:
-        return None
-    for activation, pattern in ACTIVATIONS.items():
-        found = find(Call(aten.mul, (pattern, Name("y"))), node)
-        if found is None:
-            continue
-        x, y = found["x"], found["y"]
-        if _alike(x, node) and _alike(y, node) and x is not y:
-            split = _halved(x, y)
-            nodes = () if split is None else (split, x, y, *found.nodes)
-            if split is not None and closed(nodes, [node]):
-                gate_first = x.args[1] == 0
-                return put(OPS.gated_halves.default, (split.args[0], activation, gate_first), nodes, node)
-            return put(OPS.gated.default, (x, y, activation), found.nodes, node)
+    """`activation(x) * y`, x and y being of one shape."""
+    for activation, found in _gates(node):
+        return put(OPS.gated.default, (found["x"], found["y"], activation), found.nodes, node)
     return None
+
+
+def gate_of_halves(node: fx.Node) -> fx.Node | None:
+    """The same where x and y are the halves of one value, and nothing else reads them."""
+    for activation, found in _gates(node):
+        x, y = found["x"], found["y"]
+        split = _halved(x, y)
+        if split is not None and closed(nodes := (split, x, y, *found.nodes), [node]):
+            return put(OPS.gated_halves.default, (split.args[0], activation, x.args[1] == 0), nodes, node)
+    return None
+
+
+def _gates(node: fx.Node) -> Iterator[tuple[str, Match]]:
+    if calls(node, aten.mul) and value_of(node).dtype in DTYPES:
+        for activation, pattern in ACTIVATIONS.items():
+            found = find(Call(aten.mul, (pattern, Name("y"))), node)
+            given = [] if found is None else [found["x"], found["y"]]
+            if found is not None and given[0] is not given[1] and all(_alike(x, node) for x in given):
+                yield activation, found
 
 
 def _halved(x: fx.Node, y: fx.Node) -> fx.Node | None:
