@@ -1,4 +1,7 @@
-"""A process in which Triton interprets kernels on the CPU: the switch must be set before they are decorated."""
+"""A process in which Triton interprets kernels on the CPU: the switch must be set before they are decorated.
+
+The interpreter of Triton 3.6 needs numpy before 2.4: it makes an int of an array of one element.
+"""
 
 from __future__ import annotations
 
