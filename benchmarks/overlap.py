@@ -13,6 +13,7 @@ import operator
 import os
 import statistics
 import tempfile
+import textwrap
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -42,7 +43,7 @@ from .variants import difference, local_gradients, training_step
 HEADING = "Communication under arithmetic"
 SHAPE = Shape(layers=2, vocabulary=1024)
 BATCH, LENGTH, RANKS, ROUNDS = 2, 256, 2, 9
-LATENCY, BANDWIDTH = 2e-4, 1e8  # seconds, bytes a second
+LATENCY, BANDWIDTH = 2e-4, 4e7  # seconds, bytes a second
 TRACE = PAGE.parent / "assets" / "overlap-trace.json"
 SHOWN = 5e-4  # seconds from which an operator is in the trace
 CLOSE = 2e-4  # of the largest gradient: float32 sums in another order
@@ -270,20 +271,18 @@ def page(record: Record) -> str:
         for name, r in record["rows"].items()
     ]  # fmt: skip
     s = SHAPE
-    return f"""\
-`{record["command"]}`: forward, cross entropy and backward of {s.layers} Llama blocks (hidden {s.hidden},
-{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words,
-{BATCH} x {LENGTH} tokens), float32,
-over {RANKS} gloo processes of one thread each, on a link of {1e3 * LATENCY:g} ms and {BANDWIDTH / 1e6:g} MB/s: what a
-collective gives is held back until such a link would have brought it, without work for a processor. The cost model
-knows the link, and chose the chunks. "Waited for": time in which a rank waits for the link and computes nothing; its
-part of the time on the link is what is exposed. Medians of {record["rounds"]} interleaved rounds, the clock of the
-slower rank. Loss and gradients are compared first. A step of
-each as a timeline: [overlap-trace.json](assets/overlap-trace.json), for ui.perfetto.dev. {record["cores"]} cores of
-{record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load average
-{record["load_before"]} before.
-
-{table(head, cells)}"""
+    text = f"""`{record["command"]}`: forward, cross entropy and backward of {s.layers} Llama blocks (hidden {s.hidden},
+        {s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words, {BATCH} x
+        {LENGTH} tokens), float32, over {RANKS} gloo processes of one thread each, on a link of {1e3 * LATENCY:g} ms and
+        {BANDWIDTH / 1e6:g} MB/s: what a collective gives is held back until such a link would have brought it, without
+        work for a processor. The cost model knows the link, and chose the chunks. "Waited for": time in which a rank
+        waits for the link and computes nothing; its part of the time on the link is what is exposed. Medians of
+        {record["rounds"]} interleaved rounds, the clock of the slower rank. Loss and gradients are compared first. A
+        step of each as a timeline: [overlap-trace.json](assets/overlap-trace.json), for ui.perfetto.dev.
+        {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]},
+        {record["date"]}, load average {record["load_before"]} before."""
+    filled = textwrap.fill(" ".join(text.split()), 118, break_long_words=False, break_on_hyphens=False)
+    return f"{filled}\n\n{table(head, cells)}"
 
 
 if __name__ == "__main__":

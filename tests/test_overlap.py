@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from autotp import collectives, linears
 from autotp import conversions as convert
 from autotp.optimise import table
 from autotp.optimise.overlap import Overlap
+from benchmarks.overlap import Link
 from tests.models import inputs_of, redrawn
 from tests.test_module import difference, gradients_differ, mesh_of
 from tests.test_tools import kept_bytes
@@ -279,6 +281,24 @@ def test_functions_compile_whole_with_their_collectives_in_sight(pool):
         assert found["S", False][1].count("all_gather_into_tensor") == 4  # two forward, two of g*'s gradient
         assert found["S", False][1].count("reduce_scatter_tensor") == 3
         assert found["S", True][1].count("all_gather_into_tensor") == 4
+
+
+def slowed(rank: int, world: int, group: Any) -> dict[str, float]:
+    """A sum that a slow link brings, with and without arithmetic before it is waited for."""
+    x, place, found = torch.ones(4), (rank, world, group.group_name), {}
+    for name, busy in (("exposed", 0.0), ("hidden", 0.3)):
+        link = Link(latency=0.2, bandwidth=1e12)
+        with link.between(), torch.no_grad():
+            flight = linears.begin(x, P, I, place)
+            time.sleep(busy)
+            assert torch.equal(linears.end(flight), x * world)
+        found[name] = link.taken("waiting") / link.taken("communication")
+    return found
+
+
+def test_the_benchmarks_link_shows_what_is_exposed(pool):
+    for found in pool.run(slowed, world=2):
+        assert found["exposed"] > 0.9 and found["hidden"] == 0.0, found
 
 
 # ---- in models -------------------------------------------------------------------------------------------------------
