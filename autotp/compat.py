@@ -44,7 +44,9 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
     """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
     variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
-    more = {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    more: dict[str, Any] = (
+        {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    )
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
 
 

@@ -154,13 +154,14 @@ def _average(root: ShardedModule, ranks: Ranks, parameter: Tensor) -> None:
 
 def refuse_others(root: ShardedModule) -> None:
     """Refuse a data parallelism that was put around parts of the module beside its own."""
-    if root._plan.batch.size == 1:
+    dp = root._plan.batch.size
+    if dp == 1:
         return
     ours = {root._parts[path] for path in [*root._units.values(), ""]}
     other = next((name for name, m in root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
         raise StateError(
-            f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={root._plan.batch.size}) deals out "
+            f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={dp}) deals out "
             "the batch already. Leave out dp, or the wrapping; fully_shard=True splits weights over dp."
         )
 
