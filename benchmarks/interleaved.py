@@ -21,7 +21,7 @@ class Times(NamedTuple):
 def interleaved(
     steps: Mapping[str, Step], rounds: int, repeat: int = 1, before: Step = lambda: None
 ) -> dict[str, Times]:
-    """Time each step once a round, A, B, C, A, B, C, ..., the first round not counted.
+    """Time each step once a round: A, B, C, B, C, A, C, A, B, ..., so that each follows each; the first is not counted.
 
     Args:
         steps: what to time, by name.
@@ -30,11 +30,13 @@ def interleaved(
         before: called before each, such as a barrier of the ranks; not counted.
     """
     found = {name: Times([], []) for name in steps}
+    names = list(steps)
     gc.collect()
     gc.disable()
     try:
         for round_ in range(rounds + 1):
-            for name, step in steps.items():
+            for name in names:
+                step = steps[name]
                 before()
                 began = time.perf_counter(), time.process_time()
                 for _ in range(repeat):
@@ -43,6 +45,7 @@ def interleaved(
                 if round_:
                     found[name].wall.append((ended[0] - began[0]) / repeat)
                     found[name].cpu.append((ended[1] - began[1]) / repeat)
+            names.append(names.pop(0))
             gc.collect()
     finally:
         gc.enable()

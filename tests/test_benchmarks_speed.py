@@ -96,7 +96,7 @@ def test_interleaved_times_are_in_turns_and_ratios_are_of_one_round():
     order: list[str] = []
     steps = {name: functools.partial(order.append, name) for name in "ab"}
     found = interleaved(steps, rounds=2, before=functools.partial(order.append, "-"))
-    assert "".join(order) == "-a-b" * 3 and all(len(t.cpu) == len(t.wall) == 2 for t in found.values())
+    assert "".join(order) == "-a-b-b-a-a-b" and all(len(t.cpu) == len(t.wall) == 2 for t in found.values())
     assert ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == 2.0
 
 
