@@ -21,7 +21,7 @@ class Times(NamedTuple):
 def interleaved(
     steps: Mapping[str, Step], rounds: int, repeat: int = 1, before: Step = lambda: None
 ) -> dict[str, Times]:
-    """Time each step once a round: A, B, C, B, C, A, C, A, B, ..., so that each follows each; the first is not counted.
+    """Time each step once a round: A, B, C, B, C, A, C, A, B, ...; the first round is not counted.
 
     Args:
         steps: what to time, by name.
