@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -21,7 +22,10 @@ class Times(NamedTuple):
 def interleaved(
     steps: Mapping[str, Step], rounds: int, repeat: int = 1, before: Step = lambda: None
 ) -> dict[str, Times]:
-    """Time each step once a round: A, B, C, B, C, A, C, A, B, ...; the first round is not counted.
+    """Time each step once a round, every round in another order; the first round is not counted.
+
+    What a step finds in the allocator and the caches is what the one before it left there: so nobody may always follow
+    the same one. The order is drawn from one seed, hence the same on all ranks.
 
     Args:
         steps: what to time, by name.
@@ -30,12 +34,12 @@ def interleaved(
         before: called before each, such as a barrier of the ranks; not counted.
     """
     found = {name: Times([], []) for name in steps}
-    names = list(steps)
+    names, order = list(steps), random.Random(0)
     gc.collect()
     gc.disable()
     try:
         for round_ in range(rounds + 1):
-            for name in names:
+            for name in order.sample(names, len(names)):
                 step = steps[name]
                 before()
                 began = time.perf_counter(), time.process_time()
@@ -45,7 +49,6 @@ def interleaved(
                 if round_:
                     found[name].wall.append((ended[0] - began[0]) / repeat)
                     found[name].cpu.append((ended[1] - began[1]) / repeat)
-            names.append(names.pop(0))
             gc.collect()
     finally:
         gc.enable()

@@ -92,11 +92,13 @@ def test_both_communicate_by_one_plan(fake, sequence):
     assert sent(other, 2) != found[0]
 
 
-def test_interleaved_times_are_in_turns_and_ratios_are_of_one_round():
+def test_interleaved_times_are_of_every_round_and_ratios_are_of_one_round():
     order: list[str] = []
     steps = {name: functools.partial(order.append, name) for name in "ab"}
-    found = interleaved(steps, rounds=2, before=functools.partial(order.append, "-"))
-    assert "".join(order) == "-a-b-b-a-a-b" and all(len(t.cpu) == len(t.wall) == 2 for t in found.values())
+    found = interleaved(steps, rounds=9, before=functools.partial(order.append, "-"))
+    turns = "".join(order).replace("-", "")
+    assert {turns[i : i + 2] for i in range(0, 20, 2)} == {"ab", "ba"} and order.count("-") == 20
+    assert all(len(t.cpu) == len(t.wall) == 9 for t in found.values())
     assert ratio([2.0, 30.0, 4.0], [1.0, 10.0, 4.0]) == 2.0
 
 
