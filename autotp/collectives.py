@@ -14,8 +14,9 @@ have the same shape on every rank. Where a primitive speaks of all ranks, that i
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import reduce
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -34,26 +35,25 @@ _all_to_all = c10d_ops.all_to_all_single.default
 
 def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """This rank's result of a functional collective over the process group named `group`."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
-    with below_autograd():  # nothing is recorded here, and torch would ask Python twice whether it is
+    with _unrecorded():
         return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
 
 
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """The collective begun: what it gives may be read after `finish` only."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
-        return _start(primitive, x, reduction, tp, group)
-    with below_autograd():
+    with _unrecorded():
         return _start(primitive, x, reduction, tp, group)
 
 
 def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
     """The result of what `start` gave, for values of this type: waits for it."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling():
+    with _unrecorded():
         return _finish(primitive, started, dtype)
-    with below_autograd():
-        return _finish(primitive, started, dtype)
+
+
+def _unrecorded() -> AbstractContextManager[Any]:
+    """Below autograd where nothing is recorded: torch would ask Python at every call whether it is."""
+    return nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else below_autograd()
 
 
 def _start(primitive: Primitive, x: Tensor, reduction: str, tp: int, group: str) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -212,6 +212,16 @@ def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
             call = re.search(r"@(\d+)$", key) if "@" in key else None
             paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
     return tuple(p for p in paths if p and (regions or "#" not in p))
+
+
+def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The innermost module, or checkpointed region, that all these paths share."""
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
 
 
 def short_name(target: Any) -> str:

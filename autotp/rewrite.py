@@ -18,7 +18,7 @@ from autotp.rules.core import Op, sizes
 from . import compat
 from . import conversions as convert
 from .errors import PlanError
-from .graph import Value, module_path, resolve, tensors
+from .graph import Value, innermost, module_path, resolve, tensors
 from .layouts import Grouped, I, Layout, P, Partition, R, Shard
 from .localise import Local, Sizes
 from .pins import outputs_of
@@ -160,8 +160,8 @@ class Rewriter:
         src, dst = to_runtime(source, size), to_runtime(layout, size)
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
-        common = _common([module_path(u) for u in users]) if users else ()
-        scope = _common([scope_path(u) for u in users])
+        common = innermost([module_path(u) for u in users]) if users else ()
+        scope = innermost([scope_path(u) for u in users])
         node.meta = {
             **before.meta, "conversion": (source, layout), "path": common, "scope": scope, "ranked": "tp",
         }  # fmt: skip
@@ -247,16 +247,6 @@ def _known(ends: fx.Node | None) -> fx.Node:
     if ends is None:
         raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
     return ends
-
-
-def _common(paths: list[tuple[str, ...]]) -> tuple[str, ...]:
-    """The innermost module that all these module paths share."""
-    shared = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
 
 
 def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:

@@ -139,12 +139,12 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        made = _recorded if torch.is_grad_enabled() else like_dtensor
+        made = as_dtensor if torch.is_grad_enabled() else like_dtensor
         return tuple([None if g is None else made(g, p) for g, p in zip(grads, ctx.parameters, strict=True)])
 
 
-def _recorded(local: Tensor, like: DTensor) -> DTensor:
-    """As `compat.like_dtensor`, seen by autograd."""
+def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's part as a DTensor that lies as `like` does; `compat.like_dtensor` where autograd need not see it."""
     return DTensor.from_local(
         local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
     )

@@ -6,6 +6,7 @@ import operator
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 from torch import Tensor, fx, nn
@@ -277,12 +278,7 @@ class Assembler:
         graph = pure(stretch.nodes(), takes, gives)
         made = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
         watch = Watch.over(self.parts, (x.path for x in stretch.inner()))
-
-        def through() -> Callable[..., Any]:
-            called = self._function(stretch, takes, gives, tuple(gives), inner=True)
-            return called
-
-        return either(watch, made, through)
+        return either(watch, made, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
 
     def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """What a call takes from outside, and what of its values is used after it."""

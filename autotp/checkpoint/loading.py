@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from autotp import state
 from autotp.errors import StateError
 from autotp.ranks import agree, together
+from autotp.storage import as_dtensor
 
 from . import conversions, dcpfiles, folders, optimizers
 from .boxes import Box, boxes, whole
@@ -208,5 +209,4 @@ def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None =
         return torch.empty(empty.shape, dtype=dtype or empty.dtype, device=device)
     shape = empty.detach().to_local().shape  # type: ignore[attr-defined]
     local = torch.empty(shape, dtype=dtype or empty.dtype, device=device)
-    mesh, placements = empty.device_mesh, empty.placements
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=empty.shape, stride=empty.stride())
+    return as_dtensor(local, empty)

@@ -22,6 +22,7 @@ from autotp.tree import block_of
 
 from .base import Optimisation, Setting
 from .matching import placed
+from .products import over_tp
 
 Scope = tuple[str, ...]
 
@@ -42,8 +43,7 @@ class Bucket(Optimisation):
         """How many all-reduces became how many."""
         units: dict[Scope, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
-            over_tp = node.target is f and node.meta.get("ranked") == "tp"
-            if over_tp and node.args[0].op == "placeholder" and _small(node, setting):
+            if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
                 units[unit_of(node)].append(node)
         merged = {unit: nodes for unit, nodes in units.items() if len(nodes) > 1}
         for unit, nodes in merged.items():

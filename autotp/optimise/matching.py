@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autotp.graph import innermost
 from autotp.layouts import Grouped, Partial, Shard
 from autotp.recompute import is_region, scope_path
 from autotp.rules.core import aten, is_tensor
@@ -151,12 +152,7 @@ def summable(node: fx.Node) -> bool:
 
 def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """The innermost module call or checkpointed region that holds all these nodes."""
-    shared = []
-    for level in zip(*map(scope_path, nodes), strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
+    return innermost(map(scope_path, nodes))
 
 
 def placed(scope: tuple[str, ...]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import fx
 from autotp import compat, symmetric
 
 from .base import Optimisation, Setting
+from .products import over_tp
 
 
 class MicroPipeline(Optimisation):
@@ -25,7 +26,7 @@ class MicroPipeline(Optimisation):
 
     def run(self, graph: fx.Graph, setting: Setting) -> str:
         """Rewrite the conversions; what Inductor then fused is counted when it compiles (`symmetric.Fused`)."""
-        found = [n for n in graph.nodes if n.target in symmetric.FORMS and n.meta.get("ranked") == "tp"]
+        found = [n for n in graph.nodes if over_tp(n, *symmetric.FORMS)]
         if found:
             compat.use_symmetric_memory(setting.place.group)
         for node in found:

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from autotp.conversions import f, g, g_star
 from autotp.linears import ADDMM, LINEAR, MATMUL, grouped, scattered
-from autotp.recompute import is_region, scope_path
+from autotp.recompute import scope_path
 from autotp.rules.core import Op, aten
 
-from .matching import calls, placed
+from .matching import calls, one_region, placed
 
 # Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
 FORMS: dict[Any, tuple[str, str, str, str]] = {
@@ -104,7 +104,7 @@ def groups(graph: fx.Graph) -> Iterator[Group]:
         read = node if view is None else view
         found = [product_of(user) for user in read.users]
         products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
-        if found and len(products) == len(found) and _one_region(node, *(p.node for p in products)):
+        if found and len(products) == len(found) and one_region([node, *(p.node for p in products)]):
             yield Group(node, products, view)
 
 
@@ -119,17 +119,13 @@ def dealt(graph: fx.Graph) -> Iterator[Dealt]:
         dim: Any = node.args[2][1]  # type: ignore[index]
         if product is None or len(product.node.users) > 1:
             continue
-        if dim < _ndim(node) - 1 and _one_region(node, product.node):
+        if dim < _ndim(node) - 1 and one_region([node, product.node]):
             yield Dealt(node, product, view)
 
 
 def _same_columns(view: fx.Node) -> bool:
     before, after = value(view.args[0]), value(view)
     return before is not None and after is not None and before.shape[-1] == after.shape[-1]
-
-
-def _one_region(*nodes: fx.Node) -> bool:
-    return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
 
 
 def fuse(group: Group, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
