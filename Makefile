@@ -38,7 +38,7 @@ golden: $(READY) ## Rewrite tests/golden from what the code prints now; read the
 	$(PYTEST) --update-golden $(ARGS)
 
 docs: $(READY) ## Prove every operator rule and write the table in docs/rules.md
-	$(BIN)/python -m tests.rule_table
+	$(BIN)/python -m tests.rules.rule_table
 
 site: $(READY) ## Build the documentation as a site in build/site; a warning is an error
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

@@ -1,37 +1,53 @@
 """autotp: tensor parallelism for an ordinary PyTorch model, by itself."""
 
-import sys
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ._version import __version__
 from .log import configure
-from .package import lazily
 
 if TYPE_CHECKING:
     from autotp.cost import Cluster
+    from autotp.cost.machines.calibrate import calibrate
+    from autotp.driver.verify import verify
+    from autotp.rules.register import prove_rule, register_rule
+    from autotp.runtime.module import ShardedModule
 
-    # Plan comes by way of .api: an import from .plan here would make `autotp.plan` that module to type checkers.
     from .api import Plan, Sweep, compile, parallelize, plan, sweep
-    from .calibrate import calibrate
-    from .custom import prove_rule, register_rule
     from .errors import AutoTPError
     from .inputs import Inputs
-    from .module import ShardedModule
-    from .verify import verify
 
+# Public name -> its home, imported when the name is first used: torch takes two seconds.
 HOMES = {
-    "api": ("Plan", "Sweep", "compile", "parallelize", "plan", "sweep"),
-    "calibrate": ("calibrate",),
-    "cost": ("Cluster",),
-    "custom": ("prove_rule", "register_rule"),
-    "errors": ("AutoTPError",),
-    "inputs": ("Inputs",),
-    "module": ("ShardedModule",),
-    "verify": ("verify",),
+    "AutoTPError": "autotp.errors",
+    "Cluster": "autotp.cost",
+    "Inputs": "autotp.inputs",
+    "Plan": "autotp.api",
+    "ShardedModule": "autotp.runtime.module",
+    "Sweep": "autotp.api",
+    "calibrate": "autotp.cost.machines.calibrate",
+    "compile": "autotp.api",
+    "parallelize": "autotp.api",
+    "plan": "autotp.api",
+    "prove_rule": "autotp.rules.register",
+    "register_rule": "autotp.rules.register",
+    "sweep": "autotp.api",
+    "verify": "autotp.driver.verify",
 }
 
 configure()
-sys.modules[__name__].__class__ = lazily({name: f"autotp.{home}" for home, names in HOMES.items() for name in names})
+
+
+def __getattr__(name: str) -> Any:
+    if name not in HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = found = getattr(import_module(HOMES[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *HOMES})
+
 
 __all__ = [
     "AutoTPError",

@@ -1,6 +1,6 @@
 """`python -m autotp`."""
 
-from autotp.cli import main
+from .cli import main
 
 if __name__ == "__main__":
     main()

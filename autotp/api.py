@@ -11,23 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.cost import Cluster
-from autotp.optimise import Switches
-
-from . import state
-from .capture import aliases, skeleton
-from .data_parallel import read_axis, refuse_late
-from .errors import InputError, PlanError
-from .figures import Axis
-from .graph import Capture
-from .inputs import Inputs
-from .lazy import LazyModule
-from .losses import with_loss
-from .lower import Lowering
-from .module import ShardedModule, Source
-from .order import in_one_order
-from .pins import Pins
-from .pipeline import (
+from autotp.capture.capture import aliases, skeleton
+from autotp.comm.rank_order import in_one_order
+from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.driver.like import plan_like
+from autotp.driver.pipeline import (
     PLAIN,
     Options,
     Want,
@@ -39,10 +27,22 @@ from .pipeline import (
     solve_plan,
     wanted,
 )
-from .plan import Plan
-from .ranks import Ranks, agree, broadcast, together, versions
-from .reuse import plan_like
-from .sweep import DEGREES, Sweep, automatic, sweep
+from autotp.driver.sweep import DEGREES, Sweep, automatic, sweep
+from autotp.ir.graph import Capture
+from autotp.passes.decompose.losses import with_loss
+from autotp.passes.optimise import Switches
+from autotp.passes.shard.pins import Pins
+from autotp.plans.estimates import Axis
+from autotp.plans.plan import Plan
+from autotp.runtime.data_parallel import read_axis, refuse_late
+from autotp.runtime.lazy import LazyModule
+from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.module import ShardedModule, Source
+
+from .cost import Cluster
+from .errors import InputError, PlanError
+from .inputs import Inputs
+from .runtime import state
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 

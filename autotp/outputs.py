@@ -13,8 +13,8 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
-from .layouts import Layout, Partial, Shard
-from .storage import strides
+from autotp.ir.layouts import Layout, Partial, Shard
+from autotp.runtime.storage import strides
 
 
 def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
-from .command import made
+from benchmarks.helpers.command import made
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.megatron import Llama, Shape, untouched
+from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.variants import hand, ours
+
 from .hand_plans import FakeStore
-from .isolate import Record
-from .megatron import Llama, Shape, untouched
-from .performance import table, write_section
-from .variants import hand, ours
 
 HEADING = "Saved activations"
 SHAPE, LENGTH, TP = Shape(), 512, 2

@@ -19,10 +19,9 @@ import torch.multiprocessing as mp
 import transformers
 
 import autotp
-from tests.models import TWELVE, inputs_of, transformer
-
-from .command import made
-from .performance import table, write_section
+from benchmarks.helpers.command import made
+from benchmarks.helpers.performance import table, write_section
+from tests.helpers.models import TWELVE, inputs_of, transformer
 
 RANKS, SHALLOW, DEEP = 2, 2, 32
 TITLE = "Compiled by Inductor"

@@ -26,11 +26,10 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import autotp
-from autotp.calibrate import Clock
-from autotp.ranks import Ranks
-
-from .command import made
-from .performance import table, write_section
+from autotp.comm.ranks import Ranks
+from autotp.cost.machines.calibrate import Clock
+from benchmarks.helpers.command import made
+from benchmarks.helpers.performance import table, write_section
 
 TPS = (1, 2, 4)
 SHAPES = (

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
+from benchmarks.helpers.command import made
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.megatron import Layer, Shape, frequencies
+from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.ways import Whole
 
-from .command import made
 from .hand_plans import FakeStore
-from .isolate import Record
-from .megatron import Layer, Shape, frequencies
-from .performance import table, write_section
-from .ways import Whole
 
 HEADING = "One rank's compute on a GPU"
 TP, ROUNDS = 8, 20
@@ -61,7 +61,7 @@ def alone(tp: int) -> Iterator[None]:
     """Rank 0 of `tp` that send nothing; it agrees with itself."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     try:
-        with mock.patch("autotp.ranks._gather", lambda ranks, own: [own] * ranks.tp):
+        with mock.patch("autotp.comm.ranks._gather", lambda ranks, own: [own] * ranks.tp):
             yield
     finally:
         dist.destroy_process_group()

@@ -32,13 +32,13 @@ from transformers.distributed.configuration_utils import DistributedConfig
 import autotp
 from autotp.compat import tree_leaves
 from autotp.cost import collective_bytes
+from benchmarks.helpers.build import Architecture, build, wide
+from benchmarks.helpers.command import add_choice, choose, each, made
+from benchmarks.helpers.isolate import Record, Send
+from benchmarks.helpers.measure import LENGTH, ROWS, TEXT, example, reason
+from benchmarks.helpers.page import PAGE, render
 
-from . import isolate
-from .build import Architecture, build, wide
-from .command import add_choice, choose, each, made
-from .isolate import Record, Send
-from .measure import LENGTH, ROWS, TEXT, example, reason
-from .page import PAGE, render
+from .helpers import isolate
 
 RESULTS = Path(__file__).with_name("hand_plans.json")
 LIMIT = 200.0
@@ -142,8 +142,8 @@ def _faked(module: nn.Module, inputs: Mapping[str, Any], stack: ExitStack) -> di
     if isinstance(module, PreTrainedModel):
         module.tie_weights()
     # autotp compares the ranks by messages made of real tensors; here is one rank, which agrees with itself
-    stack.enter_context(mock.patch("autotp.ranks._gather", lambda ranks, own: [own] * ranks.tp))
-    stack.enter_context(mock.patch("autotp.state.random_state", lambda device: ""))
+    stack.enter_context(mock.patch("autotp.comm.ranks._gather", lambda ranks, own: [own] * ranks.tp))
+    stack.enter_context(mock.patch("autotp.runtime.state.random_state", lambda device: ""))
     return {k: mode.from_tensor(v) for k, v in inputs.items()}
 
 

@@ -21,9 +21,9 @@ from rich.console import Console
 from rich.progress import track
 from torch import Tensor
 
-from .command import made
-from .kernel_work import MODELS, WORK, Sizes, Work
-from .performance import PAGE, table, write_section
+from benchmarks.helpers.command import made
+from benchmarks.helpers.kernel_work import MODELS, WORK, Sizes, Work
+from benchmarks.helpers.performance import PAGE, table, write_section
 
 HEADING = "Kernels"
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}

@@ -14,12 +14,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from . import isolate
-from .build import Architecture, architectures
-from .command import add_choice, choose, each, installed, made
-from .isolate import Record
-from .measure import measure
-from .page import PAGE, render
+from benchmarks.helpers.build import Architecture, architectures
+from benchmarks.helpers.command import add_choice, choose, each, installed, made
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.measure import measure
+from benchmarks.helpers.page import PAGE, render
+
+from .helpers import isolate
 
 RESULTS = Path(__file__).with_name("models.json")
 LIMIT = 300.0  # seconds for one architecture at one degree

@@ -30,15 +30,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import autotp
-from autotp import collectives
+from autotp.comm import collectives
 from autotp.cost import collective_bytes
-
-from .command import made
-from .interleaved import interleaved
-from .isolate import Record
-from .megatron import Shape, untouched
-from .performance import PAGE, table, write_section
-from .variants import difference, local_gradients, training_step
+from benchmarks.helpers.command import made
+from benchmarks.helpers.interleaved import interleaved
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.performance import PAGE, table, write_section
+from benchmarks.helpers.variants import difference, local_gradients, training_step
 
 HEADING = "Communication under arithmetic"
 SHAPE = Shape(layers=2, vocabulary=1024)

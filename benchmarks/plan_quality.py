@@ -6,8 +6,9 @@
 
 Each plan runs a step forward and backward as rank 0 of torch's "fake" process group on fake tensors, and every
 collective that is called is counted (`benchmarks.hand_plans`). Megatron's bytes are counted from the model's blocks
-(`autotp.megatron`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and `RowwiseParallel` on every
-`nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns with whole outputs.
+(`autotp.plans.describe.megatron`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
+`RowwiseParallel` on every `nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns with whole
+outputs.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import autotp
+from benchmarks.helpers.build import Architecture, architectures, model_class, wide
+from benchmarks.helpers.command import made
+from benchmarks.helpers.isolate import Record, Send
+from benchmarks.helpers.measure import LENGTH, ROWS, reason
+from benchmarks.helpers.performance import table, write_section
 
-from . import isolate
-from .build import Architecture, architectures, model_class, wide
-from .command import made
 from .hand_plans import counted, ours, theirs
-from .isolate import Record, Send
-from .measure import LENGTH, ROWS, reason
-from .performance import table, write_section
+from .helpers import isolate
 
 MODELS = ("llama", "qwen3", "gpt2", "bert", "gpt_neox", "gptj", "falcon")
 SIDES = ("autotp", "DTensor", "transformers")

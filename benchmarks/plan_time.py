@@ -4,7 +4,7 @@
     python -m benchmarks.plan_time --write   # and the section of docs/performance.md
 
 Llama shapes on the meta device, bfloat16, tp=8, batch and length symbolic; each figure is of a process of its own. The
-peer is meta-pytorch/autoparallel (`benchmarks.peer`), where it is installed.
+peer is meta-pytorch/autoparallel (`benchmarks.helpers.peer`), where it is installed.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from rich.progress import track
 from torch.export import Dim
 
 import autotp
+from autotp.driver.pipeline import Options, capture_model, solve_plan
 from autotp.inputs import for_model
-from autotp.pipeline import Options, capture_model, solve_plan
+from benchmarks.helpers.command import made
+from benchmarks.helpers.isolate import Record, Send
+from benchmarks.helpers.performance import table, write_section
 
-from . import isolate, peer
-from .command import made
-from .isolate import Record, Send
-from .performance import table, write_section
+from .helpers import isolate, peer
 
 HEADING = "Planning time"
 TP, LIMIT, ROUNDS = 8, 300.0, 3

@@ -1,7 +1,8 @@
 """Step time on local gloo ranks beside a hand-written module: `python -m benchmarks.step_time [--write]`.
 
-Two processes of one thread each train the same Llama (`benchmarks.megatron`) made tensor-parallel by autotp, by hand,
-by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All compute the same
+Two processes of one thread each train the same Llama (`benchmarks.helpers.megatron`) made tensor-parallel by autotp, by
+hand, by torch's `parallelize_module`
+and by transformers' `tp_plan`, eager and compiled by Inductor. All compute the same
 loss and gradients, which is checked first; then each takes a step in turn.
 """
 
@@ -26,14 +27,15 @@ import transformers
 from torch import Tensor, nn
 from transformers.utils import logging as messages
 
-from .command import made
+from benchmarks.helpers.command import made
+from benchmarks.helpers.interleaved import Times, interleaved, ratio
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.measure import reason
+from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.variants import difference, dtensor, hand, local_gradients, ours, sent, training_step
+
 from .hand_plans import theirs
-from .interleaved import Times, interleaved, ratio
-from .isolate import Record
-from .measure import reason
-from .megatron import Shape, untouched
-from .performance import table, write_section
-from .variants import difference, dtensor, hand, local_gradients, ours, sent, training_step
 
 HEADING = "Step time beside a hand-written module"
 SHAPE, LENGTH, RANKS, ROUNDS = Shape(), 256, 2, 15

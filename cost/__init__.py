@@ -1,6 +1,7 @@
 """What a plan costs: the cluster, its collectives (alpha-beta) and its kernels (roofline)."""
 
-from .cluster import Cluster
+from autotp.cost.machines.cluster import Cluster
+
 from .collectives import call_seconds, collective_bytes, collective_seconds
 from .compute import node_flops, op_seconds, size_hint, tensor_bytes
 from .overlap import CHOICES, best_chunks, hidden_seconds, pipeline_seconds

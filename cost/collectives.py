@@ -26,9 +26,8 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
+from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
-
-from .cluster import Cluster
 
 
 class _Ring(NamedTuple):

@@ -10,9 +10,8 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry
 
+from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
-
-from .cluster import Cluster
 
 
 def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> float:

@@ -14,7 +14,7 @@ OUT = re.compile(r"(\]\()\.\./([^)#\s]+)")  # of docs/: the start of a link, and
 # Of docstrings: an entry for several names, with its further lines, and errors of which nothing more is said.
 NAMES = re.compile(r"^( +)(\w+(?:, \w+)+):( .*(?:\n\1 +.*)*)", re.MULTILINE)
 ERRORS = re.compile(r"^( +)(\w+Error(?:, \w+Error)*)\.$", re.MULTILINE)
-MARK = re.compile(r"^```python (?:quoted|small)$", re.MULTILINE)  # what tests/test_docs.py reads
+MARK = re.compile(r"^```python (?:quoted|small)$", re.MULTILINE)  # what tests/project/test_docs.py reads
 
 
 def on_files(files: Files, config: Any) -> Files:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from autotp.graph import Capture
+from autotp.ir.graph import Capture
 from autotp.log import dump, log
 
 

@@ -19,7 +19,7 @@ from .plan import loaded, saved
 from .screen import Screen
 
 if TYPE_CHECKING:
-    from autotp.plan import Parameter
+    from autotp.plans.plan import Parameter
 
 
 def explain(
@@ -44,7 +44,7 @@ def explain(
     with screen.working(f"planning {type(given.model).__name__}"):
         made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
         told = made.explain(name)
-    from autotp.rows import over  # noqa: PLC0415  it needs torch
+    from autotp.plans.show.rows import over  # noqa: PLC0415  it needs torch
 
     screen.say(f"{made.model} over {over(made)} ({made.cluster}, {made.objective}), priced for {given.sizes}")
     screen.result(told, lambda: {"tp": made.tp, "dp": made.batch.size, **asdict(told)})
@@ -53,7 +53,7 @@ def explain(
 
 def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
     """What a plan says of a parameter by itself, without the problem that it was solved from."""
-    from autotp.pins import near  # noqa: PLC0415  it needs torch
+    from autotp.passes.shard.pins import near  # noqa: PLC0415  it needs torch
 
     found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if found is None:

@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 from torch.cuda import nccl
 
-from autotp import __version__, machine
-from autotp.cost.presets import PRESETS
-from autotp.symmetric import unavailable
+from autotp import __version__
+from autotp.comm.symmetric import unavailable
+from autotp.cost.machines import this_machine
+from autotp.cost.machines.presets import PRESETS
 
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -82,8 +83,8 @@ def _cuda(index: int) -> dict[str, Any]:
 def _processor() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "kind": "cpu", "index": 0, "name": machine.processor(), "memory": int(machine.memory()), "cores": cores,
-        "threads": torch.get_num_threads(), "preset": "local",
+        "kind": "cpu", "index": 0, "name": this_machine.processor(), "memory": int(this_machine.memory()),
+        "cores": cores, "threads": torch.get_num_threads(), "preset": "local",
     }  # fmt: skip
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.capture.selfcheck import LARGEST
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, for_model, normalise
-from autotp.plan import Plan
-from autotp.selfcheck import LARGEST
+from autotp.plans.plan import Plan
 
 from .options import Sizes
 from .paths import config_path, read_json

@@ -115,20 +115,20 @@ def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | Non
 
 
 def _html(plan: autotp.Plan, path: Path) -> None:
-    from autotp.page import write_html  # noqa: PLC0415  only where a page is asked for
+    from autotp.plans.show.page import write_html  # noqa: PLC0415  only where a page is asked for
 
     write_html(plan, path)
 
 
 def _trace(plan: autotp.Plan, path: Path) -> None:
-    from autotp.timeline import write_trace  # noqa: PLC0415
+    from autotp.plans.show.timeline import write_trace  # noqa: PLC0415
 
     write_trace(plan, path)
 
 
 def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
-    from autotp.plot import write_svg  # noqa: PLC0415
+    from autotp.plans.show.plot import write_svg  # noqa: PLC0415
 
     def other(wanted: bool) -> autotp.Sweep:
         if asked["sequence_parallel"] is wanted:

@@ -20,7 +20,7 @@ from .plan import loaded
 from .screen import PANEL, Screen, rank
 
 if TYPE_CHECKING:
-    from autotp.verify import Report
+    from autotp.driver.verify import Report
 
     from .models import Given
 
@@ -66,7 +66,7 @@ def verify(
 
 def _too_large(given: Given) -> str:
     """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
-    from autotp.machine import memory  # noqa: PLC0415
+    from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
 
     needed = COPIES * 8 * sum(p.numel() for p in given.model.parameters())
     if needed < memory():
@@ -118,7 +118,7 @@ def calibrate(
 
     Under torchrun its links are measured too.
     """
-    from autotp.cost.files import SUFFIXES  # noqa: PLC0415  it needs torch
+    from autotp.cost.machines.files import SUFFIXES  # noqa: PLC0415  it needs torch
 
     writable(out)
     if out is not None and out.suffix not in SUFFIXES:

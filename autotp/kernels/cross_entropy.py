@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.operators import class_sums, class_sums_backward
-
 from .common import DTYPES, WIDE, differentiable, jit, on_cuda, power_of_two, refuse, register, tiles, tl, wide
+from .operators import class_sums, class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8

@@ -1,4 +1,4 @@
-"""Dropout and uniform numbers by global counter: the same numbers as `autotp.operators` draws, bit by bit.
+"""Dropout and uniform numbers by global counter: the same numbers as `autotp.kernels.operators` draws, bit by bit.
 
 They run `autotp::counter_dropout` and `autotp::counter_uniform` on CUDA. The number of an element is drawn where the
 element is dropped and again for its gradient, so a forward reads x, writes the result, and keeps nothing but the seed.
@@ -13,9 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autotp.operators import counter_dropout, counter_uniform
-
 from .common import DTYPES, jit, on_cuda, power_of_two, tiles, tl
+from .operators import counter_dropout, counter_uniform
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`

@@ -2,7 +2,7 @@
 
 Splitting a factor over the ranks means: operands that carry it are sharded there, operands that lack it are
 replicated, results that carry it are sharded, results that lack it (the factor is contracted) are partial. Rules never
-mention ranks or layouts; strategies are made from them in `autotp.strategies`.
+mention ranks or layouts; strategies are made from them in `autotp.passes.shard.strategies`.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from torch import fx
 
 from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
-from autotp.layouts import Reduction, Size, simplify
+from autotp.ir.layouts import Reduction, Size, simplify
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 Shape = tuple[Size, ...]
 aten = torch.ops.aten

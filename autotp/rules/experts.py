@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.layouts import chunk, divide
+from autotp.ir.layouts import chunk, divide
 
 from .core import EXPERTS, Carry, Factor, Op, Rule, aten, rule
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 ALIGNMENT = 16  # bytes: torch's kernel wants rows that start at multiples of it
 ROWS = Carry(0, groups=2)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .core import Op, Rule, aten, loops, rule
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 
 @rule(aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autotp.layouts import divide
+from autotp.ir.layouts import divide
 
 from .core import Carry, Factor, Op, Rule, aten, einsum, local_count, rule, with_factors
 from .views import THROUGH

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autotp.layouts import spans
+from autotp.ir.layouts import spans
 
 from .core import Carry, Factor, Op, Rule, Shape, aten, loops, rule, with_factors
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 
 @rule(aten.embedding.default)

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autotp.layouts import Size, simplify
-from autotp.operators import OPS
+from autotp.ir.layouts import Size, simplify
+from autotp.kernels.operators import OPS
 
 from .core import Op, Rule, aten, einsum, rule
 from .lookup import local_index
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 NONE, MEAN, SUM = range(3)  # as in ATen
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import string
 
-from autotp.layouts import divide
+from autotp.ir.layouts import divide
 
 from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, loops, rule, with_factors
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import string
 from collections.abc import Sequence
 
-from autotp.layouts import Size, divide, simplify
+from autotp.ir.layouts import Size, divide, simplify
 
 from .core import Carry, Op, Rule, Shape
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from .core import Op, Rule, aten, einsum, loops, rule
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 LINEAR_IN_FIRST = {
     aten.neg, aten.negative, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach,

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.layouts import Shard, spans
-from autotp.operators import OPS
+from autotp.ir.layouts import Shard, spans
+from autotp.kernels.operators import OPS
 
 from .core import Op, Rule, loops, rule
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 
 @rule(OPS.counter_uniform.default)

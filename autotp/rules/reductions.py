@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from autotp.layouts import Size, divide, simplify
+from autotp.ir.layouts import Size, divide, simplify
 
 from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, local_count, loops, rule, with_factors
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 
 def _reduced(op: Op) -> list[int]:

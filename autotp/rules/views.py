@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from autotp.layouts import Size, divide, simplify
+from autotp.ir.layouts import Size, divide, simplify
 
 from .core import Carry, Factor, Op, Rule, Shape, aten, einsum, loops, rule
 
 if TYPE_CHECKING:
-    from autotp.localise import Local
+    from .local import Local
 
 THROUGH = (frozenset({0}),)
 

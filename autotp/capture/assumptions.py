@@ -1,0 +1,165 @@
+"""Changes of a capture that assume something of the model, each with the proof of it on the model itself."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from autotp.errors import CaptureError
+from autotp.inputs import Inputs
+
+from .export import Attempt, forwarding
+from .messages import the_users
+from .selfcheck import Trial
+
+Proof = Callable[[Trial], Trial]  # raises CaptureError; returns a trial on inputs that show it, for the capture itself
+Missing = dict[str, tuple[str, tuple[int, ...]]]  # a mask -> the input that tells its shape, and by which dimensions
+
+
+class EveryIndex(TorchFunctionMode):
+    """`for i in hit.nonzero()` runs over every index of the flags `hit`, as numbers that can be traced.
+
+    Attributes:
+        spared: for every such loop whether it left anything out in the original.
+    """
+
+    def __init__(self, tracing: bool) -> None:
+        super().__init__()
+        self.tracing, self.spared = tracing, []
+        self.loops: set[Any] = set()  # the code that they are in
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__format__ and args[0].ndim == 0:
+            return format(args[0].item(), args[1])  # a name such as f"expert_{i}"
+        found = func(*args, **(kwargs or {}))
+        flags: Any = args[0] if args else None
+        if func in (torch.Tensor.nonzero, torch.nonzero) and isinstance(found, Tensor) and _is_flags(flags):
+            if not self.tracing:
+                self.spared.append(len(found) < len(flags))  # type: ignore[arg-type]
+            self.loops.add(_caller())
+            return [torch.tensor([i]) for i in range(flags.shape[0])]
+        if func is torch.where and self.tracing and len(args) == 1 and _caller() in self.loops:
+            torch._check(found[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
+        return found
+
+
+def _caller() -> Any:
+    """The user's code that runs."""
+    return next(f.f_code for f, _ in traceback.walk_stack(sys._getframe(1)) if the_users(f.f_code.co_filename))
+
+
+def _is_flags(value: Any) -> bool:
+    flags = isinstance(value, Tensor) and value.dtype == torch.bool and value.ndim == 1
+    return flags and isinstance(value.shape[0], int)
+
+
+def every_index(attempt: Attempt) -> tuple[str, Proof]:
+    """Loops over the indices that are hit, such as experts with tokens, run over all indices."""
+    attempt.contexts.append(EveryIndex(tracing=True))
+    note = "captured with loops over the indices that are hit (such as experts with tokens) running over all indices"
+    return note, _prove_every_index
+
+
+def _prove_every_index(trial: Trial) -> Trial:
+    """The model computes the same, on inputs for which each of its loops leaves something out."""
+    for dims in range(3):
+        inputs = trial.mapped(lambda t, dims=dims: _alike(t, dims))
+        every = EveryIndex(tracing=False)
+        try:
+            usual, other = trial.outputs(inputs), trial.outputs(inputs, every)
+        except Exception:  # the model does not take such inputs
+            continue
+        if every.spared and all(every.spared):
+            trial.demand_equal(usual, other, "with loops over all indices, not only those that are hit,")
+            return trial.on(inputs)
+    raise CaptureError("it could not be shown that a loop may run over all indices, not only those that are hit")
+
+
+def _alike(tensor: Tensor, dims: int) -> Tensor:
+    """The same along the first `dims` dimensions: equal tokens have equal experts."""
+    for d in range(min(dims, tensor.ndim)):
+        tensor = tensor.narrow(d, 0, min(1, tensor.shape[d])).expand(tensor.shape)
+    return tensor
+
+
+# ---- masks -----------------------------------------------------------------------------------------------------------
+
+# A mask that may be left out, the input that it masks, and which dimensions of that it has.
+MASKS = (
+    (r"(?P<side>\w+?_)??(attention_)?mask", r"{side}inputs?_\w+", (0, 1)),
+    (r"pixel_mask", r"pixel_values", (0, 2, 3)),
+)
+
+
+def masks_of_ones(attempt: Attempt) -> tuple[str, Proof] | None:
+    """Masks that were not given are given: a default that the model makes for itself is left out under torch.export."""
+    own, signature = attempt.bare.forward, inspect.signature(attempt.bare.forward)
+    missing = _missing(signature, attempt.args, attempt.kwargs)
+    if not missing:
+        return None
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        full = _with_ones(signature, missing, args, kwargs)
+        return own(*full.args, **full.kwargs)
+
+    attempt.contexts.append(forwarding(attempt.bare, forward, signature))
+    names = ", ".join(missing)
+    note = f"captured with masks of ones for {names}: without them torch.export does not take the model's own default"
+    return note, lambda trial: _prove_masks(trial, signature, missing)
+
+
+def _missing(signature: inspect.Signature, args: Any, kwargs: Any) -> Missing:
+    """The masks that were not given."""
+    found: Missing = {}
+    given = signature.bind(*args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if given.get(name) is not None or parameter.default is not None:
+            continue
+        for mask, masked, dims in MASKS:
+            if match := re.fullmatch(mask, name):
+                wanted = masked.format(side=match.groupdict().get("side") or "")
+                like = [n for n, v in given.items() if isinstance(v, Tensor) and re.fullmatch(wanted, n)]
+                if like and given[like[0]].ndim > max(dims):
+                    found[name] = like[0], dims
+    return found
+
+
+def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs: Any) -> Inputs:
+    """The same call with the missing masks."""
+    bound = signature.bind(*args, **kwargs)
+    for name, (like, dims) in missing.items():
+        masked = bound.arguments[like]
+        bound.arguments[name] = torch.ones([masked.shape[d] for d in dims], dtype=torch.long, device=masked.device)
+    return Inputs(*bound.args, **bound.kwargs)
+
+
+def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -> Trial:
+    """The model computes the same with and without the masks, where the inputs hold padding too."""
+    given = trial.mapped()
+    bound = signature.bind(*given.args, **given.kwargs)
+    for like, _ in missing.values():
+        bound.arguments[like] = _padded(bound.arguments[like], trial.model)
+    padded = Inputs(*bound.args, **bound.kwargs)
+    usual = trial.outputs(padded)
+    other = trial.outputs(_with_ones(signature, missing, padded.args, padded.kwargs))
+    trial.demand_equal(usual, other, "with masks of ones in place of none")
+    return trial.on(padded)
+
+
+def _padded(tensor: Tensor, model: nn.Module) -> Tensor:
+    """Token ids that end in what a model may take for padding."""
+    tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
+    named = [getattr(getattr(model, "config", None), "pad_token_id", None), *(m.padding_idx for m in tables)]
+    words = max((m.num_embeddings for m in tables), default=0)
+    ids = sorted({i for i in (0, 1, *named) if isinstance(i, int) and 0 <= i < words})
+    if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.ndim != 2 or tensor.shape[1] <= len(ids):
+        return tensor
+    return torch.cat([tensor[:, : -len(ids)], tensor.new_tensor(ids).expand(len(tensor), -1)], 1) if ids else tensor

@@ -1,0 +1,126 @@
+"""Capture: an `nn.Module` becomes a flat torch.fx graph of ATen operators through `torch.export`.
+
+Sizes are symbolic from the start: the first two dimensions of token inputs and the batch of all others are dynamic
+where the model allows it. The model's weights are never touched: a skeleton of fake tensors is exported.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.errors import CaptureError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture, Leaf
+from autotp.rules.core import expression
+
+from .attempts import climb
+from .export import Attempt
+from .selfcheck import Trial
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """Every name of a parameter or buffer -> the first name under which the same tensor is held."""
+    first: dict[int, str] = {}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(t), name) for name, t in named}
+
+
+def skeleton(
+    model: nn.Module, device: torch.device | str, dtypes: Mapping[str, torch.dtype] | None = None
+) -> nn.Module:
+    """A copy of the module that holds fake tensors on `device` in place of parameters and buffers.
+
+    `dtypes` names tensors that are of another type by now.
+    """
+    mode = compat.fake_mode()
+    memo: dict[int, Any] = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        kind = (dtypes or {}).get(name, tensor.dtype)
+        memo[id(tensor)] = compat.fake(mode, tensor, kind, device)
+    return copy.deepcopy(model, memo)
+
+
+@torch.inference_mode(False)
+def capture(
+    bare: nn.Module,
+    inputs: Inputs,
+    device: torch.device | str = "cpu",
+    finish: Callable[[Capture], None] = lambda program: None,
+    trial: Trial | None = None,
+) -> Capture:
+    """Export a skeleton for these inputs, dynamic where the model allows it.
+
+    Args:
+        bare: the skeleton.
+        inputs: what it is called with.
+        device: where the tensors are to be.
+        finish: called with each capture; where it raises `CaptureError`, the next rung of the ladder is tried.
+        trial: the model itself, to prove what a rung of the ladder assumes.
+
+    Raises:
+        CaptureError: the model cannot be exported; the message shows the user's own line and the way out.
+    """
+
+    def start() -> Attempt:  # with tensors of its own: an export that fails leaves its marks of symbolic sizes on them
+        given = (inputs.args, dict(inputs.kwargs))
+        return Attempt(bare, *compat.tree_map_only(Tensor, lambda t: _example(t, device), given))
+
+    def export(attempt: Attempt) -> Capture:
+        made = attempt.run()
+        found = _read(made.program, bare.training)
+        found.mutations |= made.written
+        found.aliases, found.conditions = aliases(bare), made.conditions
+        return found
+
+    return climb(start, export, finish, trial)
+
+
+def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
+    # A part of a larger tensor gives torch one more symbol, and then other names for all: ranks would not agree.
+    plain = tensor.clone() if tensor.is_inference() or tensor.storage_offset() else tensor.detach()
+    here = torch.zeros_like(plain, device=device) if plain.is_meta else plain.to(device)  # sizes are enough to plan
+    return here.requires_grad_(tensor.requires_grad)
+
+
+def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
+    signature, leaves = program.graph_signature, []
+    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+    nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    for spec in signature.input_specs:
+        name = getattr(spec.arg, "name", "")
+        kind = kinds.get(spec.kind.name, spec.kind.name)
+        leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
+    environment = compat.shape_env(program.graph)
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
+    for leaf in leaves:
+        val = leaf.node.meta.get("val")
+        for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
+            if isinstance(expression(size), sympy.Symbol):
+                symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
+    hints, ranges, guards = compat.read_shape_env(environment)
+    return Capture(
+        program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
+        dict(program.constants), symbols, hints, ranges, guards, training,
+    )  # fmt: skip
+
+
+def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
+    """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
+    tensors = [x.name for x in leaves if x.kind == "input" and isinstance(x.node.meta.get("val"), Tensor)]
+    found: dict[int, str | int] = {}
+    for i, spec in enumerate(program.graph_signature.output_specs):
+        target = str(spec.target)
+        if spec.kind.name == "BUFFER_MUTATION":
+            found[i] = target
+        elif spec.kind.name == "USER_INPUT_MUTATION":
+            found[i] = tensors.index(target)
+        elif spec.kind.name == "PARAMETER_MUTATION":
+            raise CaptureError(f"the forward writes to the parameter {target}")
+    return found

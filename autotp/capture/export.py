@@ -1,0 +1,174 @@
+"""One attempt to export a skeleton: what is traced, for which arguments, and how."""
+
+from __future__ import annotations
+
+import inspect
+import io
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, redirect_stderr
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+from torch.export import Dim, ExportedProgram
+
+from autotp import compat
+from autotp.errors import CaptureError
+from autotp.ir.scopes import regions_kept
+from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
+
+from .conditions import Conditions
+from .messages import line_of
+from .repeated_blocks import Repeats, expand, refuse_writes
+
+
+@dataclass
+class Exported:
+    """What an attempt gives.
+
+    Attributes:
+        conditions: what must hold of the values of the inputs. written: further outputs -> names of the buffers that
+            take them; the program's own signature does not know of these.
+    """
+
+    program: ExportedProgram
+    conditions: Conditions | None
+    written: dict[int, str]
+
+
+@dataclass
+class Attempt:
+    """What one export is of; the rungs of the ladder change it.
+
+    Attributes:
+        bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
+        symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
+        draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
+        repeats: blocks that are traced once for all that are alike.
+        contexts: what to trace in.
+    """
+
+    bare: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    symbolic: bool = True
+    draft: bool = False
+    repeats: Repeats | None = None
+    contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
+
+    def run(self) -> Exported:
+        """Export; in-place operators are functional afterwards."""
+        with ExitStack() as stack:
+            for context in (*self.contexts, _named(self.bare, self.kwargs)):
+                stack.enter_context(context)
+            stack.enter_context(warnings.catch_warnings())
+            warnings.simplefilter("ignore")
+            for context in (compat.quiet_export(), _silent(), _unmoved(), regions_kept(), torch.enable_grad()):
+                stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
+            if self.repeats:
+                stack.enter_context(self.repeats.tracing())
+            export = compat.draft_export if self.draft else torch.export.export
+            program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
+            if compat.vmapped(program.graph):
+                program = program.run_decompositions({})
+            _refuse_writes_to_parameters(program)
+            if self.repeats:
+                refuse_writes(program.graph)
+            conditions = Conditions.of(program, self.symbolic) if self.draft else None
+            specs = program.graph_signature.input_specs
+            buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
+            written = functionalise(program.graph, buffers.keys())
+            if written is None:
+                program, written = program.run_decompositions({}), {}
+            if self.repeats:
+                expand(program.graph, self.repeats, *self._holders(program))
+        return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
+
+    def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:
+        """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
+        nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+        held = {n: id(t) for n, t in [*self.bare.named_parameters(), *self.bare.named_buffers()]}
+        specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
+        holders = {held[target]: nodes[name] for name, target, _ in specs if target in held}
+        return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
+
+    def _shapes(self) -> dict[str, Any] | None:
+        if not self.symbolic:
+            return None
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
+        return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+
+
+def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
+    names = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind.name == "PARAMETER"}
+    held = {place: names[n.name] for n, places in memory(program.graph).items() if n.name in names for place in places}
+    for graph in (program.graph, *regions(program.graph)):
+        for node, places in memory(graph).items():
+            if mutates(node) and (found := places & held.keys()):
+                raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
+
+
+def _dims(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return None
+    free = 2 if value.ndim <= 3 else 1
+    return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+
+
+@contextmanager
+def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+    """Within this context `bare` is called through `forward`, with this signature."""
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    held = vars(bare).get("forward")
+    bare.forward = forward
+    try:
+        yield
+    finally:
+        del bare.forward
+        if held is not None:
+            bare.forward = held
+
+
+@contextmanager
+def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+    """Names what `**kwargs` takes in forward's signature: without, torch.export refuses symbolic sizes."""
+    own, signature = bare.forward, inspect.signature(bare.forward)
+    more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
+    if not more:
+        yield
+        return
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    *named, rest = signature.parameters.values()
+    with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
+        yield
+
+
+@contextmanager
+def _unmoved() -> Iterator[None]:
+    """`module.to(dtype)` within a forward, to what the module is already, does nothing (on fake tensors it fails)."""
+    apply = nn.Module._apply
+
+    def same(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        held = [*self.parameters(recurse), *self.buffers(recurse)]
+        made = [fn(t) for t in held]
+        equal = all(a.dtype == b.dtype and a.device == b.device for a, b in zip(made, held, strict=True))
+        return self if equal else apply(self, fn, recurse)
+
+    with mock.patch.object(nn.Module, "_apply", same):
+        yield
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Without the whole graph on stderr when an export fails; what else was written there appears on success."""
+    written = io.StringIO()
+    with redirect_stderr(written):
+        yield
+    sys.stderr.write(written.getvalue())

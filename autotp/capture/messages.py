@@ -1,0 +1,163 @@
+"""Errors of capture in words: the user's line, what was tried, and the way out for this kind of error."""
+
+from __future__ import annotations
+
+import linecache
+import re
+import sysconfig
+import traceback
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import fx, nn
+
+from autotp.errors import CaptureError
+
+HERE = Path(__file__).parents[1]
+NOT_THE_USERS = (  # files of torch and numpy, of this library (two folders are links), and generated code
+    *(f"{Path(str(library.__file__)).parent}/" for library in (torch, np)),
+    f"{HERE}/",
+    *(f"{(HERE / room).resolve()}/" for room in ("passes", "cost")),
+    "<",
+)
+STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; installed packages may lie in there
+
+# Kind of error -> what its type, message and the user's line look like, each on a line of its own.
+KINDS: dict[str, str] = {
+    "value": r"GuardOnDataDependentSymNode|[Dd]ata.dependent|DynamicOutputShape|PendingUnbacked",
+    "loop": r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(async )?for ",
+    "none": r"^(AttributeError|TypeError).*NoneType",
+}
+# The first row that fits says what to do; it is searched in the same text.
+WAYS_OUT: tuple[tuple[str, str], ...] = (
+    (
+        KINDS["loop"],
+        "The loop runs as often as the values of a tensor say. Let it run over all indices and mask what does not "
+        "count, or compute all of them at once (a batched or grouped matmul).",
+    ),
+    (
+        r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(if|elif|while|assert)\b|Eq\(u\d+, 1\)",
+        "A Python branch depends on the value of a tensor. Write it with torch.where (both sides are computed) or "
+        "torch.cond, or pass the decision as an argument (a Python bool): each value is captured by itself.",
+    ),
+    (
+        KINDS["value"],
+        "A number or a size depends on the values of a tensor (`x.item()`, `x.tolist()`, `x.nonzero()`, `x[mask]`). "
+        "Use torch.where or a mask over the full size, or pass the number as an argument (a Python int): each value "
+        "is captured by itself.",
+    ),
+    (
+        KINDS["none"],
+        "Under torch.export a default that the model makes for itself is left out. Pass that argument explicitly in "
+        "example_inputs and in every call (attention_mask, decoder_attention_mask, position_ids).",
+    ),
+    (
+        r"assigned during export|mutat.*attribute|leaked|side effect",
+        "The forward keeps something in an attribute of the module. Register it as a buffer and write to it in place, "
+        "or return it as an output.",
+    ),
+    (
+        r"writes to the parameter",
+        "A parameter is changed by the optimizer alone. Compute the changed value and use that (`weight.clamp(...)` in "
+        "place of `weight.clamp_(...)`), or change the weights outside the forward, before they are sharded.",
+    ),
+    (
+        r"self-check",
+        "The forward depends on something that is no tensor and changes between calls (a counter, Python's random, "
+        "the time, a global), or writes to what it should only read. Pass it as an argument, or make it a buffer; "
+        "where the difference is meant, check_capture=False skips the comparison.",
+    ),
+    (
+        r"fake kernel|fake impl|Meta.*tensors|meta kernel|NotImplementedError",
+        "An operator does not say the shape of its result. Give it one with torch.library.register_fake.",
+    ),
+    (
+        r"numpy|data_ptr|DataPtr",
+        "The forward leaves torch for another library. Compute that part with torch operators, or outside the model "
+        "and pass the result as an argument.",
+    ),
+    (
+        "",
+        "Check first that the model itself runs on these example inputs. If it does, rewrite that line with torch "
+        "operators on tensors (torch.where for a branch), or shard the submodule without it.",
+    ),
+)
+
+
+def kinds_of(error: Exception) -> set[str]:
+    """The kinds of `KINDS` that an error is of."""
+    text = _text(error)
+    return {kind for kind, pattern in KINDS.items() if re.search(pattern, text)}
+
+
+def recurs(error: Exception, failures: list[tuple[str, Exception]]) -> bool:
+    """Whether an error about a value is at the line of an earlier one."""
+    places = [(at.filename, at.lineno) for _, e in failures if "value" in kinds_of(e) and (at := _frame(e)) is not None]
+    here = _frame(error)
+    return "value" in kinds_of(error) and here is not None and (here.filename, here.lineno) in places
+
+
+def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str = "") -> CaptureError:
+    """The error for a model that no rung could capture.
+
+    Args:
+        model: it, or its skeleton.
+        failures: what was tried, "" for the model as it is, and why it failed; at least one.
+        fails: says so where the model itself fails too.
+    """
+    error = failures[0][1]
+    where = _frame(error)
+    lines = [f"{type(model).__name__} cannot be captured as one graph: {_first_line(error)}"]
+    if where is not None:
+        lines += [f"  at {where.filename}:{where.lineno} in {where.name}", f"    {_code(where)}"]
+    for name, e in failures[1:]:
+        told = f"{_first_line(e)}{_elsewhere(e, where)}"
+        lines.append(f"Tried with {name}: {'the same' if told == _first_line(error) else told}")
+    text = _text(error)
+    way_out = next(advice for pattern, advice in WAYS_OUT if re.search(pattern, text))
+    if fails:
+        way_out = f"It is not the capture: {fails}. Correct the inputs or the model until it runs on them."
+    return CaptureError("\n".join([*lines, way_out]))
+
+
+def line_of(node: fx.Node) -> str:
+    """The user's line that made a node, as `file:line: code`; "" where the export does not tell."""
+    found = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [place for place in found if the_users(place[0])]
+    return "{}:{}: {}".format(*own[-1]) if own else ""
+
+
+def _text(error: Exception) -> str:
+    """Type and message, then the user's line."""
+    where = _frame(error)
+    return f"{type(error).__name__}: {error}\n{_code(where) if where is not None else ''}"
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    first = text[0] if text else ""
+    return first if isinstance(error, CaptureError) else f"{type(error).__name__}: {first}"
+
+
+def _elsewhere(error: Exception, before: traceback.FrameSummary | None) -> str:
+    """Where this error is, unless it is at the line that was named before."""
+    at = _frame(error)
+    same = at is None or (before is not None and (at.filename, at.lineno) == (before.filename, before.lineno))
+    return "" if at is None or same else f" (at {at.filename}:{at.lineno}: {_code(at)})"
+
+
+def _frame(error: Exception) -> traceback.FrameSummary | None:
+    """The innermost line that is neither torch's, Python's nor ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return next((f for f in reversed(frames) if the_users(f.filename)), None)
+
+
+def the_users(filename: str) -> bool:
+    """Whether a file is neither torch's, Python's nor ours."""
+    builtin = filename.startswith(STANDARD) and "site-packages" not in filename
+    return not builtin and not filename.startswith(NOT_THE_USERS)
+
+
+def _code(frame: traceback.FrameSummary) -> str:
+    return linecache.getline(frame.filename, frame.lineno or 0).strip()

@@ -1,0 +1,260 @@
+"""A stack of equal blocks is traced once: the first call of a kind as it is, each later one as a single operator, which
+then becomes a copy of the first one's nodes.
+
+The forward around the blocks runs in full, for every block. Calls are of one kind where the blocks are alike
+(`autotp.capture.stacks`) and get tensors of the same shapes, strides and types and otherwise equal arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Mapping, Set
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.ir.graph import tensors
+from autotp.passes.canonicalise.functionalise import memory, mutates, written
+from autotp.rules.core import expression
+
+from .stacks import PLAIN, kinds, stacks, unread
+
+_library = torch.library.Library("autotp_blocks", "DEF")
+_library.define("enter(Tensor[] xs, int kind) -> Tensor[]")
+_library.define("leave(Tensor[] xs, int kind) -> Tensor[]")
+_library.define("repeat(Tensor[] xs, int kind, int block) -> Tensor[]")
+OPS: Any = torch.ops.autotp_blocks
+ENTER, LEAVE, REPEAT = OPS.enter.default, OPS.leave.default, OPS.repeat.default
+_results: dict[int, list[Tensor]] = {}  # what calls of a kind give, while a model is traced
+
+
+def _alike(values: list[Tensor]) -> list[Tensor]:
+    return [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in values]
+
+
+torch.library.register_fake("autotp_blocks::enter", lambda xs, kind: _alike(xs), lib=_library)
+torch.library.register_fake("autotp_blocks::leave", lambda xs, kind: _alike(xs), lib=_library)
+torch.library.register_fake("autotp_blocks::repeat", lambda xs, kind, block: _alike(_results[kind]), lib=_library)
+
+
+class CannotRepeat(RuntimeError):
+    """What was traced for one block cannot stand for the others."""
+
+
+@dataclass
+class Call:
+    """The first call of a kind: which block, and what it gave besides tensors."""
+
+    block: int
+    leaves: list[Any]
+    spec: Any
+
+
+@dataclass
+class Repeats:
+    """The blocks of a model, while it is traced.
+
+    Attributes:
+        blocks: name and module of every block that has its like in a stack. first: the first call of each kind, by its
+            number.
+    """
+
+    bare: nn.Module
+    blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
+    first: dict[int, Call] = field(default_factory=dict)
+
+    @contextmanager
+    def tracing(self) -> Iterator[None]:
+        """Within this context the blocks are called as the head of this file says."""
+        numbers: dict[Hashable, int] = {}
+        with ExitStack() as stack:
+            for name, modules in stacks(self.bare).items():
+                found = kinds(modules)
+                if len(set(map(id, modules))) < len(modules):
+                    continue  # a block that is called several times
+                stack.enter_context(unread(modules))
+                for i, (block, kind) in enumerate(zip(modules, found, strict=True)):
+                    if kind is not None and found.count(kind) > 1:
+                        self.blocks.append((f"{name}.{i}", block))
+                        stack.enter_context(self._called(block, len(self.blocks) - 1, kind, numbers))
+            try:
+                yield
+            finally:
+                _results.clear()
+
+    @contextmanager
+    def _called(self, block: nn.Module, index: int, kind: Hashable, numbers: dict[Hashable, int]) -> Iterator[None]:
+        own, calls = block.forward, 0
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            leaves, spec = compat.tree_flatten((args, kwargs))
+            with compat.without_torch_functions():
+                called = _called_with(leaves)
+            if called is None or calls > 1:
+                return own(*args, **kwargs)
+            number = numbers.setdefault((kind, called, spec), len(numbers))
+            return self._call(own, index, number, leaves, spec)
+
+        with mock.patch.object(block, "forward", forward):  # which puts back a forward that the block has of its own
+            yield
+
+    def _call(self, own: Callable[..., Any], block: int, kind: int, leaves: list[Any], spec: Any) -> Any:
+        given = [x for x in leaves if isinstance(x, Tensor)]
+        if kind in _results:
+            first = self.first[kind]
+            return _rebuilt(first.leaves, REPEAT(given, kind, block), first.spec)
+        args, kwargs = _rebuilt(leaves, ENTER(given, kind), spec)
+        out = own(*args, **kwargs)
+        got, out_spec = compat.tree_flatten(out)
+        if not all(isinstance(x, Tensor) or type(x) in PLAIN for x in got):
+            return out  # ENTER without LEAVE: later calls are traced too
+        results = LEAVE([x for x in got if isinstance(x, Tensor)], kind)
+        _results[kind], self.first[kind] = results, Call(block, got, out_spec)
+        return _rebuilt(got, results, out_spec)
+
+
+def _called_with(leaves: list[Any]) -> Hashable | None:
+    """What arguments must share for calls to be of one kind; None where one is neither a tensor nor plain."""
+    found: list[Hashable] = [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))]
+    seen: list[int] = []
+    for x in leaves:
+        if isinstance(x, Tensor):
+            seen.append(id(x))
+            shape = tuple(map(expression, x.shape)), tuple(map(expression, x.stride()))
+            found.append((*shape, x.dtype, x.device, x.requires_grad, seen.index(id(x))))
+        elif isinstance(x, torch.SymInt):
+            found.append(expression(x))
+        elif type(x) in PLAIN:
+            found.append((type(x), x))
+        else:
+            return None
+    return tuple(found)
+
+
+def _rebuilt(leaves: list[Any], values: list[Tensor], spec: Any) -> Any:
+    given = iter(values)
+    return compat.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+
+
+# ---- after the export ------------------------------------------------------------------------------------------------
+
+
+def refuse_writes(graph: fx.Graph) -> None:
+    """Refuse a block that writes to what it is given or holds: its copies would not.
+
+    Raises:
+        CannotRepeat: it does.
+    """
+    if any(mutates(n) for n in graph.nodes):
+        held = memory(graph)
+        for body in _bodies(graph).values():
+            body.refuse_writes(held)
+
+
+def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], constants: Set[fx.Node]) -> None:
+    """Put a copy of the first call's nodes in place of every short call.
+
+    Args:
+        graph: of an export within `repeats.tracing()`.
+        holders: id of a parameter or buffer of the skeleton -> its placeholder.
+        constants: placeholders of constants, which all blocks share.
+
+    Raises:
+        CannotRepeat: a block reads what is not its own.
+    """
+    bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
+    for kind in dict.fromkeys(n.args[1] for n in short):
+        _, first = repeats.blocks[repeats.first[kind].block]
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in _held(first) if id(t) in holders)})
+    for node in short:
+        _, kind, block = node.args
+        (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]
+        pairs = zip(_held(first), _held(other), strict=True)
+        bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
+    for body in bodies.values():
+        body.dissolve()
+
+
+def _held(module: nn.Module) -> list[Tensor]:
+    return [*module.parameters(), *module.buffers()]
+
+
+def _bodies(graph: fx.Graph) -> dict[int, _Body]:
+    """The nodes of every first call: all between its two marks."""
+    nodes = list(graph.nodes)
+    at = {n: i for i, n in enumerate(nodes)}
+    leaves = {n.args[1]: n for n in nodes if n.target is LEAVE}
+    found = {}
+    for enter in [n for n in nodes if n.target is ENTER]:
+        leave = leaves.get(enter.args[1])
+        found[enter.args[1]] = _Body(enter, leave, nodes[at[enter] + 1 : at[leave]] if leave else [])
+    if len(found) != len({n.args[1] for n in nodes if n.target in (ENTER, LEAVE, REPEAT)}):
+        raise CannotRepeat("a region of the graph separates a block's marks")
+    return found
+
+
+@dataclass
+class _Body:
+    """What was traced for the first call of a kind."""
+
+    enter: fx.Node
+    leave: fx.Node | None
+    nodes: list[fx.Node]
+
+    def refuse_writes(self, held: Mapping[fx.Node, Set[int]]) -> None:
+        inside = {*self.nodes} - self.enter.users.keys()
+        given = set().union(*(places for n, places in held.items() if n not in inside))
+        for node in self.nodes:
+            if mutates(node) and held[written(node) or node] & given:
+                raise CannotRepeat(f"a block writes to what it is given: {node.format_node()}")
+
+    def refuse_foreign(self, own: Set[fx.Node]) -> None:
+        inside = {self.enter, *self.nodes}
+        for node in self.nodes:
+            read = [i for i in node.all_input_nodes if i not in inside and i not in own and tensors(i)]
+            if read:
+                raise CannotRepeat(f"a block reads {read[0].name}, which is not its own")
+            if compat.told_by_data(node.meta.get("val")):
+                raise CannotRepeat(f"a block makes sizes that the data tell: {node.format_node()}")
+
+    def copy(self, node: fx.Node, weights: Mapping[fx.Node, fx.Node], path: str) -> None:
+        """The same nodes again in place of a short call, on its operands and weights."""
+        assert self.leave is not None
+        env: dict[Any, Any] = dict(weights)
+        env |= {user: node.args[0][user.args[1]] for user in self.enter.users}  # type: ignore[index]
+        with node.graph.inserting_before(node):
+            for each in self.nodes:
+                if each not in env:
+                    env[each] = new = node.graph.node_copy(each, lambda n: env.get(n, n))
+                    new.meta["nn_module_stack"] = _moved(each.meta, node.meta, path)
+        _replace(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
+
+    def dissolve(self) -> None:
+        """Take the marks away."""
+        for mark in (self.leave, self.enter):
+            if mark is not None:
+                _replace(mark, mark.args[0])
+
+
+def _replace(node: fx.Node, results: Any) -> None:
+    for user in list(node.users):
+        user.replace_all_uses_with(results[user.args[1]])
+        node.graph.erase_node(user)
+    node.graph.erase_node(node)
+
+
+def _moved(made: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """The module stack of a copy: that of the short call, and within its block what the first one had."""
+    stack = dict(short["nn_module_stack"])
+    block = list(stack.values())[-1][0]
+    for key, (name, kind) in made["nn_module_stack"].items():
+        if name.startswith((f"{path}.", f"{path}#")):
+            inner = f"{block}{name.removeprefix(path)}"
+            stack[f"{key} of {block}"] = inner, kind
+    return stack

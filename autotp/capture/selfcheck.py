@@ -1,0 +1,245 @@
+"""The self-check: a capture is held against the model itself, outputs, gradients and buffers, on the example inputs."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.errors import CaptureError, InputError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture
+from autotp.proof.numerics import largest, loss, relative
+from autotp.proof.simulate import reference
+
+LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
+GRADIENT = "the gradient of "
+PLAIN = (bool, int, float, complex, str, type(None))
+
+
+@dataclass
+class Results:
+    """What a run gave: outputs by name, buffers and inputs as they are afterwards, gradients by parameter."""
+
+    outputs: dict[str, Any]
+    state: Mapping[str, Any]
+    gradients: Mapping[str, Tensor | None] | None
+
+
+@dataclass
+class Trial:
+    """A model on its example inputs, to hold captures against. A copy of it is run, never the user's own.
+
+    Attributes:
+        skip: why nothing is compared; "" where it is. remark: what else the user should know.
+    """
+
+    model: nn.Module
+    inputs: Inputs
+    device: torch.device
+    skip: str = ""
+    remark: str = ""
+
+    @classmethod
+    def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None = None) -> Trial:
+        """A trial of this model; by default where its weights are real and under 1 GB.
+
+        Args:
+            wanted: `check_capture` of the public functions: False never compares, True also where weights are large.
+        """
+        if wanted is not None and not isinstance(wanted, bool):
+            raise InputError(f"check_capture={wanted!r} is {type(wanted).__name__}: give None, True or False.")
+        held = [*model.parameters(), *model.buffers()]
+        tensors = [*held, *(v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor))]
+        size = sum(t.numel() * t.element_size() for t in held)
+        if wanted is False:
+            return cls(model, inputs, device, "check_capture=False")
+        if any(t.is_meta for t in tensors):
+            if wanted:
+                raise InputError("check_capture=True compares values, and there are tensors on the meta device.")
+            return cls(model, inputs, device, "there are tensors on the meta device")
+        if size >= LARGEST and not wanted:
+            why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
+            return cls(model, inputs, device, why)
+        return cls(model, inputs, device)
+
+    @cached_property
+    def copied(self) -> nn.Module:
+        """The model with weights of its own, on the device of the capture."""
+        memo: dict[int, Any] = {}
+        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+            made = tensor.detach().to(self.device, copy=True)
+            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        return copy.deepcopy(self.model, memo)
+
+    def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
+        """The example inputs on the device of the capture, each tensor changed."""
+
+        def own(tensor: Tensor) -> Tensor:
+            made = change(tensor.detach()).to(self.device, copy=True)
+            return made.requires_grad_(tensor.requires_grad)
+
+        args, kwargs = compat.tree_map_only(Tensor, own, (self.inputs.args, dict(self.inputs.kwargs)))
+        return Inputs(*args, **kwargs)
+
+    def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
+        """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
+        with self._undisturbed(), torch.enable_grad(), around or nullcontext():
+            return compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
+
+    def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
+        """Refuse a change with which the model computes something else."""
+        wrong = _worst(_gaps("output ", other, usual))
+        if not wrong[0] <= self.tolerance():
+            raise CaptureError(f"{what} the model computes something else: {wrong[1]} is off by {wrong[0]:.1e}")
+
+    def on(self, inputs: Inputs) -> Trial:
+        """The same for other inputs."""
+        return Trial(self.model, inputs, self.device)
+
+    def compare(self, program: Capture) -> float:
+        """The largest relative difference between a capture and the model; nan where the model fails, see `skip`.
+
+        Raises:
+            CaptureError: it is more than rounding allows.
+        """
+        theirs = self.original()
+        if theirs is None:
+            return float("nan")
+        try:
+            ours = self._captured(program, theirs.gradients is not None)
+        except Exception as error:  # whatever operators may raise
+            raise CaptureError(f"self-check: the captured graph fails where the model runs: {error}") from error
+        error, name = _worst(_compared(ours, theirs))
+        allowed = self.tolerance(program)
+        if not error <= allowed:
+            raise CaptureError(
+                f"self-check: the captured graph is not the model: {name} is off by {error:.1e} of its largest value, "
+                f"and rounding allows {allowed:.1e}"
+            )
+        return error
+
+    def tolerance(self, program: Capture | None = None) -> float:
+        """What rounding may make of a difference, in the least exact dtype that is computed in."""
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        kinds |= {d for d in program.state[-1:] if d is not None} if program is not None else set()
+        each = (1e3 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds)
+        return max(each, default=1e-3)
+
+    def original(self) -> Results | None:
+        """What the model gives; None where it fails, and then `skip` says how."""
+        inputs = self.mapped()
+        try:
+            self.outputs(self.mapped())  # the call after this one sees what it leaves in attributes
+            with self._undisturbed(), torch.enable_grad():
+                return self._results(inputs)
+        except Exception as error:  # whatever a user's forward may raise
+            self.skip = f"the model itself fails on the example inputs: {_short(error)}"
+            return None
+
+    def _results(self, inputs: Inputs) -> Results:
+        outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
+        state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _named(inputs)
+        try:
+            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)))
+        except (RuntimeError, NotImplementedError) as error:
+            self.remark = (
+                f"only the outputs of the capture were compared: the model's own backward fails: {_short(error)}"
+            )
+            return Results(outputs, state, None)
+
+    def _captured(self, program: Capture, backward: bool) -> Results:
+        inputs = self.mapped()
+        held: dict[str, Any] = {**program.constants, **dict(self.copied.named_buffers(remove_duplicate=False))}
+        held |= dict(self.copied.named_parameters(remove_duplicate=False))
+        flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
+        given: dict[fx.Node, Any] = {}
+        for leaf in program.leaves:
+            value = next(flat) if leaf.kind == "input" else held[leaf.name]
+            given[leaf.node] = value.detach().clone() if leaf.kind in ("buffer", "constant") else value
+        autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
+        without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
+        with self._undisturbed(), torch.enable_grad(), without:
+            found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
+            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in program.leaves if x.kind == "buffer"]
+            left = [given[x.node] for x in program.leaves if x.kind == "buffer"]
+            state = dict(zip(names, left, strict=True)) | _named(inputs)
+            for i, taker in program.mutations.items():
+                name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"
+                state[name] = found[i]
+            kept = [v for i, v in enumerate(found) if i not in program.mutations]
+            outputs = compat.named_leaves(compat.tree_unflatten(kept, program.out_spec))
+            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)) if backward else None)
+
+    def _wanted(self, inputs: Inputs) -> dict[str, Tensor]:
+        """The leaves whose gradients are compared."""
+        leaves = {**dict(self.copied.named_parameters()), **compat.named_leaves((inputs.args, inputs.kwargs))}
+        return {n: v for n, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
+
+    @contextmanager
+    def _undisturbed(self) -> Iterator[None]:
+        """Random numbers start alike every time, and buffers and random numbers are afterwards as they were."""
+        held = [(m, n, b, b.clone()) for m in self.copied.modules() for n, b in m._buffers.items() if b is not None]
+        devices = [self.device] if self.device.type == "cuda" else []
+        state = random.getstate()
+        try:
+            with torch.inference_mode(False), torch.random.fork_rng(devices):
+                yield
+        finally:
+            random.setstate(state)
+            for module, name, buffer, value in held:
+                module._buffers[name] = buffer
+                buffer.data = value
+
+
+def _gradients(outputs: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+    """Gradients of a loss that gives every element of every output a gradient of its own; no `.grad` is touched."""
+    total = loss(list(outputs.values()))
+    if not total.requires_grad or not wanted:
+        return dict.fromkeys(wanted)
+    return dict(zip(wanted, torch.autograd.grad(total, list(wanted.values()), allow_unused=True), strict=True))
+
+
+def _compared(found: Results, wanted: Results) -> list[tuple[float, str]]:
+    state = {n: found.state.get(n, b) for n, b in wanted.state.items()}  # the graph lacks buffers that it does not read
+    return [
+        *_gaps("output ", found.outputs, wanted.outputs),
+        *_gaps("", state, wanted.state),
+        *_gaps(GRADIENT, found.gradients or {}, wanted.gradients or {}),
+    ]
+
+
+def _named(inputs: Inputs) -> dict[str, Tensor]:
+    tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
+    return {f"input {i}": v.detach() for i, v in enumerate(tensors)}
+
+
+def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
+    """How far each value is off, and its name."""
+    scale = max((largest(v) for v in wanted.values() if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
+    for name in found.keys() | wanted.keys():
+        a, b = found.get(name), wanted.get(name)
+        if kind == GRADIENT:  # one that is absent is zero
+            a = torch.zeros_like(b) if a is None and b is not None else a
+            b = torch.zeros_like(a) if b is None and a is not None else b
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            yield relative(a.detach(), b.detach(), scale), kind + name
+        elif isinstance(a, (*PLAIN, Tensor)) and isinstance(b, (*PLAIN, Tensor)):
+            yield 0.0 if type(a) is type(b) and a == b else float("inf"), kind + name
+
+
+def _short(error: Exception) -> str:
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+
+
+def _worst(gaps: Any) -> tuple[float, str]:
+    """The largest difference; what is not a number counts as one."""
+    return max(gaps, key=lambda g: float("inf") if g[0] != g[0] else g[0], default=(0.0, ""))

@@ -1,0 +1,101 @@
+"""The four communication primitives, between processes and simulated in one process.
+
+Each takes and gives one tensor per rank that is present: one in real execution, all `tp` in simulation. Tensors
+have the same shape on every rank. Where a primitive speaks of all ranks, that is dimension 0 of size `tp`:
+
+| primitive      | in          | out         |
+| -------------- | ----------- | ----------- |
+| all_reduce     | [...]       | [...]       |
+| all_gather     | [...]       | [tp, ...]   |
+| reduce_scatter | [tp, ...]   | [...]       |
+| all_to_all     | [tp, ...]   | [tp, ...]   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import reduce
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from autotp.compat import below_autograd, c10d_ops
+
+Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
+Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
+
+_wait = c10d_ops.wait_tensor.default
+_all_reduce = c10d_ops.all_reduce.default
+_all_gather = c10d_ops.all_gather_into_tensor.default
+_reduce_scatter = c10d_ops.reduce_scatter_tensor.default
+_all_to_all = c10d_ops.all_to_all_single.default
+
+
+def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
+    """This rank's result of a functional collective over the process group named `group`."""
+    with _unrecorded():
+        return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
+
+
+def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
+    """The collective begun: what it gives may be read after `finish` only."""
+    with _unrecorded():
+        return _start(primitive, x, reduction, tp, group)
+
+
+def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
+    """The result of what `start` gave, for values of this type: waits for it."""
+    with _unrecorded():
+        return _finish(primitive, started, dtype)
+
+
+def _unrecorded() -> AbstractContextManager[Any]:
+    """Below autograd where nothing is recorded: torch would ask Python at every call whether it is."""
+    return nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else below_autograd()
+
+
+def _start(primitive: Primitive, x: Tensor, reduction: str, tp: int, group: str) -> Tensor:
+    wire = _encode(x)
+    reduction = "max" if x.dtype == torch.bool else reduction  # a sum of booleans is "any"
+    if primitive == "all_reduce":
+        return _all_reduce(wire, reduction, group)
+    if primitive == "all_gather":
+        return _all_gather(wire.unsqueeze(0), tp, group)
+    if primitive == "reduce_scatter":
+        return _reduce_scatter(wire, reduction, tp, group)
+    return _all_to_all(wire, [1] * tp, [1] * tp, group)
+
+
+def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
+    out = _decode(_wait(started), dtype)
+    return out.squeeze(0) if primitive == "reduce_scatter" else out
+
+
+def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
+    """All ranks' results of the same collective, in one process."""
+    if primitive == "all_gather":
+        return [torch.stack(list(xs)) for _ in xs]
+    if primitive == "all_to_all":
+        return [torch.stack([x[rank] for x in xs]) for rank in range(len(xs))]
+    total = reduce(torch.add if reduction == "sum" else torch.maximum, xs)
+    return [total.clone() if primitive == "all_reduce" else total[rank].clone() for rank in range(len(xs))]
+
+
+def _encode(x: Tensor) -> Tensor:
+    """The same values in a type that gloo and NCCL carry."""
+    x = x.contiguous()
+    if x.dtype == torch.bool:
+        return x.view(torch.uint8)
+    if x.dtype == torch.int16:
+        return x.to(torch.int32)
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def _decode(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if x.dtype == dtype:
+        return x
+    if dtype == torch.bool:
+        return x.view(torch.bool)
+    return torch.view_as_complex(x) if dtype.is_complex else x.to(dtype)

@@ -1,0 +1,295 @@
+"""Conversions between layouts on one mesh axis, and their backwards.
+
+A conversion says how every rank turns what it holds of a value under layout `src` into what it holds under `dst`. Its
+backward is the conversion dual(dst) -> dual(src), found in the same table: that sentence is the whole of Megatron's
+f, f*, g, g* (Shoeybi et al. 2019; Korthikanti et al. 2022). Layouts are `slices.Spec` tuples here, so that they
+can be literal arguments in a torch.fx graph; the functions named in `KINDS` are that graph's call targets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import PlanError
+
+from . import collectives, slices
+from .collectives import Exchange, Primitive
+from .slices import Spec, from_runtime, local_size, recombine, same, split, to_runtime
+
+Local = Callable[[Tensor, Spec, Spec, int, int], Tensor]  # (x, src, dst, rank, tp)
+
+
+def nothing(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """What the rank holds already."""
+    return x.view_as(x)
+
+
+def keep_first(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The value on rank 0, zeros elsewhere: summands that add up to it."""
+    return x.view_as(x) if rank == 0 else torch.zeros_like(x)
+
+
+def take(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's own slice of a whole value."""
+    return slices.take(x, dst, rank, tp)
+
+
+def place(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's slice in its places, zeros around it."""
+    return slices.place(x, src, rank, tp)
+
+
+def own_rows(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rows of the rank's own groups, zeros for the others."""
+    return slices.mask(x, src if src[0] == "G" else dst, rank, tp)
+
+
+def collect_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rows of the rank's own groups from everybody's slices."""
+    return slices.mask(slices.collect(x, src, tp), dst, rank, tp)
+
+
+def deal_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """Everybody's slices of the rows of the rank's own groups."""
+    return slices.deal(slices.mask(x, src, rank, tp), dst, tp)
+
+
+def pad(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's slice, as large as the largest."""
+    return slices.pad(x, src, rank, tp)
+
+
+def collect(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The whole from everybody's padded slices."""
+    return slices.collect(x, src, tp)
+
+
+def deal(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """Everybody's padded slices of the whole."""
+    return slices.deal(x, dst, tp)
+
+
+def trim(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's slice without its padding."""
+    return slices.trim(x, dst, rank, tp)
+
+
+def pad_deal(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's `src` slice cut into everybody's `dst` slices."""
+    return slices.deal(slices.pad(x, src, rank, tp), dst, tp)
+
+
+def collect_trim(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's `dst` slice from the parts that everybody had of it."""
+    return slices.trim(slices.collect(x, src, tp), dst, rank, tp)
+
+
+def collect_take(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+    """The rank's `dst` slice of the whole from everybody's `src` slices."""
+    return slices.take(slices.collect(x, src, tp), dst, rank, tp)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One entry of the table: its name, and `post(primitive(pre(x)))`, the forward of a conversion.
+
+    Attributes:
+        name: of the public function, and of the collective in graphs and plans.
+        pre: what each rank does before it communicates.
+        primitive: the communication; None where there is none.
+        post: what each rank does after.
+    """
+
+    name: str
+    pre: Local = nothing
+    primitive: Primitive | None = None
+    post: Local = nothing
+
+
+# "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
+# "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
+KINDS: dict[tuple[str, str], Kind] = {
+    ("I", "R"): Kind("f"),
+    ("P", "I"): Kind("f_star", nothing, "all_reduce"),
+    ("S", "R"): Kind("g", pad, "all_gather", collect),
+    ("P", "S"): Kind("g_star", deal, "reduce_scatter", trim),
+    ("S", "I"): Kind("gather", pad, "all_gather", collect),
+    ("I", "S"): Kind("shard", take),
+    ("S", "S"): Kind("reshard", pad_deal, "all_to_all", collect_trim),
+    ("S", "S'"): Kind("repartition", pad, "all_gather", collect_take),
+    ("P", "R"): Kind("all_reduce", nothing, "all_reduce"),
+    ("R", "I"): Kind("as_invariant"),
+    ("I", "P"): Kind("keep_first_i", keep_first),
+    ("R", "P"): Kind("keep_first_r", keep_first),
+    ("R", "S"): Kind("shard_r", take),
+    ("S", "P"): Kind("zero_pad", place),
+    ("I", "G"): Kind("group_i", own_rows),
+    ("R", "G"): Kind("group_r", own_rows),
+    ("P", "G"): Kind("group_p", nothing, "all_reduce", own_rows),
+    ("S", "G"): Kind("group_s", pad, "all_gather", collect_own),
+    ("G", "S"): Kind("ungroup_s", deal_own, "reduce_scatter", trim),
+    ("G", "I"): Kind("ungroup_i", own_rows, "all_reduce"),
+    ("G", "R"): Kind("ungroup_r", own_rows, "all_reduce"),
+    ("G", "P"): Kind("ungroup_p", own_rows),
+}
+
+
+def key(src: Spec, dst: Spec) -> tuple[str, str]:
+    """The entry of `KINDS` for a conversion."""
+    a, b = src[0], dst[0]
+    return a, "S'" if a == b == "S" and src[1] == dst[1] else b
+
+
+def kind_of(src: Spec, dst: Spec) -> Kind:
+    """The table's entry for `src` -> `dst`.
+
+    Raises:
+        PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
+    """
+    kind = KINDS.get(key(src, dst))
+    if kind is None or dst[0] == "P" and dst[1] != "sum":
+        raise PlanError(
+            f"There is no conversion from {src} to {dst}. Equal layouts need none, and a Partial maximum is only made "
+            "by an operator's rule; ask for I, R, S or a Partial sum."
+        )
+    return kind
+
+
+def dual(spec: Spec) -> Spec:
+    """The layout of the gradient of a value laid out as `spec`: I and S their own, R and P each other's.
+
+    Raises:
+        PlanError: `spec` is a Partial maximum, whose gradient has no layout.
+    """
+    if spec[0] == "P" and spec[1] != "sum":
+        raise PlanError(
+            f"A gradient arrived at a Partial {spec[1]}, which has none: only values that need no gradient (the "
+            "maximum inside a softmax) may be laid out so. Detach the value, or plan it without this layout."
+        )
+    return {"R": ("P", "sum"), "P": ("R",)}.get(spec[0], spec)
+
+
+def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec) -> list[Tensor]:
+    """The conversion on all ranks at once, in one process, differentiable (twice too).
+
+    Args:
+        xs: what each rank holds under `src`, in rank order; their number is tp.
+        src, dst: run-time layouts.
+
+    Returns:
+        What each rank holds under `dst`.
+    """
+    return list(_Simulated.apply(src, dst, *xs))  # type: ignore[arg-type]
+
+
+def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
+    """The public function (one of the names in `KINDS`) that does `src` -> `dst` between processes."""
+    return FUNCTIONS[kind_of(src, dst).name]
+
+
+def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
+    """The same algorithm on one rank, between processes."""
+    kind = kind_of(src, dst)
+    if kind.pre is not nothing:
+        x = kind.pre(x, src, dst, rank, tp)
+    if kind.primitive is not None:
+        x = collectives.real(kind.primitive, x, src[1] if src[0] == "P" else "sum", tp=tp, group=group)
+    return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
+
+
+def _run(xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, exchange: Exchange) -> list[Tensor]:
+    """The one algorithm, for the ranks that are present."""
+    kind = kind_of(src, dst)
+    ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
+    if kind.primitive is not None:
+        ys = exchange(kind.primitive, ys, src[1] if src[0] == "P" else "sum")
+    return [kind.post(y, src, dst, rank, tp) for y, rank in zip(ys, ranks, strict=True)]
+
+
+class _Simulated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, src: Spec, dst: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
+        ctx.layouts = src, dst
+        return tuple(_run(list(xs), src, dst, range(len(xs)), len(xs), collectives.simulated))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        src, dst = ctx.layouts
+        return None, None, *simulate(grads, dual(dst), dual(src))
+
+
+class _Real(torch.autograd.Function):
+    # Fixed arity: Dynamo does not trace a forward that takes *args.
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
+        ctx.conversion = src, dst, rank, tp, group
+        # Detached, it is no view in autograd's eyes: users may change what a model returns in place.
+        return _alone(x, src, dst, rank, tp, group).detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        src, dst, rank, tp, group = ctx.conversion
+        convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
+        return convert(grad, dual(dst), dual(src), rank, tp, group), None, None, None, None, None
+
+
+def _function(src: str, dst: str) -> Callable[..., Tensor]:
+    name = KINDS[src, dst].name
+
+    def convert(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -> Tensor:
+        if kind_of(src, dst).name != name:
+            raise PlanError(f"{name} does not convert {src} to {dst}; {kind_of(src, dst).name} does.")
+        return x if tp == 1 else _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
+
+    convert.__name__ = convert.__qualname__ = name
+    convert.__doc__ = f"""The conversion {src} -> {dst}.
+
+    Args:
+        x: what this rank holds under `src`.
+        src, dst: run-time layouts (`slices.Spec`).
+        rank: of this process on the axis, 0 to tp-1.
+        tp: number of ranks on the axis; with one rank `x` itself is returned.
+        group: name of the functional process group, `ProcessGroup.group_name`.
+
+    Returns:
+        What this rank holds under `dst`.
+    """
+    return convert
+
+
+# Top-level names, so that generated graph code and pickles can import them.
+f = _function("I", "R")
+f_star = _function("P", "I")
+g = _function("S", "R")
+g_star = _function("P", "S")
+gather = _function("S", "I")
+shard = _function("I", "S")
+reshard = _function("S", "S")
+repartition = _function("S", "S'")
+all_reduce = _function("P", "R")
+as_invariant = _function("R", "I")
+keep_first_i = _function("I", "P")
+keep_first_r = _function("R", "P")
+shard_r = _function("R", "S")
+zero_pad = _function("S", "P")
+group_i = _function("I", "G")
+group_r = _function("R", "G")
+group_p = _function("P", "G")
+group_s = _function("S", "G")
+ungroup_s = _function("G", "S")
+ungroup_i = _function("G", "I")
+ungroup_r = _function("G", "R")
+ungroup_p = _function("G", "P")
+FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
+
+__all__ = [
+    "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
+    "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
+    "kind_of", "local_size", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
+    "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
+]  # fmt: skip

@@ -1,0 +1,74 @@
+"""One order of operators, and one name for each, on every rank.
+
+A forward that iterates over a set of strings (transformers makes masks `for kind in set(layer_types)`) runs in another
+order in every process, because Python hashes strings by a seed. The graphs are then equal but for the order of
+operators that do not depend on each other, so every rank takes the order of rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from torch import fx
+
+from autotp.ir.graph import Capture, described, draws
+
+from .ranks import Ranks, broadcast
+
+Row = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
+
+
+def in_one_order(ranks: Ranks | None, program: Capture) -> Capture:
+    """The program in rank 0's order, where it is the same program; otherwise as it is. A collective call."""
+    if ranks is None:
+        return program
+    wanted = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
+    return program if wanted is None or ranks.rank == 0 else follow(program, wanted)
+
+
+def signatures(program: Capture) -> list[Row]:
+    """Every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
+
+    Operators that draw random numbers are told apart by their place among those, which must be the same.
+    """
+    leaves = {leaf.node: f"{leaf.kind} {leaf.name}" for leaf in program.leaves}
+    found: dict[fx.Node, str] = {}
+    rows, drawn = [], 0
+    for node in program.graph.nodes:
+        drawn += draws(node)
+        read: list[fx.Node] = []
+        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or found[n])
+        parts = leaves.get(node), described(node, given), drawn if draws(node) else 0
+        found[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        rows.append((found[node], node.name, tuple(n.name for n in read)))
+    return rows
+
+
+def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
+    """The program with its nodes in this order and under these names; as it is where it has other nodes."""
+    own = signatures(program)
+    if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
+        return program
+    alike: dict[str, list[fx.Node]] = defaultdict(list)
+    for node, (told, _, _) in zip(program.graph.nodes, own, strict=True):
+        alike[told].append(node)
+    graph, made, env = fx.Graph(program.graph.owning_module), {}, {}
+    for told, name, read in wanted:
+        node, operands = alike[told].pop(), iter(read)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n, names=operands: made[next(names)])
+        env[node] = made[name] = _made(graph, node, args, kwargs, name)
+    program.graph = graph
+    for leaf in program.leaves:
+        leaf.node = env[leaf.node]
+    program.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()}
+    return program
+
+
+def _made(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, name: str) -> fx.Node:
+    target = name if node.op == "placeholder" else node.target
+    made = graph.create_node(node.op, target, args, kwargs, name=name, type_expr=node.type)
+    made.meta = dict(node.meta)
+    return made

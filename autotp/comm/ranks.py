@@ -1,0 +1,316 @@
+"""The tp ranks of this process: finding them, and making sure that they agree and fail together."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autotp import compat
+from autotp._version import __version__
+from autotp.errors import InputError, RankError
+
+T = TypeVar("T")
+TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+WIDEST = 200  # characters of one rank's value in a message
+SETTLE = 0.1  # seconds at exit for gloo's threads
+
+
+def check_degree(tp: object, world: int | None = None) -> int:
+    """`tp`, where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
+
+    Raises:
+        InputError: not an int, less than 1, or not a divisor of the world.
+    """
+    if isinstance(tp, bool) or not isinstance(tp, int):
+        raise InputError(f"tp={tp!r} is {type(tp).__name__}: the tensor-parallel degree is an int, such as tp=4.")
+    if tp < 1:
+        raise InputError(f"tp={tp}: the tensor-parallel degree counts ranks, so it is at least 1.")
+    if world is None or world % tp == 0:
+        return tp
+    if tp > world:
+        raise InputError(
+            f"tp={tp} is larger than the world: there {_are(world)}. "
+            f"Launch {tp} with {_torchrun(tp)}, or pass a smaller tp."
+        )
+    raise InputError(
+        f"tp={tp} does not divide the world of {world} ranks: every rank belongs to one group of tp ranks. "
+        f"Choose tp from {[n for n in range(1, world + 1) if world % n == 0]}, or launch a multiple of {tp} ranks."
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The group of tp ranks that this process belongs to.
+
+    Args:
+        mesh: its 1-D device mesh.
+        rank: this process's place in the group, 0 to tp - 1.
+        tp: the number of ranks in the group.
+        group: its process group, named `group_name`.
+        device: where this rank holds its part: `cuda:LOCAL_RANK`, or the CPU.
+        batch: likewise the ranks of this one's place on the data-parallel axis, where there is one.
+        every: likewise the ranks of both axes, which plan together; `axes` names them in messages.
+    """
+
+    mesh: DeviceMesh
+    rank: int
+    tp: int
+    group: ProcessGroup
+    group_name: str
+    device: torch.device
+    batch: Ranks | None = None
+    every: Ranks | None = None
+    axes: str = "tp"
+
+    @property
+    def planners(self) -> Ranks:
+        """The ranks that must have the same model and plan."""
+        return self.every or self
+
+    @staticmethod
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:
+        """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
+
+        Args:
+            tp: the degree; None takes the mesh's or the world's size (its part beside `dp`).
+            mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
+                `tp` ranks that follow each other: a mesh (dp, tp).
+            dp: the data-parallel degree; with more than one the mesh has a dimension named "dp" of this size.
+        Returns: None in one plain process with no ranks.
+        Raises:
+            InputError: `tp` or `mesh` cannot be used, or they contradict each other.
+            RankError: this rank is not in the mesh, or has no device.
+        """
+        if tp is not None:
+            check_degree(tp)
+        if mesh is not None:
+            return _with_batch(_of_mesh(_tp_axis(mesh), tp), mesh, dp)
+        if not (dist.is_available() and dist.is_initialized()):
+            if not all(name in os.environ for name in TORCHRUN):
+                return None
+            _check_world(tp, dp, int(os.environ["WORLD_SIZE"]))
+            _start()
+        world = dist.get_world_size()
+        tp = _check_world(tp, dp, world)
+        kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
+        if kind == "cuda":
+            _own_device(dist.get_rank())
+        if tp == world:
+            return _of_mesh(init_device_mesh(kind, (tp,), mesh_dim_names=("tp",)), tp)
+        mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))
+        return _with_batch(_of_mesh(mesh["tp"], tp), mesh, dp)
+
+
+def _check_world(tp: int | None, dp: int, world: int) -> int:
+    """The tp degree in a world of this many ranks, each of which has one place on both axes."""
+    if dp > 1 and (world % dp or tp not in (None, world // dp)):
+        raise InputError(
+            f"dp={dp} and tp={tp or 'the rest'} do not make up the world of {world} ranks: dp x tp must be {world}. "
+            "Pass a mesh with dimensions named 'dp' and 'tp' to use a part of the world."
+        )
+    return check_degree(world // dp if tp is None else tp, world)
+
+
+def _with_batch(ranks: Ranks, mesh: DeviceMesh, dp: int) -> Ranks:
+    """The tp ranks with those of the mesh's data-parallel axis, where that is asked for."""
+    if dp == 1:
+        return ranks
+    names = mesh.mesh_dim_names or ()
+    if "dp" not in names or mesh["dp"].size() != dp:
+        has = f"one of {mesh['dp'].size()}" if "dp" in names else "none"
+        raise InputError(
+            f"dp={dp} needs a mesh with a dimension 'dp' of that size, and it has {has}: "
+            f"init_device_mesh(..., ({dp}, {ranks.tp}), mesh_dim_names=('dp', 'tp'))."
+        )
+    every = _of_mesh(compat.flat_mesh(mesh["dp", "tp"]), None)
+    return replace(ranks, batch=replace(_of_mesh(mesh["dp"], dp), axes="dp"), every=replace(every, axes="dp and tp"))
+
+
+def no_ranks_error(tp: int, dp: int = 1) -> RankError:
+    """The error for calling a module split over `dp` x `tp` ranks in a process that has none."""
+    over = f"tp={tp} ranks" if dp == 1 else f"dp={dp} x tp={tp} ranks"
+    return RankError(
+        f"This module is split over {over}, and this is one plain process with no ranks, so it cannot be called "
+        f"here (its plan can be printed). Launch the script on {dp * tp} ranks: {_torchrun(dp * tp)}"
+    )
+
+
+def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
+    """Raise the same error on every rank unless every rank passes the same mapping. A collective call.
+
+    Args:
+        ranks: None in one plain process: nothing to compare.
+        what: what is compared, such as "the plan", for the message.
+        mine: this rank's names and their digests or text.
+    Raises:
+        RankError: for each name that differs, which ranks have which value.
+    """
+    if ranks is None:
+        return
+    everyone = _gather(ranks, dict(mine))
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    differing = [
+        f"  {name}: {by_value(values)}"
+        for name in names
+        if len(set(values := [theirs.get(name, "(missing)") for theirs in everyone])) > 1
+    ]
+    if differing:
+        raise RankError(
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing))
+            + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
+            "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
+            "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
+        )
+
+
+def by_value(values: Sequence[str]) -> str:
+    """Which ranks have which value: `ranks 0-2: abc, rank 3: def`."""
+    return ", ".join(
+        f"{_rank_list([rank for rank, other in enumerate(values) if other == value])}: {_short(value)}"
+        for value in dict.fromkeys(values)
+    )
+
+
+def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
+    """`fn()`, and if it fails on one rank it fails on every rank, instead of leaving the others waiting.
+
+    Args:
+        ranks: None in one plain process: just `fn()`.
+        what: what `fn` does, such as "capturing the model", for the message.
+        fn: local work, with no collective in it.
+    Raises:
+        RankError: on a rank where `fn` succeeded, naming the ranks where it failed, and their messages.
+        Exception: on a rank where `fn` failed, its own.
+    """
+    if ranks is None:
+        return fn()
+    try:
+        result = fn()
+    except Exception as error:
+        _gather(ranks, f"{type(error).__name__}: {error}")
+        raise
+    messages = _gather(ranks, None)
+    failed = {rank: message for rank, message in enumerate(messages) if message is not None}
+    if failed:
+        told = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
+        raise RankError(
+            f"Here {what} worked, but it failed on {_rank_list(list(failed))} of {ranks.tp}, so every rank "
+            f"stops:\n{told}"
+        )
+    return result
+
+
+def broadcast(ranks: Ranks | None, obj: T) -> T:
+    """tp rank 0's `obj` (anything that pickles) on every rank. A collective call."""
+    if ranks is None:
+        return obj
+    box = [obj]
+    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    return box[0]
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on every rank, for `agree`."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
+
+
+def _gather(ranks: Ranks, obj: object) -> list[Any]:
+    everyone: list[Any] = [None] * ranks.tp
+    dist.all_gather_object(everyone, obj, group=ranks.group)
+    return everyone
+
+
+def _tp_axis(mesh: object) -> DeviceMesh:
+    """The 1-D mesh of the tp ranks in the user's mesh."""
+    if not isinstance(mesh, DeviceMesh):
+        raise InputError(f"mesh is {type(mesh).__name__}: pass a torch.distributed DeviceMesh, or leave it out.")
+    names = mesh.mesh_dim_names or ()
+    if mesh.ndim > 1 and "tp" not in names:
+        raise InputError(
+            f"The mesh has {mesh.ndim} dimensions named {names or 'nothing'}, and none is 'tp': name the "
+            'tensor-parallel one with init_device_mesh(..., mesh_dim_names=("dp", "tp")), or pass a 1-D mesh.'
+        )
+    return mesh["tp"] if mesh.ndim > 1 else mesh
+
+
+def _of_mesh(mesh: DeviceMesh, tp: int | None) -> Ranks:
+    if mesh.get_coordinate() is None:
+        raise RankError(f"Rank {dist.get_rank()} is not in {mesh}: call this on the mesh's own ranks only.")
+    if tp is not None and tp != mesh.size():
+        raise InputError(f"tp={tp}, but the mesh has {mesh.size()} tp ranks: pass the one or the other.")
+    _settle_at_exit()
+    group = mesh.get_group()
+    device = _own_device(dist.get_rank()) if mesh.device_type == "cuda" else torch.device(mesh.device_type)
+    return Ranks(mesh, mesh.get_local_rank(), mesh.size(), group, group.group_name, device)
+
+
+def _start() -> None:
+    """The process group of the ranks that torchrun launched."""
+    cuda = torch.cuda.is_available()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    if cuda and here > torch.cuda.device_count():  # said by every rank of this node, before any of them waits
+        raise RankError(
+            f"{here} ranks were launched on this node, which has {torch.cuda.device_count()} CUDA devices: each rank "
+            'needs its own. Launch fewer, or call torch.distributed.init_process_group("gloo") first to run on the CPU.'
+        )
+    if cuda:
+        _own_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if cuda else "gloo")
+
+
+@functools.cache
+def _settle_at_exit() -> None:
+    """Once per process: let go of the GIL for a moment before the interpreter ends.
+
+    A gloo thread that still has to free the last collective's tensors needs the GIL. If it asks while the interpreter
+    ends, the process aborts ("terminate called without an active exception"), after all the work went well: up to one
+    run in five of a short script, with `destroy_process_group` or without.
+    """
+    atexit.register(time.sleep, SETTLE)
+
+
+def _own_device(rank: int) -> torch.device:
+    """`cuda:LOCAL_RANK`, made current: NCCL's object collectives use the current device."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank % torch.cuda.device_count())))
+    torch.cuda.set_device(device)
+    return device
+
+
+def _torchrun(tp: int) -> str:
+    typed = sys.argv[0] if sys.argv else ""
+    script = Path(typed)
+    is_script = script.suffix == ".py" and script.is_file() and not script.stem.startswith("__")
+    return f"torchrun --nproc-per-node {tp} {typed if is_script else 'your_script.py'}"
+
+
+def _are(world: int) -> str:
+    return "is 1 rank" if world == 1 else f"are {world} ranks"
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
+
+
+def _rank_list(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2`, `ranks 0, 2-4`; `ranks` ascend."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {told}"

@@ -1,0 +1,143 @@
+"""A plan made from a saved one: for another depth, degree or width of the same architecture."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from autotp.errors import InputError, PlanError
+from autotp.ir.graph import Capture
+from autotp.ir.layouts import Shard
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.shard.pins import Dims, listed
+from autotp.plans.explain import KEPT
+from autotp.plans.export.boundaries import generic
+from autotp.plans.plan import Parameter, Plan
+
+from .pipeline import Options
+
+PINNED = "pinned by the user"  # as `autotp.plans.describe.reasons` says it of what a pin kept whole
+
+
+def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Callable[[Options], Plan]) -> Plan:
+    """A plan in which every parameter lies like its equal in another plan, where that is legal and sizes allow it.
+
+    What a saved plan says of a repeated block holds for all blocks: numbers in names are not compared. At another `tp`,
+    or where sizes are others, a part is decided anew if its heads do not divide by the ranks, there or here, or if its
+    placement is not legal any more. The plan's notes say what that was.
+
+    Args:
+        like: the plan. tp: as the user gave it. captured: the model. options: with the user's pins, which come first.
+        solve: makes a plan of the model.
+
+    Raises:
+        PlanError: the plan is for another architecture.
+    """
+    if not isinstance(like, Plan):
+        raise InputError(f"like is {type(like).__name__}; give what autotp.plan returns, or Plan.load(path).")
+    if tp == "auto":
+        raise InputError("like= keeps what a plan decided, and tp='auto' compares plans. Give a number of ranks.")
+    shapes = {x.name: tuple(x.node.meta["val"].shape) for x in captured.leaves if x.kind == "parameter"}
+    saved = _saved(like, shapes)
+    sized = {k: {p.shape for p in ps} for k, ps in saved.items()}
+    same = like.tp == tp and all(shape in sized[generic(n)] for n, shape in shapes.items())
+    freed: dict[str, str] = {}
+    kept = _pins(saved, shapes, like)
+    while True:
+        pins = {**options.pins, **{k: d for k, d in kept.items() if k not in options.pins}}
+        plan, found = _tried(solve, replace(options, pins=pins), kept)
+        if plan is not None and not same:
+            odd = _undivided(plan, tp, like.tp)
+            found = {k: odd[generic(k)] for k in kept if generic(k) in odd}
+        if plan is not None and not found:
+            return _noted(plan, like, kept, freed, saved, options.pins)
+        freed |= found
+        kept = {k: d for k, d in kept.items() if k not in found}
+
+
+def _tried(
+    solve: Callable[[Options], Plan], options: Options, kept: Mapping[str, Any]
+) -> tuple[Plan | None, dict[str, str]]:
+    """The plan under these pins, or those of the earlier plan that cannot be kept, and why."""
+    try:
+        return solve(options), {}
+    except PlanError as e:
+        found = {k: str(e).split(". ")[0] for k in kept if repr(k) in str(e)}
+        if not found:
+            raise
+        return None, found
+
+
+def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Parameter]]:
+    """The plan's parameters by name without numbers, where they are those of the model."""
+    saved: dict[str, list[Parameter]] = defaultdict(list)
+    for p in like.parameters:
+        saved[generic(p.name)].append(p)
+    have = {(generic(n), len(shape)) for n, shape in shapes.items()}
+    want = {(key, len(p.shape)) for key, ps in saved.items() for p in ps}
+    if have != want:
+        odd = [
+            f"{name}, which only the {'model' if (name, n) in have else 'plan'} has" for name, n in sorted(have ^ want)
+        ]
+        raise PlanError(
+            f"like= is a plan for {like.model} with other parameters than this model has, such as "
+            f"{'; '.join(odd[:3])}. Give a plan for the same architecture (depth, widths and tp may differ), or none."
+        )
+    return saved
+
+
+def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
+    """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
+    builder, out = plan.__dict__[KEPT], {}
+    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    for block in find_blocks(builder.program, builder.same, known):
+        if block.heads is None:
+            continue
+        count, kv = block.heads.count, block.heads.kv
+        for tp in tps:
+            counts = {"heads": count} if kv == count else {"heads": count, "kv heads": kv}
+            odd = [f"{n} {what}" for what, n in counts.items() if isinstance(n, int) and n % tp]
+            for leaf in block.parameters if odd else ():
+                name = generic(builder.leaves[leaf].name)
+                out.setdefault(name, f"{' and '.join(odd)} do not divide by {tp} ranks")
+    return out
+
+
+def _pins(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, Any], like: Plan) -> dict[str, int | None]:
+    """What the plan says as pins: one for all blocks where they agree, otherwise one for every name that both have."""
+    dims = {p.name: p.layout.dim if isinstance(p.layout, Shard) else None for p in like.parameters}
+    keys = sorted(saved, key=len, reverse=True)  # the longest first, for a * also fits what has more parts
+    out: dict[str, int | None] = {}
+    for key in keys:
+        found = {dims[p.name] for p in saved[key]}
+        mine = [n for n in shapes if generic(n) == key]
+        clear = all(next(k for k in keys if fnmatch.fnmatchcase(n, k)) == key for n in mine)
+        if len(found) == 1 and clear:
+            out[key] = found.pop()
+        else:
+            out = {n: dims[n] for n in mine if n in dims} | out  # before the patterns: the first that fits counts
+    return out
+
+
+def _noted(
+    plan: Plan, like: Plan, kept: Mapping[str, Any], freed: Mapping[str, str], saved: Mapping[str, list[Parameter]],
+    pins: Dims,
+) -> Plan:  # fmt: skip
+    """The plan with the earlier plan's reasons for what is kept, and notes of what is not."""
+    held = {generic(k) for k in kept}
+    parameters = tuple(
+        replace(p, reason=saved[generic(p.name)][0].reason) if p.reason == PINNED and generic(p.name) in held else p
+        for p in plan.parameters
+    )
+    count = sum(generic(p.name) in held for p in parameters)
+    told = f"{count} of {len(parameters)} parameters lie as in the plan for tp={like.tp} that this one is like"
+    why: dict[str, list[str]] = defaultdict(list)
+    for key, reason in freed.items():
+        why[reason].append(generic(key))
+    anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
+    made = replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew))
+    made.__dict__[KEPT] = replace(plan.__dict__[KEPT], pins=pins)  # `explain` weighs what the model itself allows
+    return made

@@ -1,0 +1,284 @@
+"""From a model to a captured graph, from that to a plan, and from a plan to the program of the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.capture.capture import capture, skeleton
+from autotp.capture.selfcheck import Trial
+from autotp.comm.ranks import check_degree
+from autotp.cost import Cluster
+from autotp.cost.objective import TRAINING, Objective
+from autotp.cost.prices import check_lengths
+from autotp.cost.solver.problem import read_bytes
+from autotp.errors import InputError, PlanError
+from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
+from autotp.ir.graph import Capture, draws, short_name
+from autotp.ir.layouts import Layout
+from autotp.log import dump, stage, uncollected
+from autotp.passes.base import run_passes
+from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
+from autotp.passes.canonicalise.canonicalise import CANONICAL
+from autotp.passes.decompose.counter_random import by_counter
+from autotp.passes.decompose.losses import apart, only_loss
+from autotp.passes.shard.batch_program import local_program, two_examples
+from autotp.passes.shard.pins import Dims, read_pins
+from autotp.passes.shard.planner import Builder, Planned, decide
+from autotp.passes.shard.rewrite import Sharded, rewrite
+from autotp.plans.describe.describe import describe
+from autotp.plans.describe.reasons import without_rule
+from autotp.plans.estimates import ALONE, Axis
+from autotp.plans.explain import KEPT
+from autotp.plans.plan import Plan
+from autotp.runtime.data_parallel import described
+
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What steers planning; a pin is a dimension, or None for whole."""
+
+    tp: int
+    cluster: Cluster
+    pins: Dims
+    sequence: bool | None = None
+    objective: Objective = TRAINING
+    memory: float | None = None
+    batch: Axis = ALONE
+
+    @classmethod
+    def read(
+        cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None,
+        optimizer: str = TRAINING.optimizer, memory: float | str | None = None, within_node: bool = False,
+        batch: Axis = ALONE,
+    ) -> Options:  # fmt: skip
+        """Options from a public function's arguments, checked."""
+        if sequence is not None and not isinstance(sequence, bool):
+            raise InputError(
+                f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
+                "False."
+            )
+        machines, limit = Cluster.resolve(cluster), None if memory is None else read_bytes(memory)
+        if within_node and machines.spans_nodes(check_degree(tp)):
+            raise PlanError(
+                f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
+                f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
+            )
+        dims = read_pins(pins)
+        if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
+            raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
+        return cls(check_degree(tp), machines, dims, sequence, Objective(objective, optimizer), limit, batch)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Options:
+        """What a finished plan was made with; h100 where an earlier version saved it for machines of its own."""
+        try:
+            cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
+        except InputError:
+            cluster = Cluster.resolve(None)
+        objective = Objective(plan.objective, plan.memory.optimizer)
+        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch)
+
+
+def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:
+    """Refuse what steers planning, the arguments of `Options.read` after tp, beside a finished plan."""
+    if plan is not None and asked != (None, None, TRAINING.name, None, TRAINING.optimizer, None, False):
+        raise InputError(
+            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
+            "sequence_parallel, memory or within_node. Give them to autotp.plan, which makes the plan."
+        )
+
+
+def example(model: nn.Module, example: Any) -> Inputs | None:
+    """The example inputs, checked against `forward`; None where none were given and the config does not say enough."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
+    inputs = for_model(model) if example is None else normalise(example)
+    if inputs is not None:
+        bind(model.forward, inputs)
+    return inputs
+
+
+def needed(model: nn.Module, given: Any, function: str) -> Inputs:
+    """The example inputs that this public function cannot do without."""
+    inputs = example(model, given)
+    if inputs is None:
+        raise InputError(
+            f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
+            "config. Pass a tensor, a tuple of arguments, a mapping of keyword arguments, or autotp.Inputs(...)."
+        )
+    return inputs
+
+
+def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, and the autocast dtype."""
+    modules = list(modules)
+    training = [m.training for m in modules]
+    dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
+    kinds = [d for d in dtypes if d]
+    autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+    return _one(training), _one(kinds), autocast
+
+
+def _one(values: list[Any]) -> Any:
+    """A short form of what is mostly the same everywhere."""
+    return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a capture is to be: of one of `dp` slices of the batch, giving all `outputs` or the "loss", with `random`
+    numbers drawn by "counter" or by "torch"."""
+
+    dp: int = 1
+    outputs: str = "full"
+    random: str = "counter"
+
+
+PLAIN = Want()
+
+
+def wanted(dp: int, outputs: str, random: str) -> Want:
+    """What a public function's arguments want of captures, checked."""
+    refuse_names("outputs", outputs, ("full", "sharded", "loss"))
+    refuse_names("random", random, ("counter", "torch"))
+    return Want(dp, outputs, random)
+
+
+def refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
+    """Refuse an argument that is none of these."""
+    if value not in known:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
+
+
+def prepare(
+    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, want: Want = PLAIN
+) -> Capture:
+    """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
+
+    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
+    """
+
+    def finish(program: Capture) -> None:
+        program.state = mode
+        casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
+        run_passes(program, (*CANONICAL, *casts))
+        if trial is not None and not trial.skip:
+            with stage("self-check"):
+                program.error = trial.compare(program)
+
+    with stage("capture"):
+        whole = capture(bare, two_examples(inputs, want.dp), device, finish, trial)
+    with stage("batch axis"):
+        made = local_program(whole, want.dp)
+    made = only_loss(made) if want.outputs == "loss" else made
+    return by_counter(made) if want.random == "counter" else made
+
+
+@uncollected()
+def capture_model(
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, want: Want = PLAIN
+) -> tuple[Capture, list[str]]:
+    """A model's graph for these inputs as the model is now, and what the user should know of it.
+
+    `check` is `check_capture` of the public functions.
+    """
+    inputs, note = without_cache(model, inputs)
+    trial = Trial.of(model, two_examples(inputs, want.dp), device, check)
+    bare = skeleton(model, device)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, want)
+    captured.origin = bare, inputs
+    if trial.skip:
+        captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
+    captured.notes += [trial.remark] if trial.remark else []
+    drawn = sum(draws(n) for n in captured.graph.nodes)
+    whole = f"{drawn} operators draw random numbers by torch: they run whole, so that every rank draws the same"
+    return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A plan with what it was made from."""
+
+    plan: Plan
+    planned: Planned
+    sharded: Sharded
+    builder: Builder
+
+
+def solve_plan(captured: Capture, notes: list[str], options: Options, name: str) -> Plan:
+    """The plan of a captured model."""
+    return plan_stages(captured, notes, options, name).plan
+
+
+@uncollected()
+def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
+    """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
+    check_lengths(captured, options.objective)
+    captured = apart(captured) if options.tp > 1 else captured
+    with stage("plan"):
+        builder = _builder(captured, options)
+        planned = decide(builder)
+    sharded = rewrite(planned, builder.prices.convert)
+    shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
+    told = [*notes, *without_rule(planned)]
+    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
+    plan = described(plan, planned, builder, options.batch)
+    plan.__dict__[KEPT] = builder  # for `Plan.explain`
+    return Staged(plan, planned, sharded, builder)
+
+
+def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+    """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
+    again with every parameter where the plan has it."""
+    captured = apart(captured) if plan.tp > 1 else captured
+    builder = _builder(captured, options, plan.placements)
+    if captured.digest() == plan.digest:
+        nodes = {n.name: n for n in [*builder.leaves, *builder.calls, captured.graph.output_node()]}
+        decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
+        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        _check_rules(planned)
+    else:
+        planned = decide(builder)
+    with stage("rewrite"):
+        sharded = rewrite(planned, builder.prices.convert, outputs)
+    dump("sharded", sharded.graph)
+    return planned, sharded
+
+
+def _check_rules(planned: Planned) -> None:
+    """Refuse a plan whose operators are split by rules that are not there: a user's, which he has yet to register."""
+    for node, op in planned.ops.items():
+        index, rule = planned.decisions[node].factor, planned.rules[node]
+        if index is not None and (rule is None or index >= len(rule.factors)):
+            raise PlanError(
+                f"the plan splits {short_name(op.target)} by a rule that is not known here. Register the rules that it "
+                "was made with (autotp.register_rule) on every rank before you use it, or plan again."
+            )
+
+
+def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+    memory = None if placements else options.memory  # the plan has kept it already
+    return Builder(
+        captured,
+        options.tp,
+        options.cluster,
+        placements or {},
+        options.pins,
+        options.sequence,
+        options.objective,
+        memory,
+    )
+
+
+def _shape(node: Any) -> str:
+    val = node.meta.get("val")
+    if not isinstance(val, Tensor):
+        return repr(val)
+    return f"{tuple(str(s) for s in val.shape)} {val.dtype}".replace("'", "")

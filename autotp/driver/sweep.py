@@ -1,0 +1,216 @@
+"""Plans of one model for several degrees: time, memory, bytes, communication, and the largest batch that fits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import torch
+from rich.console import RenderableType
+from torch import nn
+
+from autotp.cost import Cluster
+from autotp.cost.memory import lifetimes
+from autotp.cost.prices import lengths
+from autotp.cost.solver.problem import amount
+from autotp.errors import InputError, PlanError
+from autotp.ir.graph import Capture, shape_of, size_hint
+from autotp.plans.estimates import Degree, Memory
+from autotp.plans.explain import KEPT
+from autotp.plans.plan import Plan
+from autotp.plans.show.report import plain, sweep_table
+
+from .pipeline import Options, Staged, capture_model, needed, plan_stages
+
+DEGREES = (1, 2, 4, 8, 16, 32)
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """What each degree comes to. Print it to read it; `to_dict` gives it as data.
+
+    Attributes:
+        model: class name; `cluster`, `objective`, `optimizer`: what it was priced for.
+        batch: examples in the batch that was priced: the first dimension of the example inputs.
+        limit: bytes that a rank may hold.
+        rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
+    """
+
+    model: str
+    cluster: str
+    objective: str
+    optimizer: str
+    batch: int
+    limit: float
+    rows: tuple[Degree, ...]
+    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
+
+    @property
+    def best(self) -> Degree | None:
+        """Of the degrees that fit, the one with the most throughput per device; of equals the smallest."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
+
+    def chosen(self) -> Plan:
+        """The plan of the best degree, which holds the table of all.
+
+        Raises:
+            PlanError: no degree fits.
+        """
+        if self.best is None:
+            least = min(self.rows, key=lambda row: row.memory)
+            raise PlanError(
+                f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
+                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
+                f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
+            )
+        why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
+        plan = self.plans[self.best.tp]
+        made = replace(plan, degrees=self.rows, notes=(*plan.notes, why))
+        made.__dict__[KEPT] = plan.__dict__.get(KEPT)  # `replace` carries fields only
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the plans, as plain data that JSON can hold."""
+        kept = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
+        return {**kept, "rows": [asdict(row) for row in self.rows]}
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank"
+        return sweep_table(self.rows, f"{self.model} ({at})")
+
+
+def sweep(
+    model: nn.Module,
+    tps: int | Iterable[int] = DEGREES,
+    *,
+    example_inputs: Any = None,
+    cluster: str | Cluster | None = None,
+    objective: str = "training",
+    optimizer: str = "adamw",
+    memory: float | str | None = None,
+    sequence_parallel: bool | None = None,
+    pins: Any = None,
+    check_capture: bool | None = None,
+) -> Sweep:
+    """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
+
+    Args:
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, check_capture: see `autotp.plan`.
+        tps: the degrees.
+        memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
+
+    Returns:
+        The `Sweep`, with the plan of every degree.
+
+    Raises:
+        InputError, CaptureError, PlanError.
+    """
+    degrees = [tps] if isinstance(tps, int) else list(tps)
+    if not degrees:
+        raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
+    asked = pins, cluster, objective, sequence_parallel, optimizer, memory
+    options = [Options.read(tp, *asked) for tp in degrees]
+    inputs = needed(model, example_inputs, "autotp.sweep")
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
+    return sweep_captured(captured, notes, options, type(model).__name__)
+
+
+def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:
+    """Plan a captured model for the degrees of these options, which differ in nothing else."""
+    first = options[0]
+    limit = first.cluster.memory_size if first.memory is None else first.memory
+    rows, plans = [], {}
+    for each in options:
+        staged, row = _degree(captured, notes, each, name, limit)
+        rows.append(row)
+        plans[each.tp] = staged.plan
+    return Sweep(
+        name, first.cluster.name, first.objective.name, first.objective.optimizer, _batch(captured)[1], limit,
+        tuple(rows), plans,
+    )  # fmt: skip
+
+
+def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
+    """The fastest plan, or where that does not fit and one that fits exists, the fastest of those."""
+    staged = plan_stages(captured, notes, replace(options, memory=None), name)
+    if staged.plan.memory.peak > limit:
+        try:
+            leaner = plan_stages(captured, notes, replace(options, memory=limit), name)
+        except PlanError:  # nothing fits
+            leaner = staged
+        staged = leaner if leaner.plan.memory.peak <= limit else staged
+    plan, (work, unit) = staged.plan, _work(captured, options)
+    seconds = plan.totals.seconds
+    return staged, Degree(
+        plan.tp, seconds, plan.totals.communication, plan.totals.forward_bytes + plan.totals.backward_bytes,
+        plan.memory.peak, plan.memory.peak <= limit, work / seconds / plan.tp if seconds else 0.0, unit,
+        largest_batch(staged, limit),
+    )  # fmt: skip
+
+
+def _batch(captured: Capture) -> tuple[list[Any], int]:
+    """The symbols of the inputs' first dimension, and the first one's size in the example inputs."""
+    firsts = [s for leaf in captured.inputs for s in shape_of(leaf.node)[:1]]
+    symbols = [s for s in dict.fromkeys(firsts) if not isinstance(s, int)]
+    return symbols, size_hint(firsts[0], captured.hints) if firsts else 1
+
+
+def _work(captured: Capture, options: Options) -> tuple[float, str]:
+    """What a step does: tokens where the inputs have lengths, otherwise samples."""
+    batch, symbols = _batch(captured)[1], lengths(captured)
+    if not symbols:
+        return float(batch), "samples"
+    if options.objective.name == "decode":
+        return float(batch), "tokens"
+    first = next(s for leaf in captured.inputs for s in shape_of(leaf.node)[1:2] if s in symbols)
+    return float(batch * size_hint(first, captured.hints)), "tokens"
+
+
+def largest_batch(staged: Staged, limit: float) -> int | None:
+    """The most examples in a batch that fit into `limit` bytes under this plan; None where the batch size is fixed.
+
+    What lives at the fullest moment grows with the batch by pieces of straight lines, so that following the line
+    through the last two points soon meets the limit.
+    """
+    symbols, size = _batch(staged.planned.program)
+    if not symbols:
+        return None
+    m, objective, hints = staged.plan.memory, staged.builder.objective, staged.builder.prices.hints
+    known: dict[int, float] = {}
+
+    def peak(batch: int) -> float:
+        if batch not in known:
+            sizes = {**hints, **dict.fromkeys(symbols, batch)}
+            known[batch] = _grown(m, lifetimes(staged.planned, staged.sharded, objective, sizes)[1], batch / size)
+        return known[batch]
+
+    low, high = 0, size  # fits (0: assumed), does not fit
+    while peak(high) <= limit:
+        low, high = high, 2 * high + math.floor((limit - peak(high)) * size / max(peak(high) - m.steady, 1.0))
+        if high > 2**31:
+            return low
+    while high - low > 1:
+        slope = (peak(high) - peak(low)) / (high - low) if low else (peak(high) - m.steady) / high
+        guess = low + math.floor((limit - (peak(low) if low else m.steady)) / slope) if slope > 0 else (low + high) // 2
+        guess = min(max(guess, low + 1), high - 1)
+        low, high = (guess, high) if peak(guess) <= limit else (low, guess)
+        if low and peak(low + 1) > limit:
+            return low
+    return low
+
+
+def _grown(m: Memory, moving: float, factor: float) -> float:
+    return m.steady - m.cache + m.cache * factor + moving
+
+
+def automatic(captured: Capture, notes: list[str], tps: Iterable[int], asked: tuple[Any, ...], name: str) -> Plan:
+    """The plan of the best of these degrees; `asked` are the arguments of `Options.read` after tp."""
+    first = Options.read(1, *asked)
+    inside = [tp for tp in tps if not (asked[-1] and first.cluster.spans_nodes(tp))]
+    return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()

@@ -1,0 +1,243 @@
+"""A captured program as data, and questions about its graph that several stages ask."""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.rules.core import Op, aten, expression, sizes
+
+from .layouts import Size
+
+if TYPE_CHECKING:
+    from autotp.capture.conditions import Conditions
+
+Value = tuple[fx.Node, int]  # a node and which of its results
+CUTS = (aten.detach.default, aten.detach_.default)
+
+
+@dataclass
+class Leaf:
+    """A placeholder of the graph: what it holds and under which name of the model."""
+
+    node: fx.Node
+    kind: str  # "parameter" | "buffer" | "constant" | "input"
+    name: str
+
+
+@dataclass
+class Capture:
+    """A captured program: its graph, what its placeholders and outputs mean, and the sizes that it accepts."""
+
+    graph: fx.Graph
+    leaves: list[Leaf]
+    mutations: dict[
+        int, str | int
+    ]  # position of the graph's output -> buffer, or tensor among the inputs, that takes it
+    in_spec: compat.TreeSpec
+    out_spec: compat.TreeSpec
+    constants: dict[str, Any]
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    hints: dict[sympy.Symbol, int]
+    ranges: dict[sympy.Symbol, tuple[int, int]]
+    guards: list[sympy.Basic]
+    training: bool
+    aliases: dict[str, str] = field(default_factory=dict)
+    state: tuple[Any, ...] = ()  # (training, parameter dtype, autocast) that it was captured in
+    notes: list[str] = field(default_factory=list)
+    conditions: Conditions | None = None  # what must hold of the values of the inputs
+    origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
+    error: float = float("nan")  # largest relative difference from the model, where it was compared
+
+    @property
+    def inputs(self) -> list[Leaf]:
+        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+
+    def accepts(self, values: list[Any]) -> str | None:
+        """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
+        bound: dict[sympy.Symbol, int] = {}
+        for leaf, value in zip(self.inputs, values, strict=True):
+            expected = leaf.node.meta.get("val")
+            reason = _fits(leaf.name, expected, value, bound)
+            if reason:
+                return reason
+        for symbol, size in bound.items():
+            low, high = self.ranges.get(symbol, (0, size))
+            if not low <= size <= high:
+                return f"size {size} is outside the captured range [{low}, {high}]"
+        broken = next((g for g in self.guards if substitute(g, bound) == sympy.false), None)
+        if broken is None and self.conditions is not None:
+            broken = self.conditions.broken(values)
+        return None if broken is None else f"the captured program needs {broken}"
+
+    def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
+        """The shape that a (fake) value of the program has for these input tensors."""
+        given = dict(
+            zip([x.node for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)], tensors, strict=True)
+        )
+        bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
+        sizes = [expression(n) for n in value.shape]
+        return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
+
+    def digest(self) -> str:
+        """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank, whose devices
+        are others."""
+        h = hashlib.sha256()
+        graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        h.update(repr(graded).encode() if graded else b"")
+        for n in self.graph.nodes:
+            h.update(described(n, (n.args, n.kwargs)).encode())
+        return h.hexdigest()[:16]
+
+
+def described(node: fx.Node, given: Any) -> str:
+    """What a node computes from these arguments, and what shapes it gives: the same text on every rank."""
+    told = str(given)
+    if "device(" in told:  # which is another on each
+        told = str(compat.tree_map(on_meta, given))
+    return repr((node.op, short_name(node.target), told, [(str(v.shape), v.dtype) for v in tensors(node)]))
+
+
+def on_meta(argument: Any) -> Any:
+    """The meta device in place of a device; anything else as it is."""
+    return torch.device("meta") if isinstance(argument, torch.device) else argument
+
+
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+    if not isinstance(expected, Tensor):
+        same = type(value) is type(expected) and value == expected
+        return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
+    if not isinstance(value, Tensor) or value.dtype != expected.dtype or value.ndim != expected.ndim:
+        return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
+    if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
+        return f"input {name!r} requires a gradient, and was captured without"
+    for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
+        size = expression(want)
+        if isinstance(size, sympy.Symbol):
+            size = bound.setdefault(size, int(has))
+        elif not isinstance(size, int):
+            value = substitute(size, bound)
+            size = int(has) if value.free_symbols else int(value)
+        if size != has:
+            return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
+    return None
+
+
+def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
+    """Writes calls at the graph's insertion point, in the module of this node, with their fake values."""
+
+    def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        new = graph.call_function(function, args, kwargs)
+        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        new.meta["val"] = function(*values, **named)
+        return new
+
+    return call
+
+
+def differentiable(program: Capture) -> set[fx.Node]:
+    """Nodes whose value may carry a gradient: floating or complex, and reached from a parameter or such an input."""
+    carries: set[fx.Node] = set()
+    for leaf in program.leaves:
+        val = leaf.node.meta.get("val")
+        wanted = leaf.kind == "parameter" or (leaf.kind == "input" and getattr(val, "requires_grad", False))
+        if wanted and floating(val):
+            carries.add(leaf.node)
+    for n in program.graph.nodes:
+        if n.op != "call_function" or n.meta.get("no_grad") or n.target in CUTS:
+            continue
+        if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
+            carries.add(n)
+    return carries
+
+
+def tensors(node: fx.Node) -> list[Tensor]:
+    """The tensor values of a node."""
+    return tensors_in(node.meta.get("val"))
+
+
+def tensors_in(val: Any) -> list[Tensor]:
+    """The tensors of a value; most are one tensor, so that is looked at first."""
+    if isinstance(val, Tensor):
+        return [val]
+    return [v for v in compat.tree_leaves(val) if isinstance(v, Tensor)] if isinstance(val, list | tuple | dict) else []
+
+
+def shape_of(node: fx.Node) -> tuple[Size, ...]:
+    """The shape of a node's first tensor value."""
+    found = tensors(node)
+    return sizes(found[0]) if found else ()
+
+
+def resolve(node: fx.Node) -> Value:
+    """The value behind a node: `getitem` nodes name a result of the operator before them."""
+    if node.target is operator.getitem and isinstance(node.args[0], fx.Node):
+        return node.args[0], int(node.args[1])  # type: ignore[arg-type]
+    return node, 0
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether the operator draws random numbers in this call; dropout outside training does not."""
+    if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
+        return False
+    args = Op.of(node).args
+    live = args.get("dropout_p", args.get("p", 1.0)) if args.get("train", True) else 0.0
+    return live is None or live > 0
+
+
+def floating(val: Any) -> bool:
+    """Whether a value (or any of several) can carry a gradient."""
+    return any(v.is_floating_point() or v.is_complex() for v in tensors_in(val))
+
+
+def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
+    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
+
+    With `regions`, checkpointed regions are levels too (`autotp.ir.scopes`).
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = []
+    for key, entry in stack.items():
+        if key.startswith("L__self__") or key.startswith("L['self']"):
+            call = re.search(r"@(\d+)$", key) if "@" in key else None
+            paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
+    return tuple(p for p in paths if p and (regions or "#" not in p))
+
+
+def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The innermost module, or checkpointed region, that all these paths share."""
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+def short_name(target: Any) -> str:
+    """`aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
+    text = str(target)
+    return text.removesuffix(".default") if hasattr(target, "_schema") else getattr(target, "__name__", text)
+
+
+def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
+    """The size that the example inputs had; used for costs only, never for legality."""
+    if isinstance(size, int):
+        return size
+    value = substitute(size, hints)
+    return int(value) if value.is_number else 1
+
+
+def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
+    """The expression with these sizes in place of their symbols."""
+    return expression.subs(list(values.items()))

@@ -1,0 +1,239 @@
+"""From a planned and rewritten graph to the `Plan`: parameters and reasons, collectives and bytes, blocks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.comm.slices import to_runtime
+from autotp.cost import collective_bytes
+from autotp.cost.memory import measure
+from autotp.ir.graph import module_path, resolve, short_name
+from autotp.ir.layouts import Layout, Partial, Shard, Size
+from autotp.passes.analysis.blocks import Found, Place, counted, find_blocks
+from autotp.passes.shard.planner import Builder, Planned
+from autotp.passes.shard.rewrite import Sharded
+from autotp.passes.shard.strategies import share
+from autotp.plans.plan import Block, Collective, Parameter, Plan, Totals
+
+from .layer_times import Steps, layer, primitive
+from .megatron import Sent, hand_plan, priced
+from .reasons import reason, role
+
+
+def describe(
+    planned: Planned, sharded: Sharded, builder: Builder, model_name: str, objective: str, inputs: tuple[str, ...],
+    notes: Sequence[str],
+) -> Plan:  # fmt: skip
+    """The plan of a solved and rewritten graph.
+
+    Args:
+        planned: the decisions; `sharded`: the program of one rank, in which the collectives are counted.
+        builder: made the problem, and prices it.
+        model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
+    """
+    known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
+    found = find_blocks(planned.program, planned.same, known)
+    parameters = _parameters(planned, builder)
+    walker = _Collectives(planned, builder, found)
+    collectives = tuple(walker.walk(sharded))
+    steps = Steps(planned, builder, found, walker.block, lambda n: walker.place(n, sharded))
+    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
+    read = [tuple(names[p] for p in f.parameters) for f in found]
+    blocks = tuple(
+        Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first, _limit(f, planned))
+        for f, own in zip(found, read, strict=True)
+    )
+    return Plan(
+        model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
+        blocks, _totals(planned, builder, parameters, collectives, found), memory,
+        {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
+        layer=layer(tuple(steps.walk(sharded))),
+        machines={} if builder.cluster.known else builder.cluster.to_dict(),
+    )  # fmt: skip
+
+
+def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
+    aliases: dict[str, list[str]] = {}
+    for name, first in planned.program.aliases.items():
+        aliases.setdefault(first, []).extend([name] if name != first else [])
+    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    out = []
+    for leaf in planned.program.leaves:
+        if leaf.kind != "parameter":
+            continue
+        val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
+        split = isinstance(layout, Shard)
+        pinned = leaf.name in builder.pinned or leaf.name in builder.user.parameters
+        out.append(
+            Parameter(
+                leaf.name,
+                tuple(val.shape),
+                local_shape(val.shape, layout, planned.tp),
+                str(val.dtype).removeprefix("torch."),
+                layout,
+                role(planned, leaf.node, layout.dim) if split else "whole",
+                None if split else reason(planned, leaf.node, builder.candidates, pinned),
+                tuple(aliases.get(leaf.name, ())),
+                names[planned.same[leaf.node]],
+            )  # fmt: skip
+        )
+    return tuple(out)
+
+
+def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...]:
+    """The shape that the fullest rank, rank 0, holds of a value."""
+    local = list(map(int, shape))
+    if isinstance(layout, Shard):
+        local[layout.dim] = layout.partition.local(0, tp)
+    return tuple(local)
+
+
+def _local(found: Found, planned: Planned) -> str:
+    """What a rank has of an attention's heads."""
+    if found.heads is None:
+        return ""
+    heads = found.heads
+    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
+    return f"{counted(mine, 'head')}{grouped}"
+
+
+def _limit(found: Found, planned: Planned) -> str:
+    """What the number of heads forbids at this degree: heads are dealt whole."""
+    heads, tp = found.heads, planned.tp
+    if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
+        return ""
+    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    most = math.ceil(heads.count / tp)
+    if mine == heads.count and most * (tp - 1) >= heads.count:
+        without = tp - math.ceil(heads.count / most)
+        return (
+            f"{counted(heads.count, 'head')} over {tp} ranks: dealt whole, at most {most} each, they leave "
+            f"{counted(without, 'rank')} without any; every rank computes all"
+        )
+    uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
+    shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
+    told = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
+    return "; ".join(x for x in told if x)
+
+
+def _held(count: Size, place: Place, planned: Planned) -> Size:
+    """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
+    node, slot, dims = place
+    layout = planned.decisions[node].ins[slot]
+    if not (isinstance(layout, Shard) and layout.dim in dims and isinstance(count, int)):
+        return count
+    return math.ceil(count * share(layout, planned.tp, _hint(planned)))
+
+
+def _hint(planned: Planned) -> Any:
+    return lambda size: size if isinstance(size, int) else int(size.subs(planned.program.hints))
+
+
+@dataclass
+class _Collectives:
+    """Reads the communicating conversions off the program of one rank."""
+
+    planned: Planned
+    builder: Builder
+    found: list[Found]
+
+    def __post_init__(self) -> None:
+        self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
+        self.order = {n: i for i, n in enumerate(self.planned.program.graph.nodes)}
+        self.block: dict[fx.Node, int] = {}
+        for i, f in enumerate(self.found):
+            for n in (*f.nodes, *f.parameters):
+                self.block.setdefault(n, i)
+
+    def walk(self, sharded: Sharded) -> list[Collective]:
+        made = (self._collective(n, sharded) for n in sharded.graph.nodes if "conversion" in n.meta)
+        return [c for c in made if c is not None]
+
+    def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
+        (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        there, back = primitive(src, dst), None
+        if origin in self.planned.grads and self.builder.objective.training:
+            back = primitive(dst.dual, src.dual)
+        if there is None and back is None:
+            return None
+        size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
+        forward, backward = (collective_bytes(p or "none", size, tp) for p in (there, back))
+        name = conversions.kind_of(to_runtime(src), to_runtime(dst)).name
+        called = origin.op == "call_function"
+        op = short_name(origin.target) if called else "parameter"
+        module, source = (
+            _innermost(node.meta["path"]),
+            _innermost(module_path(origin)) if called else self.names[origin],
+        )
+        block = self.place(node, sharded)
+        first = self.planned.same[origin].name
+        change = f"{src} -> {dst}"
+        return Collective(
+            name, change, module, block, origin.name, op, source, there, back, size, forward, backward, first
+        )  # fmt: skip
+
+    def place(self, node: fx.Node, sharded: Sharded) -> int | None:
+        """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
+        (src, _), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        own = self._maker(origin) if isinstance(src, Partial) else self.block.get(origin)
+        readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
+        if isinstance(src, Partial) or len(readers) != 1 or origin.op == "placeholder":
+            return own if own is not None else next((b for b in readers if b is not None), None)
+        return readers[0] if readers[0] is not None else own
+
+    def _maker(self, origin: fx.Node) -> int | None:
+        """The block whose contraction left the partial sums, through the additions that delayed their reduction."""
+        if origin in self.block or origin not in self.planned.ops:
+            return self.block.get(origin)
+        made = [resolve(s) for s in self.planned.ops[origin].slots]
+        partial = [n for n, i in made if isinstance(self.planned.decisions[n].outs[i], Partial)]
+        latest = sorted(partial, key=self.order.__getitem__, reverse=True)
+        return next((b for n in latest if (b := self._maker(n)) is not None), None)
+
+
+def _innermost(path: Sequence[str]) -> str:
+    return path[-1] if path else ""
+
+
+def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
+    """The captured operators that read a value of the program of one rank."""
+    out: list[fx.Node] = []
+    for user in node.users:
+        out += [sharded.origin[user][0]] if user in sharded.origin else _readers(user, sharded)
+    return out
+
+
+def _totals(
+    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
+    found: Sequence[Found],
+) -> Totals:  # fmt: skip
+    flops = local = 0.0
+    for node in planned.ops:
+        decision, whole = planned.decisions[node], builder.prices.flops(node)
+        layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
+        flops += whole
+        local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
+    s = planned.solution
+    summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
+    hand = priced(hand_plan(planned, builder, found, summed), builder)
+    sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
+    return Totals(
+        sum(math.prod(p.shape) for p in parameters),
+        sum(math.prod(p.local) for p in parameters),
+        flops,
+        local,
+        sum(c.forward_bytes for c in collectives),
+        sum(c.backward_bytes for c in collectives),
+        *((s.seconds, s.bound, s.stored, s.least_stored) if s is not None else (0.0, 0.0, 0.0, 0.0)),
+        communication=priced(sent, builder)[1],
+        megatron_bytes=hand[0],
+        megatron_seconds=hand[1],
+    )

@@ -1,0 +1,158 @@
+"""The times of one repeated block of a plan, operator by operator, by the cost model."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.comm.slices import to_runtime
+from autotp.cost.prices import BACKWARD
+from autotp.ir.graph import module_path, short_name, tensors
+from autotp.ir.layouts import Layout
+from autotp.passes.analysis.blocks import Found
+from autotp.passes.analysis.fold import INDEXED
+from autotp.passes.shard.planner import Builder, Planned
+from autotp.passes.shard.rewrite import Sharded
+from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
+
+Place = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
+Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that it runs in, outermost first
+
+
+def layer(steps: Sequence[Placed]) -> Layer:
+    """Of the repeated blocks the kind in which a step spends most, and what is outside of it.
+
+    Of that kind the times are those that most of its blocks have; kinds of which no two blocks take equal times come
+    last. Where nothing repeats it is the whole model.
+
+    Args:
+        steps: of the whole model, as `Steps.walk` gives them.
+    """
+    inside: dict[str, list[Timed]] = defaultdict(list)
+    for step, paths in steps:
+        for path in paths:
+            inside[path].append(step)
+    kinds: dict[Any, list[str]] = defaultdict(list)
+    for path, own in inside.items():
+        kinds[INDEXED.sub("", path), tuple(step.name for step in own if not step.converts)].append(path)
+    repeated = [_Kind.of(paths, inside) for paths in kinds.values() if len(paths) > 1]
+    if not repeated:
+        whole = tuple(step for step, _ in steps)
+        return Layer("", whole, 1, 1, sum(step.seconds for step in whole), sublayer(OUTSIDE, ()))
+    kind = max(repeated, key=lambda kind: (kind.alike > 1, kind.total))  # of equals the first, the outermost
+    apart = set(kind.paths)
+    outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
+    return Layer(kind.chosen, tuple(inside[kind.chosen]), len(kind.paths), kind.alike, kind.total, outside)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """Blocks with the same operators: `chosen`, the first of those that take the times that most of them take, which
+    `alike` of them do, and the seconds of all."""
+
+    paths: Sequence[str]
+    chosen: str
+    alike: int
+    total: float
+
+    @classmethod
+    def of(cls, paths: Sequence[str], inside: Mapping[str, Sequence[Timed]]) -> _Kind:
+        times = {path: tuple((step.name, step.forward, step.backward) for step in inside[path]) for path in paths}
+        common, alike = Counter(times.values()).most_common(1)[0]
+        total = sum(step.seconds for path in paths for step in inside[path])
+        return cls(paths, next(path for path in paths if times[path] == common), alike, total)
+
+
+@dataclass
+class Steps:
+    """Prices every operator and conversion of the program of one rank.
+
+    Attributes:
+        planned: the decisions; `builder`: has the prices.
+        found: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
+    """
+
+    planned: Planned
+    builder: Builder
+    found: Sequence[Found]
+    block: Mapping[fx.Node, int]
+    place: Place
+    known: dict[Any, Timed] = field(default_factory=dict)
+
+    def walk(self, sharded: Sharded) -> Iterator[Placed]:
+        """Those that take time, in the order of the program."""
+        left = dict.fromkeys(self.planned.ops)
+        for node in sharded.graph.nodes:
+            origin = sharded.origin.get(node, (None, 0))[0]
+            if "conversion" in node.meta:
+                yield from self._conversion(node, sharded.origin[node])
+            elif origin in left:
+                del left[origin]
+                yield from self._operator(origin)
+        for node in left:  # without a tensor as its result
+            yield from self._operator(node)
+
+    def _operator(self, node: fx.Node) -> Iterator[Placed]:
+        first = self.planned.same[node]
+        if first not in self.known:
+            self.known[first] = self._time(node)
+        made = self.known[first]
+        if made.seconds:
+            path = module_path(node)
+            part = self._part(self.block.get(node))
+            yield replace(made, module=path[-1] if path else "", part=part), _indexed(path)
+
+    def _time(self, node: fx.Node) -> Timed:
+        decision, rule, prices = self.planned.decisions[node], self.planned.rules[node], self.builder.prices
+        split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+        seconds = prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)[0]
+        trained = node in self.planned.grads and self.builder.objective.training
+        forward = seconds / (1 + BACKWARD) if trained else seconds
+        return Timed(short_name(node.target), "", "", forward, seconds - forward)
+
+    def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
+        (origin, i), (a, b) = value, node.meta["conversion"]
+        key = self.planned.same[origin], i, a, b
+        if key not in self.known:
+            self.known[key] = self._convert(origin, i, a, b)
+        made = self.known[key]
+        if made.seconds:
+            index, path = self.place(node), node.meta["path"]
+            where = path[-1] if path else ""
+            yield replace(made, module=where, part=self._part(index)), _indexed(self._home(index) or path)
+
+    def _convert(self, origin: fx.Node, i: int, a: Layout, b: Layout) -> Timed:
+        trained = origin in self.planned.grads and self.builder.objective.training
+        size = self.builder.prices.bytes(tensors(origin)[i])
+        forward = self.builder.prices.one_way(a, b, size) or 0.0
+        backward = self.builder.prices.one_way(b.dual, a.dual, size) or 0.0 if trained else 0.0
+        sends = primitive(a, b), primitive(b.dual, a.dual) if trained else None
+        name = conversions.kind_of(to_runtime(a), to_runtime(b)).name
+        return Timed(name, "", "", forward, backward, *sends, f"{a} -> {b}", size)
+
+    def _home(self, index: int | None) -> tuple[str, ...]:
+        """The modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
+        if index is None:
+            return ()
+        paths = (module_path(n) for n in self.found[index].nodes)
+        own = self.found[index].module
+        return next((path[: path.index(own) + 1] for path in paths if own in path), ())
+
+    def _part(self, index: int | None) -> str:
+        return PARTS.get(self.found[index].kind, REST) if index is not None else REST
+
+
+def _indexed(path: Sequence[str]) -> tuple[str, ...]:
+    return tuple(p for p in path if INDEXED.search(p))
+
+
+def primitive(src: Layout, dst: Layout) -> str | None:
+    """The primitive of a conversion; None where no bytes are sent."""
+    if src == dst:
+        return None
+    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive

@@ -1,0 +1,142 @@
+"""Why a parameter lies as it does, in words made from the operator rules: its role, or what kept it whole."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from torch import fx
+
+from autotp.ir.graph import draws, resolve, short_name, tensors
+from autotp.passes.shard.planner import Planned
+from autotp.passes.shard.strategies import Candidates
+from autotp.rules.core import EXPERTS, Carry, Factor
+
+CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
+
+
+def without_rule(planned: Planned) -> list[str]:
+    """A note of the operators that make tensors of tensors and run whole because they have no rule."""
+    found: Counter[str] = Counter()
+    for node, op in planned.ops.items():
+        writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
+        whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
+        if whole and not writes and not draws(node):
+            found[short_name(node.target)] += 1
+    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in found.items())
+    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if found else []
+
+
+def role(planned: Planned, node: fx.Node, dim: int) -> str:
+    """What the field calls a split of dimension `dim` of this parameter, by what its readers do with it."""
+    found = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
+    return ", ".join(x for x in found if x) or "elementwise"
+
+
+def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
+    factor, rule, op = _factor(planned, user), planned.rules[user], planned.ops[user]
+    carry = factor.ins[slot] if factor is not None else None
+    if factor is None or rule is None or carry is None or carry.dim != dim:
+        return ""
+    if factor.label == EXPERTS:
+        return "expert-parallel"
+    if len(op.slots) == 1 and factor.outs[0] is not None:
+        return role(planned, user, factor.outs[0].dim)
+    if _contracts(factor):
+        return "row-parallel" if sum(c is not None for c in factor.ins) > 1 else "vocabulary-parallel"
+    others = [c for c, s, n in zip(factor.ins, op.slots, op.ins, strict=True) if n and not _weight(planned, s)]
+    if any(_contracts(f) for f in rule.factors):
+        return "expert-parallel" if any(others) else "column-parallel"
+    return "column-parallel" if others and not any(others) else "elementwise"
+
+
+def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:
+    """Why this parameter is whole: the operator that keeps it so, and the cause."""
+    users = list(_users(planned, node))
+    if planned.tp == 1:
+        return "there is one rank"
+    if pinned or not users:
+        return "pinned by the user" if pinned else "nothing reads it"
+    limits = [(*_limit(planned, u, slot), u, slot) for u, slot in users]
+    blamed = next((cause for dims, cause, *_ in limits if not dims), None)
+    if blamed is not None:
+        return blamed
+    dims = set.intersection(*(dims for dims, *_ in limits))
+    names = " and ".join(dict.fromkeys(short_name(u.target) for _, _, u, _ in limits))
+    if not dims:
+        return f"{names} cannot split the same dimension of it"
+    possible = sorted(d for d in dims if candidates.of.get(((planned.same[node], 0), d)))
+    if not possible:
+        return f"{names} could split dim {min(dims)}, but no partition over {planned.tp} ranks fits the other operands"
+    (_, _, user, slot), dim = limits[0], possible[0]
+    return f"{short_name(user.target)} could split dim {dim}, but {_instead(planned, user, slot)}; {CHEAPER}"
+
+
+def _instead(planned: Planned, user: fx.Node, slot: int) -> str:
+    """What the operator does in place of splitting this operand."""
+    factor = _factor(planned, user)
+    if factor is None:
+        return "runs whole"
+    if factor.ins[slot] is not None:
+        return "takes its slice from the whole"
+    out = next((c for c in factor.outs if c is not None), None)
+    return "is split over the summed dimension" if out is None else f"is split over dim {out.dim} of its result"
+
+
+def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
+    """The dimensions of an operand that an operator (behind a view, all its readers) can split, and why no other."""
+    op, rule, name = planned.ops[user], planned.rules[user], short_name(user.target)
+    if rule is None:
+        return set(), f"{name} has no rule, so it runs whole"
+    carried: dict[int, Carry | None] = {}
+    for f in rule.factors:
+        carry = f.ins[slot]
+        if carry is not None and (f.contracted or not _contracts(f)):
+            carried[carry.dim] = f.outs[0]
+    if carried and len(op.slots) == 1:
+        readers = [(*_limit(planned, u, s),) for u, s in _users(planned, user)]
+        blamed = next((cause for dims, cause in readers if not dims), "")
+        kept = {d for d, out in carried.items() if out is None or all(out.dim in dims for dims, _ in readers)}
+        return kept, blamed or f"{name} leads to operators that cannot split the same dimension"
+    return set(carried), "" if carried else f"{name} {_whole(planned, user)}"
+
+
+def _whole(planned: Planned, user: fx.Node) -> str:
+    """Which dimension the operator works along as a whole, where its rule says so."""
+    op, rule = planned.ops[user], planned.rules[user]
+    assert rule is not None
+    if not rule.factors:
+        return "runs whole: its rule allows no split of this call"
+    for slot, shape in enumerate(op.ins):
+        carried = {c.dim for f in rule.factors if (c := f.ins[slot]) is not None}
+        missing = [d for d in range(len(shape)) if d not in carried and shape[d] != 1]
+        if missing and carried:
+            return f"works along the whole of dim {', '.join(map(str, missing))} of its input"
+    return "can split no dimension of it"
+
+
+def _users(planned: Planned, node: fx.Node) -> Iterator[tuple[fx.Node, int]]:
+    """Operators that read a value, and the operand slot."""
+    for user in node.users:
+        if user in planned.ops:
+            yield from ((user, i) for i, s in enumerate(planned.ops[user].slots) if s is node)
+        elif resolve(user)[0] is node:
+            yield from _users(planned, user)
+
+
+def _weight(planned: Planned, node: fx.Node) -> bool:
+    """Whether a value is a parameter, seen through views and casts."""
+    node = resolve(node)[0]
+    if node.op == "placeholder":
+        return any(leaf.node is node and leaf.kind == "parameter" for leaf in planned.program.leaves)
+    slots = planned.ops[node].slots if node in planned.ops else []
+    return len(slots) == 1 and _weight(planned, slots[0])
+
+
+def _factor(planned: Planned, user: fx.Node) -> Factor | None:
+    rule, index = planned.rules[user], planned.decisions[user].factor
+    return rule.factors[index] if rule is not None and index is not None else None
+
+
+def _contracts(factor: Factor) -> bool:
+    return any(c is None for c in factor.outs)

@@ -1,0 +1,212 @@
+"""What a plan comes to, as data: totals, the memory of a rank, the times of a layer, a row of a sweep over degrees."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Totals:
+    """What the plan comes to, per rank.
+
+    Attributes:
+        parameters, local_parameters: in all, and held by the fullest rank.
+        flops, local_flops: floating-point operations of a forward.
+        forward_bytes, backward_bytes: sent by a rank in a step.
+        seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
+        stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
+        communication: seconds of all collectives by the cost model.
+        megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
+            `autotp.plans.describe.megatron`); 0 where the model is not one that it is written for.
+    """
+
+    parameters: int = 0
+    local_parameters: int = 0
+    flops: float = 0.0
+    local_flops: float = 0.0
+    forward_bytes: float = 0.0
+    backward_bytes: float = 0.0
+    seconds: float = 0.0
+    bound: float = 0.0
+    stored: float = 0.0
+    least_stored: float = 0.0
+    communication: float = 0.0
+    megatron_bytes: float = 0.0
+    megatron_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest rank holds.
+
+    Attributes:
+        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
+        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
+        activations: what autograd keeps from the forward for the backward; 0 for inference.
+        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
+            for an attention in which every token sees every other (a fused one; others count).
+        working: what lives at the fullest moment beside all that.
+        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
+        optimizer: whose states these are.
+    """
+
+    parameters: float = 0.0
+    buffers: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0
+    working: float = 0.0
+    phase: str = "forward"
+    at: str = ""
+    optimizer: str = "adamw"
+
+    @property
+    def peak(self) -> float:
+        return self.steady + self.activations + self.working
+
+    @property
+    def steady(self) -> float:
+        """What is held whatever runs: all but activations and the working set."""
+        return self.parameters + self.buffers + self.gradients + self.states + self.cache
+
+
+@dataclass(frozen=True)
+class Axis:
+    """The data-parallel axis of the mesh beside tp.
+
+    Attributes:
+        size: number of ranks on it, each with a slice of the batch.
+        fully_shard: whether weights, gradients and optimizer states are split over it too, gathered before use.
+        sent: bytes that a rank sends over it in a step for gradients, and for gathering weights; `seconds`: of that,
+            which can run beside the backward's `backward` seconds.
+        values: bytes that it sends over it for other values in a step, such as a loss.
+    """
+
+    size: int = 1
+    fully_shard: bool = False
+    sent: float = 0.0
+    seconds: float = 0.0
+    backward: float = 0.0
+    values: float = 0.0
+
+
+ALONE = Axis()
+
+
+@dataclass(frozen=True)
+class Degree:
+    """What a plan for `tp` ranks comes to, as a row of a sweep.
+
+    Attributes:
+        seconds: of a step; `exposed`: of them, communication that nothing hides.
+        sent: bytes that a rank sends in a step; `memory`: bytes that the fullest rank holds at its peak.
+        fits: whether that is within the limit.
+        throughput: `unit` ("tokens" or "samples") a second and device.
+        largest_batch: the most examples in a batch that fit under this plan; None where the batch size is fixed.
+    """
+
+    tp: int
+    seconds: float
+    exposed: float
+    sent: float
+    memory: float
+    fits: bool
+    throughput: float
+    unit: str
+    largest_batch: int | None
+
+
+@dataclass(frozen=True)
+class Timed:
+    """An operator or a conversion of one rank, and the seconds that it takes by the cost model.
+
+    Attributes:
+        name: of the operator ("aten.linear"), or of the conversion ("f_star").
+        module: path of the module in which it runs; `part`: "attention", "feed-forward" or "rest".
+        forward, backward: seconds in each direction.
+        forward_sends, backward_sends: the primitive (`all_reduce`, ...) where that direction communicates, else None.
+        change: of a conversion, the layouts; `bytes`: the whole size of its value.
+    """
+
+    name: str
+    module: str
+    part: str
+    forward: float
+    backward: float = 0.0
+    forward_sends: str | None = None
+    backward_sends: str | None = None
+    change: str = ""
+    bytes: float = 0.0
+
+    @property
+    def converts(self) -> bool:
+        return bool(self.change)
+
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward
+
+
+@dataclass(frozen=True)
+class Sublayer:
+    """What a part of a layer takes in a step: seconds of compute and of communication."""
+
+    name: str
+    compute: float
+    communication: float
+
+    @property
+    def seconds(self) -> float:
+        return self.compute + self.communication
+
+    @property
+    def share(self) -> float:
+        """The part of its seconds that is communication."""
+        return self.communication / self.seconds if self.seconds else 0.0
+
+
+@dataclass(frozen=True)
+class Layer:
+    """The times of one repeated block, of the kind in which a step spends most; of the model where nothing repeats.
+
+    Attributes:
+        module: path of the block, "" for the whole model.
+        steps: its operators and conversions in the order of the forward. Views take no time and are left out.
+        count: blocks with the same operators, this one among them; `alike`: of them those with the same times, for the
+            first and the last one often convert differently.
+        total: seconds of all `count` blocks in a step; `outside`: what is outside of them, such as embedding and head.
+    """
+
+    module: str
+    steps: tuple[Timed, ...]
+    count: int
+    alike: int
+    total: float
+    outside: Sublayer
+
+    @property
+    def seconds(self) -> float:
+        """Of this block, forward and backward."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
+    def sublayers(self) -> tuple[Sublayer, ...]:
+        """Its parts: attention, feed-forward, and the rest; those that it has."""
+        parts = [sublayer(name, (step for step in self.steps if step.part == name)) for name in NAMED]
+        return tuple(part for part in parts if part.seconds)
+
+
+REST, OUTSIDE = "rest", "outside"
+PARTS = {"attention": "attention", "mlp": "feed-forward", "experts": "feed-forward"}  # kind of block -> sublayer
+NAMED = (*dict.fromkeys(PARTS.values()), REST)
+
+
+def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
+    """What these steps come to."""
+    compute = communication = 0.0
+    for step in steps:
+        for seconds, sends in ((step.forward, step.forward_sends), (step.backward, step.backward_sends)):
+            compute, communication = (compute, communication + seconds) if sends else (compute + seconds, communication)
+    return Sublayer(name, compute, communication)

@@ -1,0 +1,287 @@
+"""Why a parameter lies as it does, and how two plans differ: the solver's own figures, in words."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from autotp.cost.solver.problem import Problem, Solution, amount
+from autotp.cost.solver.solve import SLACK, solve
+from autotp.errors import InputError, PlanError
+from autotp.ir.layouts import I, Layout, Shard
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.shard.pins import near
+from autotp.passes.shard.planner import Builder, decide
+from autotp.plans.show.report import plain
+
+if TYPE_CHECKING:
+    from .plan import Parameter, Plan
+
+KEPT = "kept"  # attribute of a plan made in this process: the builder that it came from
+SAME = 1e-6  # of the seconds: what counts as equally fast
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """One placement of a parameter, with the best plan around it.
+
+    Attributes:
+        layout: the placement, such as "S(0)"; `chosen`: whether it is the plan's.
+        stored: bytes of this parameter and its equals that a rank holds then.
+        seconds: of a step of that plan; `plan_stored`: bytes of all parameters that a rank holds in it.
+        why: where there is no such plan, the reason.
+    """
+
+    layout: str
+    chosen: bool
+    stored: float
+    seconds: float = 0.0
+    plan_stored: float = 0.0
+    why: str = ""
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Why a parameter lies as it does. Print it to read it.
+
+    Attributes:
+        parameter: its name; `equals`: how many equal ones share the decision, itself among them.
+        choice: its layout and role.
+        alternatives: every placement that its operators know, the chosen one first, then by time.
+        binds: the constraint that decided, where one did.
+        changes: what would change the choice.
+    """
+
+    parameter: str
+    equals: int
+    choice: str
+    alternatives: tuple[Alternative, ...]
+    binds: str
+    changes: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        shared = f" and its equals, {self.equals} in all" if self.equals > 1 else ""
+        table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 2))
+        for heading, side in (("placement", "left"), ("on a rank", "right"), ("step", "right"), ("", "left")):
+            table.add_column(heading, justify=side)  # type: ignore[arg-type]
+        base = self.alternatives[0].seconds
+        for a in self.alternatives:
+            told = a.why or ("chosen" if a.chosen else f"{a.seconds / base - 1:+.2%}" if base else "")
+            table.add_row(a.layout, amount(a.stored), "" if a.why else f"{1e3 * a.seconds:.4f} ms", Text(told))
+        parts: list[RenderableType] = [Text(f"{self.parameter}{shared}: {self.choice}", style="bold"), table]
+        parts += [Text(f"binds: {self.binds}")]
+        parts += [Text(f"would change it: {x}") for x in self.changes]
+        return Group(*parts)
+
+
+def explain(plan: Plan, name: str) -> Explanation:
+    """Why a parameter of a plan made in this process lies as it does; see `Plan.explain`."""
+    found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
+    if found is None:
+        raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
+    builder: Builder | None = plan.__dict__.get(KEPT)
+    if builder is None:
+        why = f" ({found.reason})" if found.reason else ""
+        raise PlanError(
+            f"{found.name} is {_choice(found)}{why}. What else it could be is not known here: the plan was loaded, or "
+            "made in another process, and the problem that it was solved from is not saved with it. Make it again "
+            "with autotp.plan(...) and ask that one."
+        )
+    return _Explainer(plan, builder, found).run()
+
+
+@dataclass
+class _Explainer:
+    plan: Plan
+    builder: Builder
+    found: Parameter
+
+    def run(self) -> Explanation:
+        asked = self.builder.user.parameters.get(self.found.name)
+        pins = {k: v for k, v in self.builder.pins.items() if asked is None or k != asked.key}
+        free = replace(self.builder, pins=pins)
+        problem, heads = free.build()
+        leaf = next(n for n, x in free.leaves.items() if x.name == self.found.name)
+        at = heads.index(free.same[leaf])
+        tried = [self._tried(problem, at, k) for k in range(len(problem.items[at].choices))]
+        tried.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
+        binds = f"{asked} by the user" if asked is not None else self._binds(tried)
+        equals = problem.items[at].count
+        return Explanation(
+            self.found.name, equals, _choice(self.found), tuple(tried), binds, tuple(self._changes(tried))
+        )
+
+    def _tried(self, problem: Problem, at: int, k: int) -> Alternative:
+        """The best plan with the parameter's k-th placement."""
+        item = problem.items[at]
+        choice = item.choices[k]
+        layout, mine = choice.outs[0], choice.stored * item.count
+        chosen = layout == self.found.layout
+        one = replace(item, choices=[choice])
+        try:
+            got: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
+        except PlanError as e:
+            return Alternative(_words(layout), chosen, mine, why=f"no such plan: {str(e).splitlines()[0]}")
+        return Alternative(_words(layout), chosen, mine, got.seconds, got.stored)
+
+    def _binds(self, tried: Sequence[Alternative]) -> str:
+        """The constraint that keeps a faster placement away."""
+        chosen = tried[0]
+        faster = [a for a in tried[1:] if not a.why and a.seconds < chosen.seconds * (1 - SAME)]
+        limit = self.plan.totals.least_stored * SLACK
+        if faster:
+            best = faster[0]
+            return (
+                f"parameters per rank come before time: {best.layout} would save "
+                f"{1 - best.seconds / chosen.seconds:.2%} of the step, but the rank would hold "
+                f"{amount(best.plan_stored)} of parameters, and {SLACK} times the least are {amount(limit)}"
+            )
+        if self.builder.memory is not None and any("memory=" in a.why for a in tried):
+            return f"memory={amount(self.builder.memory)}: other placements leave no plan that fits"
+        limits = [b.limit for b in self.plan.blocks if self.found.name in b.parameters and b.limit]
+        if limits:
+            return limits[0]
+        if len(tried) == 1:
+            return f"nothing else is legal{f': {self.found.reason}' if self.found.reason else ''}"
+        return "none: every other placement takes longer, or as long"
+
+    def _changes(self, tried: Sequence[Alternative]) -> Iterator[str]:
+        """What would change the choice: another degree, where heads do not fit this one."""
+        tp, same = self.plan.tp, self.builder.same
+        known = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
+        leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.found.name)
+        for block in find_blocks(self.builder.program, same, known):
+            if leaf not in block.parameters or block.heads is None:
+                continue
+            count, kv = block.heads.count, block.heads.kv
+            if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
+                whole = self.found.layout == I
+                each = tried[0].stored * (1 - 1 / tp) if whole else 0.0
+                held = f"whole on every rank, +{amount(each)}" if whole else "split, and all of k and v on every rank"
+                yield f"kv heads {kv} < tp {tp}: {held}; {self._degree(kv)}"
+            elif isinstance(count, int) and count % tp:
+                fits = max(d for d in range(1, tp + 1) if count % d == 0)
+                yield f"{count} heads are no multiple of tp {tp}; {self._degree(fits)}"
+
+    def _degree(self, tp: int) -> str:
+        """What another degree takes, in the time of all its devices."""
+        other = decide(replace(self.builder, tp=tp)).solution
+        assert other is not None
+        change = other.seconds * tp / (self.plan.totals.seconds * self.plan.tp) - 1
+        word = "cheaper" if change < 0 else "dearer"
+        return f"tp {tp} would be {abs(change):.1%} {word} in device time ({1e3 * other.seconds:.3f} ms a step)"
+
+
+def _choice(parameter: Parameter, units: bool = True) -> str:
+    words = _words(parameter.layout, units)
+    return f"{words}, {parameter.role}" if parameter.role != "whole" else words
+
+
+def _words(layout: Layout, units: bool = True) -> str:
+    """`Shard(0) by 128`: dealt in units of 128; `in 3 pieces`, each of which is dealt."""
+    if not isinstance(layout, Shard):
+        return "whole"
+    segments, repeat = layout.partition.segments, layout.partition.repeat
+    pieces = len(segments) * repeat if isinstance(repeat, int) else repeat
+    by = f" by {segments[0].unit}" if units and len(segments) == 1 else ""
+    return f"Shard({layout.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
+
+
+# two plans
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How two plans differ. Print it to read it; empty `parameters` and `collectives` where they do the same.
+
+    Attributes:
+        names: of the two plans.
+        totals: (what, first, second) as text.
+        parameters: (name, how many equals, placement in the first, in the second), for those that lie differently.
+        collectives: (collective, direction, calls and bytes of the first, of the second), for those that differ.
+    """
+
+    names: tuple[str, str]
+    totals: tuple[tuple[str, str, str], ...]
+    parameters: tuple[tuple[str, int, str, str], ...]
+    collectives: tuple[tuple[str, str, str, str], ...]
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        parts: list[RenderableType] = [_rows(("", *self.names), self.totals)]
+        if self.collectives:
+            parts += [Text(), _rows(("collectives", "", *self.names), self.collectives)]
+        rows = [(f"{n} x {k}" if k > 1 else n, a, b) for n, k, a, b in self.parameters]
+        parts += [Text(), _rows(("parameters", *self.names), rows) if rows else Text("every parameter lies the same")]
+        return Group(*parts)
+
+
+def _rows(headings: Sequence[str], rows: Sequence[Sequence[Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
+    for heading in headings:
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(x)) for x in row))
+    return table
+
+
+def compare(one: Plan, other: Plan) -> Comparison:
+    """How two plans differ; see `Plan.compare`."""
+    return Comparison(
+        (_name(one), _name(other)), tuple(_totals(one, other)), tuple(_parameters(one, other)),
+        tuple(_collectives(one, other)),
+    )  # fmt: skip
+
+
+def _name(plan: Plan) -> str:
+    return f"{plan.model}, tp {plan.tp}, {plan.cluster}, {plan.objective}"
+
+
+def _totals(one: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
+    a, b = one.totals, other.totals
+    yield "parameters per rank", f"{a.local_parameters:,}", f"{b.local_parameters:,}"
+    yield "step", f"{1e3 * a.seconds:.3f} ms", f"{1e3 * b.seconds:.3f} ms"
+    yield "sent forward", amount(a.forward_bytes), amount(b.forward_bytes)
+    yield "sent backward", amount(a.backward_bytes), amount(b.backward_bytes)
+    yield "memory at the peak", amount(one.memory.peak), amount(other.memory.peak)
+
+
+def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
+    """Parameters that lie differently, those of equal blocks as one."""
+    sides = [{p.name: p for p in plan.parameters} for plan in (one, other)]
+    groups: Counter[tuple[str, str, str]] = Counter()
+    for name in dict.fromkeys([*sides[0], *sides[1]]):
+        units = one.tp == other.tp
+        a, b = (_choice(side[name], units) if name in side else "not there" for side in sides)
+        if a != b:
+            here = sides[0].get(name) or sides[1][name]
+            groups[here.first or name, a, b] += 1
+    yield from ((name, count, a, b) for (name, a, b), count in groups.items())
+
+
+def _collectives(one: Plan, other: Plan) -> Iterator[tuple[str, str, str, str]]:
+    """Primitives whose calls or bytes differ."""
+    sides = []
+    for plan in (one, other):
+        sent: dict[tuple[str, str], list[float]] = defaultdict(list)
+        for c in plan.collectives:
+            ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
+            for way, primitive, size in ways:
+                if primitive:
+                    sent[primitive, way].append(size)
+        sides.append(sent)
+    for key in dict.fromkeys([*sides[0], *sides[1]]):
+        a, b = (f"{len(sent[key])} calls, {amount(sum(sent[key]))}" for sent in sides)
+        if a != b:
+            yield (key[0].replace("_", "-"), key[1], a, b)

@@ -1,0 +1,280 @@
+"""What modules must do at their boundaries so that the code between them computes a plan's program as it stands.
+
+Other tools shard a model by its modules: a style says how a module's parameters lie and how its input comes and its
+output leaves, and all code between modules runs as it was written, on what it gets. So a value may be split between two
+modules only where every operator on the way can run on a part by itself. The values that hang together in this way
+are a region. Where something in a region cannot be said by modules, its values are whole instead: the modules around it
+gather their output or split their input, and weights stay split.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autotp.ir.graph import Value, module_path, resolve
+from autotp.ir.layouts import Grouped, Layout, Partial, Shard
+from autotp.passes.shard.pins import outputs_of, where
+from autotp.passes.shard.planner import Builder
+from autotp.plans.plan import Decision
+from autotp.rules.core import Op, aten
+from autotp.rules.views import local_shape
+
+from .regions import Port, Regions, Sums
+
+LINEAR, EMBEDDING = "torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"
+SITES: dict[Any, tuple[str, int, int]] = {
+    aten.linear.default: (LINEAR, 1, 0),
+    aten.embedding.default: (EMBEDDING, 0, 1),
+}  # class, weight, input
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
+SHARED = "it is tied, or read more than once, and a style is for the own weight of one module"
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What a module does with its parameters, its input and its output.
+
+    Attributes:
+        module: its path.
+        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split; "input": what
+            modules within read is made whole once.
+        lookup: whether it is an embedding.
+        given, left: dimension along which the input comes, and the output leaves, split; None for whole.
+        spread: whether those are dimensions of the batch or sequence, so that code reads sizes off them.
+        place: of an "input", its name, or its number and that of all positional arguments.
+    """
+
+    module: str
+    kind: str
+    lookup: bool = False
+    given: int | None = None
+    left: int | None = None
+    spread: tuple[bool, bool] = (False, False)
+    place: str | tuple[int, int] = ""
+
+
+@dataclass
+class Boundaries:
+    """Reads the boundaries of a plan's modules off its graph.
+
+    Attributes:
+        builder: with the graph; `decisions`: the plan's, by node name.
+        data: whether a value may be split along batch or sequence between modules; `slices`: whether an embedding may
+            leave its output split.
+        alike: name of a module -> the name that it shares with those that must be treated like it.
+        refused: by path with `*` for numbers, modules within which nothing may be split, and why.
+        kept: parameter -> why no module says its split.
+    """
+
+    builder: Builder
+    decisions: Mapping[str, Decision]
+    data: bool = True
+    slices: bool = True
+    alike: Callable[[str], str] = lambda name: name
+    refused: Mapping[str, str] = field(default_factory=dict)
+    kept: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        ops, self.regions = self.builder.ops, Regions(self.builder.tp)
+        self.ends = outputs_of(self.builder.program)
+        self.sites = {n: found for n, op in ops.items() if (found := self._site(n, op)) is not None}
+        self.sums = Sums(ops, self.decisions, self.sites, self.ends)
+        self.owners: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # module -> operator, parameter
+        self.readers: dict[Value, list[str]] = defaultdict(list)  # value -> column-parallel modules that read it
+        self.mixed: list[tuple[Port, str]] = []
+
+    def read(self) -> list[Boundary]:
+        """All that modules can say; `told` then tells what they cannot."""
+        for node, op in self.builder.ops.items():
+            self._operands(node, op)
+        for value in map(resolve, self.ends):
+            if isinstance(self.made(value), Shard):
+                self.regions.refuse(self.port(value), "" if value[0] in self.sites else "the model's output is whole")
+        for node in self.sums.loose:
+            for value in ((node, 0), *map(resolve, self.builder.ops[node].slots)):
+                self.regions.refuse(self.port(value), f"{where(node)} leaves a sum over ranks")
+        of_data = self.regions.of_data()
+        wholes = list(self._wholes(of_data))
+        for port, reason in self.mixed:
+            if self.regions.root(port) in of_data:
+                self.regions.refuse(port, reason)
+        for port in () if self.data else of_data:
+            self.regions.refuse(port, "no style splits batch or sequence between modules")
+        for port in [*self.regions.dims]:
+            for path in map(generic, ("", *module_path(port[1]))):
+                if path in self.refused:
+                    self.regions.refuse(port, self.refused[path])
+        self._level()
+        why = self.regions.why
+        return [*self._said(why), *(b for port, b in wholes if self.regions.root(port) not in why)]
+
+    def _said(self, why: Mapping[Port, str]) -> Iterator[Boundary]:
+        for node, (module, kind) in self.sites.items():
+            sides = []
+            for port in (("in", node), ("out", node)):
+                lies = () if self.regions.root(port) in why else self.regions.dims.get(port, ())
+                sides.append(next(iter(lies), (None, False)))
+            (given, along), (left, off) = sides
+            yield Boundary(module, kind, node.target is aten.embedding.default, given, left, (along, off))
+
+    def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
+        """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
+        known, weight, _ = SITES.get(node.target, ("", 0, 0))
+        path, made_by = innermost(node)
+        leaf = self.builder.leaves.get(op.slots[weight]) if known else None
+        if leaf is None or made_by != known:
+            return None
+        layout, out = self.decisions[leaf.node.name].outs[0], self.decisions[node.name].outs[0]
+        if not isinstance(layout, Shard) or not isinstance(out, Shard | Partial):
+            return None
+        tied = any(first == leaf.name and name != leaf.name for name, first in self.builder.program.aliases.items())
+        if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1:
+            self.kept[leaf.name] = SHARED
+            return None
+        if generic(leaf.name) in self.refused:
+            self.kept[leaf.name] = self.refused[generic(leaf.name)]
+            return None
+        return path, "row" if isinstance(out, Partial) else "column"
+
+    def made(self, value: Value) -> Layout | None:
+        """How a value lies where it is made, sums taken; None for whole."""
+        return self._lies(value[0], self.decisions[value[0].name].outs[value[1]])
+
+    def wanted(self, node: fx.Node, slot: int) -> Layout | None:
+        """How an operand is read; None for whole."""
+        return self._lies(node, self.decisions[node.name].ins[slot])
+
+    def _lies(self, node: fx.Node, layout: Layout) -> Layout | None:
+        layout = self.sums.goals.get(node, layout) if isinstance(layout, Partial) else layout
+        return layout if isinstance(layout, Shard | Grouped) else None
+
+    def port(self, value: Value) -> Port:
+        """Where a value leaves what made it."""
+        return ("out" if value[0] in self.sites else "op", value[0])
+
+    def _operands(self, node: fx.Node, op: Op) -> None:
+        """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
+        outs = [self.made((node, i)) for i in range(len(op.outs))]
+        for i, x in enumerate(outs):
+            if x is not None:
+                self.regions.lies(self.port((node, i)), x, op.outs[i])
+        if node not in self.sites:
+            for i, slot in enumerate(op.slots):
+                self._read(node, i, resolve(slot))
+            if any(x is not None for x in outs):
+                self._alone(node, op)
+            return
+        slot = SITES[node.target][2]
+        value, kind = resolve(op.slots[slot]), self.sites[node][1]
+        if not self.slices and kind == "column" and node.target is aten.embedding.default:
+            self.regions.refuse(("out", node), "an embedding gives whole vectors")
+        if kind == "column" and value[0] in self.builder.grads:
+            self.readers[value].append(self.sites[node][0])
+        if (have := self.made(value)) is not None:
+            self.regions.lies(("in", node), have, op.ins[slot])
+            self.regions.join(self.port(value), ("in", node))
+
+    def _read(self, node: fx.Node, slot: int, value: Value) -> None:
+        """One operand of an operator between modules."""
+        have, want, leaf = self.made(value), self.wanted(node, slot), self.builder.leaves.get(value[0])
+        port, split = ("op", node), self._split(node)
+        if leaf is not None and leaf.kind == "parameter":
+            if have is not None:
+                self.kept.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
+                self.regions.refuse(port, f"no style splits {leaf.name}")
+            elif split:
+                self.owners[innermost(node)[0]].append((node, value[0]))
+        elif have == want:
+            if have is not None:
+                self.regions.join(self.port(value), port)
+            elif split and value[0] in self.builder.grads:
+                self.regions.refuse(port, f"the gradient of what {where(node)} reads must be summed there")
+            elif split and self.builder.ops[node].ins[slot]:
+                self.mixed.append((port, f"{where(node)} reads a whole value beside a split one"))
+        else:
+            reason = f"{where(node)} reads a value as {_words(want)} that comes {_words(have)}"
+            self.regions.refuse(port, reason)
+            if have is not None:
+                self.regions.refuse(self.port(value), reason)
+
+    def _split(self, node: fx.Node) -> bool:
+        decision = self.decisions[node.name]
+        return any(self._lies(node, x) is not None for x in (*decision.ins, *decision.outs))
+
+    def _alone(self, node: fx.Node, op: Op) -> None:
+        """Refuse an operator with split results that would not compute its part by the arguments that it has."""
+        ins, out = [self.wanted(node, i) for i in range(len(op.slots))], self.made((node, 0))
+        if all(x is None for x in ins):
+            self.regions.refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
+        rule = self.builder.rules[node]
+        if rule is None or rule.localise is None or not isinstance(out, Shard):
+            return
+        if rule.localise is local_shape:  # the size that is left to be found must be the one that is split
+            start = op.dim() if "sizes" in op.args else 0
+            given = next((op.args[k] for k in ("size", "shape", "sizes") if k in op.args), ())
+            fits = {start + d for d, n in enumerate(given) if isinstance(n, int) and n == -1} <= {out.dim}
+        elif op.args.get("dim") is not None:
+            dims = op.args["dim"] if isinstance(op.args["dim"], list | tuple) else [op.args["dim"]]
+            fits = not isinstance(ins[0], Shard) or ins[0].dim not in {d % len(op.ins[0]) for d in dims}
+        else:
+            fits = node.target is aten.expand.default
+        if not fits:
+            self.regions.refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
+
+    def _wholes(self, of_data: set[Port]) -> Iterator[tuple[Port, Boundary]]:
+        """Modules whose parameters are whole and whose activations are split; refuses what is not of that form."""
+        ops, within = self.builder.ops, defaultdict(dict)
+        for n in ops if self.owners else ():
+            for path in module_path(n):
+                within[path][n] = None
+        for path, reads in self.owners.items():
+            names, port, inside = {self.builder.leaves[p].name for _, p in reads}, ("op", reads[0][0]), within[path]
+            given = [(resolve(s)[0], n, i) for n in inside for i, s in enumerate(ops[n].slots)]
+            ins = {self.wanted(n, i) for v, n, i in given if v not in inside and v not in self.builder.leaves}
+            outs = {self.made((n, 0)) for n in inside if any(u in ops and u not in inside for u in n.users)}
+            own = all(name.rpartition(".")[0] == path for name in names)
+            x, y = next(iter(ins), None), next(iter(outs), None)
+            one = own and len(ins) == len(outs) == 1 and isinstance(x, Shard) and isinstance(y, Shard)
+            if one and x.dim == y.dim:  # type: ignore[union-attr]
+                along = self.regions.root(port) in of_data
+                yield port, Boundary(path, "whole", False, x.dim, x.dim, (along, along))  # type: ignore[union-attr]
+            else:
+                told = ", ".join(sorted(names))
+                self.regions.refuse(port, f"the gradient of {told} is a sum over parts, and no style is for that")
+
+    def _level(self) -> None:
+        """Modules that share a name do the same at their boundaries, so one that cannot stops the others."""
+        groups: dict[tuple[str, str], list[Port]] = defaultdict(list)
+        for node, (module, _) in self.sites.items():
+            for side in ("in", "out"):
+                groups[side, self.alike(module)].append((side, node))
+        before = -1
+        while len(self.regions.reasons) != before:
+            before, why = len(self.regions.reasons), self.regions.why
+            for ports in groups.values():
+                bad = [why[r] for p in ports if (r := self.regions.root(p)) in why]
+                for port in ports if bad else ():
+                    if self.regions.root(port) not in why:
+                        self.regions.refuse(port, bad[0])
+
+
+def generic(name: str) -> str:
+    """A path with `*` for its numbers."""
+    return NUMBER.sub("*", name)
+
+
+def innermost(node: fx.Node) -> tuple[str, str]:
+    """Path and class of the module that ran an operator."""
+    path, stack = module_path(node), node.meta.get("nn_module_stack") or {}
+    kind = next((kind for name, kind in reversed(list(stack.values())) if path and name == path[-1]), "")
+    return (path[-1] if path else ""), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _words(layout: Layout | None) -> str:
+    return "whole" if layout is None else f"split along dim {layout.dim}" if isinstance(layout, Shard) else "grouped"

@@ -1,0 +1,202 @@
+"""A plan for other tools: the styles of torch's `parallelize_module`, and the `tp_plan` of transformers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+
+from autotp.errors import PlanError
+from autotp.ir.graph import Capture, module_path
+from autotp.plans.explain import KEPT
+
+from .boundaries import NUMBER, Boundaries, Boundary, generic
+from .fakerun import Trial
+from .shared_inputs import once
+
+if TYPE_CHECKING:
+    from autotp.plans.plan import Plan
+
+
+class Styles(dict[str, Any]):
+    """Module path -> style, `*` for the number of a layer. A dict, to be given as it is.
+
+    Attributes:
+        cannot: what the plan does and these styles do not say, a line each. The model computes the same without it.
+    """
+
+    def __init__(self, styles: dict[str, Any], cannot: Iterable[str] = ()) -> None:
+        super().__init__(styles)
+        self.cannot = tuple(cannot)
+
+
+def to_parallelize_plan(plan: Plan) -> Styles:
+    """The plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
+    found, cannot = _read(plan, "to_parallelize_plan", lambda name: name)
+    return Styles(
+        _starred({b.module: _style(b) for b in found}, [p.name.split(".")[:-1] for p in plan.parameters]), cannot
+    )
+
+
+def to_tp_plan(plan: Plan) -> Styles:
+    """The plan as a `tp_plan` of transformers; see `Plan.to_tp_plan`."""
+    # Its rules are looked up with a * for every number, and it knows no module that leaves the sequence split. It
+    # lays them over the model's own rules, so what is whole is said too.
+    found, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
+    named = [name for p in plan.parameters for name in (p.name, *p.aliases)]
+    owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in named)
+    bare = dict.fromkeys(generic(name) for name in named if not name.endswith((".weight", ".bias")))
+    return Styles(
+        {name: "replicate" for name in (*owners, *bare) if name} | {generic(b.module): _name(b) for b in found}, cannot
+    )
+
+
+def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -> tuple[list[Boundary], list[str]]:
+    """The boundaries that the model's code runs with, and what they do not say."""
+    builder = plan.__dict__.get(KEPT)
+    if builder is None:
+        raise PlanError(
+            f"{method} reads the graph that the plan was made from, and this plan was loaded, or made in another "
+            "process. Make it again from itself, autotp.plan(model, tp=plan.tp, like=plan), and ask that one."
+        )
+    trial, untried = _trial(builder.program, plan.tp)
+    refused: dict[str, str] = {}
+    while True:
+        of = Boundaries(builder, plan.decisions, alike=alike, refused=refused, **limits)
+        found = of.read()
+        more = _differ(found, plan) if alike is generic else {}
+        if not more and trial is not None and (failed := trial.failing(found)) is not None:
+            more = _around(*failed, refused)
+        if not more:
+            break
+        refused |= more
+    found = found if alike is generic else once(of, found, trial)
+    lines = [*_told(of), *untried]
+    if plan.batch.size > 1:
+        lines.append(("", f"this is the tp axis alone; dp={plan.batch.size} is for fully_shard or DDP"))
+    return found, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
+
+
+def _trial(program: Capture, tp: int) -> tuple[Trial | None, list[tuple[str, str]]]:
+    """The model to try boundaries on, or why it is not tried."""
+    assert program.origin is not None
+    trial = Trial(*program.origin, tp)
+    failed = trial.failing(())
+    if failed is None:
+        return trial, []
+    return None, [("", f"not tried on the model, which does not run on fake tensors ({failed[1]})")]
+
+
+def _around(path: str, error: str, refused: dict[str, str]) -> dict[str, str]:
+    """The innermost module around a failure that may be split still, and why it must not."""
+    parts = generic(path).split(".") if path else []
+    paths = [".".join(parts[:i]) for i in range(len(parts), -1, -1)]
+    reason = f"the code of {paths[0] or 'the model'} does not run on a part ({error})"
+    return next(({p: reason} for p in paths if p not in refused), {})
+
+
+def _differ(found: list[Boundary], plan: Plan) -> dict[str, str]:
+    """Weights and modules of which one rule cannot say what all layers do."""
+    by = {b.module: _name(b) for b in found}
+    styles: dict[str, set[str | None]] = defaultdict(set)
+    for p in plan.parameters:
+        module = p.name.rpartition(".")[0]
+        styles[generic(module)].add(by.get(module))
+    odd = [name for name, kinds in styles.items() if len(kinds) > 1]
+    return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
+
+
+def _told(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module and what is otherwise there than in the plan."""
+    for name, why in of.kept.items():
+        yield name, f"whole, and split in the plan: {why}"
+    whys = of.regions.why
+    for root, ports in of.regions.members().items():
+        if root not in whys or len(ports) == 1 and ports[0][0] != "op":  # a module alone does what the plan does
+            continue
+        ends = [(side, *of.sites[n]) for side, n in ports if side != "op"]
+        after = [module for side, module, _ in ends if side == "out"]
+        before = [module for side, module, kind in ends if side == "in" and kind == "row"]
+        does = [
+            f"{verb} {_last(names)}" for verb, names in (("gathered after", after), ("cut before", before)) if names
+        ]
+        if does:
+            parent = (after or before)[0].rpartition(".")[0]
+            yield parent, f"{' and '.join(does)}, where the plan leaves values split: {whys[root]}"
+    for modules in of.readers.values():
+        if len(modules) > 1:
+            told = (
+                f"{_last(modules)} gather their one input, or sum its gradient, each by itself; the plan does so once"
+            )
+            yield modules[0].rpartition(".")[0], told
+    for node in of.sums.passing:
+        path = module_path(node)
+        yield (path[-1] if path else ""), "every module takes its own sum over ranks; the plan adds here and takes one"
+
+
+def _last(modules: Iterable[str]) -> str:
+    """The modules' own names, each once."""
+    return ", ".join(dict.fromkeys(m.rpartition(".")[2] for m in modules))
+
+
+def _starred(styles: dict[str, Any], modules: list[list[str]]) -> dict[str, Any]:
+    """The styles with `*` for the number of a layer, where all that a key then fits have one style."""
+    paths = list(dict.fromkeys(tuple(m[:i]) for m in modules for i in range(1, len(m) + 1)))
+    out: dict[str, Any] = {}
+    for name, style in styles.items():
+        keys = [generic(name), NUMBER.sub("*", name, count=1)]
+        out[next((k for k in keys if k in out or _one(k, styles, paths, repr(style))), name)] = style
+    return out
+
+
+def _one(key: str, styles: dict[str, Any], paths: list[tuple[str, ...]], style: str) -> bool:
+    """Whether a key fits modules of one style only, and leads to one wherever it branches."""
+    parts = key.split(".")
+    fits = [p for p in paths if all(a in ("*", b) for a, b in zip(parts, p, strict=False))]
+    ends = [p for p in fits if len(p) == len(parts)]
+    branches = [p for p in fits if len(p) < len(parts) and parts[len(p) - 1] == "*"]
+    led = all(any(e[: len(b)] == b for e in ends) for b in branches)
+    return led and all(repr(styles.get(".".join(e))) == style for e in ends)
+
+
+def _style(b: Boundary) -> ParallelStyle:
+    """torch's style. Values split along batch or sequence stay DTensors: code between modules reads sizes off them."""
+    if b.kind == "input":
+        return _input(b)
+    if b.kind == "whole":
+        assert b.given is not None
+        return SequenceParallel(sequence_dim=b.given, use_local_output=not b.spread[1])
+    kind = ColwiseParallel if b.kind == "column" else RowwiseParallel
+    given = Replicate() if b.given is None else Shard(b.given if b.spread[0] else -1)
+    left = Replicate() if b.left is None else Shard(b.left if b.spread[1] else -1)
+    return kind(input_layouts=given, output_layouts=left, use_local_output=not b.spread[1])
+
+
+def _input(b: Boundary) -> ParallelStyle:
+    """One conversion for all that read an argument of a module; it is a DTensor within."""
+    given, whole = Replicate() if b.given is None else Shard(b.given), Replicate()
+    if isinstance(b.place, str):
+        return PrepareModuleInput(input_kwarg_layouts={b.place: given}, desired_input_kwarg_layouts={b.place: whole})
+    number, count = b.place
+    have, want = ([x if i == number else None for i in range(count)] for x in (given, whole))
+    return PrepareModuleInput(input_layouts=tuple(have), desired_input_layouts=tuple(want))
+
+
+def _name(b: Boundary) -> str:
+    """The name of the style in transformers."""
+    if b.kind == "whole":
+        return "replicated_with_grad_allreduce"
+    if b.lookup:
+        return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
+    if b.kind == "column":
+        return "colwise" if b.left is not None else "colwise_gather_output"
+    return "rowwise" if b.given is not None else "rowwise_split_input"

@@ -1,0 +1,146 @@
+"""Time, memory and exposed communication against tp, with and without sequence parallelism, as a drawing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotp.cost.solver.problem import amount
+from autotp.driver.sweep import Sweep
+from autotp.errors import InputError
+from autotp.plans.estimates import Degree
+
+from . import rows
+from .drawing import template, ticks
+
+WIDTH, LEFT, RIGHT = 560, 78, 26
+TOP, PANEL, BETWEEN, BOTTOM = 112, 170, 52, 44  # above the panels, of one, between two, below
+NAMES = (("with", "with sequence parallelism"), ("without", "without sequence parallelism"))
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a panel shows.
+
+    Attributes:
+        title: of the panel; `value`: what of a row is drawn; `words`: a value in words.
+        marks: the marks of an axis for these values; `label`: a mark in words, given the highest one.
+        factors: equal distances are equal factors; otherwise the axis begins at 0.
+    """
+
+    title: str
+    value: Callable[[Degree], float]
+    words: Callable[[float], str]
+    marks: Callable[[Sequence[float]], list[float]]
+    label: Callable[[float, float], str]
+    factors: bool = True
+
+    def place(self, x: float, marks: Sequence[float]) -> float:
+        """Where a value lies between the first mark, 0, and the last one, 1."""
+        scale = math.log if self.factors else float
+        low, high = scale(marks[0]), scale(marks[-1])
+        return (scale(x) - low) / (high - low)
+
+
+def write_svg(with_sp: Sweep, without_sp: Sweep, path: str | Path) -> None:
+    """Draw step time, memory per rank and exposed communication against tp. The file needs nothing else.
+
+    Args:
+        with_sp: `autotp.sweep(..., sequence_parallel=True)`.
+        without_sp: of the same model, with sequence_parallel=False.
+        path: of the SVG file.
+
+    Raises:
+        InputError: a sweep has no rows, or the two are not of the same model, cluster, objective and batch.
+    """
+    _check(with_sp, without_sp)
+    Path(path).write_text(_svg(with_sp, without_sp), encoding="utf-8")
+
+
+def _check(a: Sweep, b: Sweep) -> None:
+    if not (a.rows and b.rows):
+        raise InputError("there is nothing to draw: a sweep has no rows. Give it degrees (tps=).")
+    for name in ("model", "cluster", "objective", "optimizer", "batch"):
+        one, other = getattr(a, name), getattr(b, name)
+        if one != other:
+            raise InputError(f"the sweeps cannot be compared: {name} is {one!r} in one and {other!r} in the other.")
+
+
+def _svg(with_sp: Sweep, without_sp: Sweep) -> str:
+    degrees = sorted({row.tp for sweep in (with_sp, without_sp) for row in sweep.rows})
+    step = (WIDTH - LEFT - RIGHT) / max(len(degrees), 1)
+    columns = {tp: LEFT + step * (i + 0.5) for i, tp in enumerate(degrees)}
+    series = [(kind, sweep.rows) for (kind, _), sweep in zip(NAMES, (with_sp, without_sp), strict=True)]
+    panels = [
+        _panel(axis, series, columns, TOP + i * (PANEL + BETWEEN), with_sp.limit if axis is MEMORY else 0.0)
+        for i, axis in enumerate((TIME, MEMORY, EXPOSED))
+    ]
+    height = TOP + len(panels) * (PANEL + BETWEEN) - BETWEEN + BOTTOM
+    about = f"{with_sp.cluster}, {with_sp.objective}, batch of {with_sp.batch}"
+    return template("plot.svg.jinja").render(
+        model=with_sp.model, about=about, panels=panels, columns=columns, names=NAMES, size=(WIDTH, height),
+        left=LEFT, right=WIDTH - RIGHT, panel=PANEL,
+    )  # fmt: skip
+
+
+def _panel(
+    axis: Axis, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
+) -> dict[str, Any]:
+    """One panel: marks, lines with their points, and the limit where it lies within."""
+    drawn = [axis.value(row) for _, found in series for row in found]
+    marks = axis.marks([x for x in drawn if x > 0] or [1.0])
+
+    def height(x: float) -> float:
+        return top + PANEL * (1 - axis.place(x, marks))
+
+    lines = []
+    for kind, found in series:
+        kept = [(row, axis.value(row)) for row in sorted(found, key=lambda row: row.tp)]
+        shown = [(row.tp, x) for row, x in kept if x or not axis.factors]
+        points = [(columns[tp], height(x), f"tp={tp}, {kind}: {axis.words(x)}") for tp, x in shown]
+        lines.append((kind, points))
+    inside = marks[0] < limit < marks[-1]
+    return {
+        "title": axis.title,
+        "top": top,
+        "marks": [(height(x), axis.label(x, marks[-1])) for x in marks],
+        "lines": lines,
+        "limit": (height(limit), f"{amount(limit)} a rank") if inside else None,
+    }
+
+
+def _around(found: Sequence[float], candidates: Callable[[int], Iterator[float]], base: float) -> list[float]:
+    """Of the candidates of each power of `base` those between the values, and one on either side."""
+    low, high = math.floor(math.log(min(found), base)), math.ceil(math.log(max(found), base))
+    every = sorted(x for power in range(low - 1, high + 2) for x in candidates(power))
+    first = max(x for x in every if x <= min(found))
+    last = min(x for x in every if x >= max(found) and x > first)
+    return [x for x in every if first <= x <= last]
+
+
+def _decimal(found: Sequence[float]) -> list[float]:
+    return _around(found, lambda power: (x * 10.0**power for x in (1, 2, 5)), 10)
+
+
+def _binary(found: Sequence[float]) -> list[float]:
+    return _around(found, lambda power: iter((2.0**power,)), 2)
+
+
+def _round_size(nbytes: float, most: float) -> str:
+    return amount(nbytes).replace(".0 ", " ")
+
+
+def _round_each(x: float, most: float) -> str:
+    return rows.round_seconds(x, x)
+
+
+def _even(found: Sequence[float]) -> list[float]:
+    return ticks(max(found))
+
+
+TIME = Axis("step", lambda row: row.seconds, rows.seconds, _decimal, _round_each)
+MEMORY = Axis("memory per rank", lambda row: row.memory, amount, _binary, _round_size)
+EXPOSED = Axis("exposed communication", lambda row: row.exposed, rows.seconds, _even, rows.round_seconds, factors=False)

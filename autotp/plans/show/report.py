@@ -1,0 +1,160 @@
+"""Plans and per-rank programs as text to read."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+from torch import fx
+
+from autotp.cost.solver.problem import amount
+from autotp.ir.graph import module_path, short_name
+from autotp.ir.layouts import Layout
+from autotp.plans.estimates import OUTSIDE
+
+from . import rows
+from .rows import MARKS, Part
+from .table import WIDTH, Columns
+
+if TYPE_CHECKING:
+    from autotp.plans.estimates import Degree
+    from autotp.plans.plan import Plan
+
+
+def render(plan: Plan) -> str:
+    """The plan as plain text, `WIDTH` columns wide, the same for the same plan."""
+    return plain(renderable(plan))
+
+
+def plain(content: RenderableType) -> str:
+    """What rich draws, without colours and trailing blanks."""
+    out = io.StringIO()
+    Console(file=out, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(content)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
+
+
+def renderable(plan: Plan) -> RenderableType:
+    """The plan for a rich console: a headline, the blocks, the totals, what was left whole, and the notes."""
+    head = Text(f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})", style="bold")
+    parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
+    parts += [x for part in rows.parts(plan) for x in _part(part)]
+    totals = _filled(Columns((24, None), "ll", (24, None)), rows.totals(plan), "")
+    parts += [Text(), totals, *_layer(plan), *_left_whole(plan)]
+    if plan.degrees:
+        parts += [Text(), sweep_table(plan.degrees, "Degrees")]
+    for heading, lines in (("Runs with", plan.fired), ("Notes", plan.notes)):
+        if lines:
+            parts += [Text(), Text(heading, style="bold"), *(Padding(Text(n), (0, 0, 0, 2)) for n in lines)]
+    return Group(*parts)
+
+
+def _part(part: Part) -> Iterator[RenderableType]:
+    heading = Text.assemble((part.title, "bold"), f"  {part.detail}" if part.detail else "")
+    heading.overflow = "fold"
+    yield from (Text(), heading)
+    if part.limit:
+        yield Padding(Text(f"limit: {part.limit}", style="yellow"), (0, 0, 0, 2))
+    yield _filled(Columns((44, 36, 13, 13), "llrr", (26, 24, 13, 13)), part.weights)
+    if part.sent:
+        table = Columns((12, 12, 32, 25, 25), "lllll", (12, 9, 15, 20, 20))
+        yield _filled(table, part.sent, style="cyan")
+
+
+def _filled(table: Table, lines: Iterable[Sequence[str]], indent: str = "  ", style: str = "") -> Table:
+    for first, *others in lines:
+        table.add_row(Text(indent + first, style=style), *(Text(x, style=style) for x in others))
+    return table
+
+
+def _layer(plan: Plan) -> Iterator[RenderableType]:
+    """What the sublayers of one of the repeated blocks take, and everything outside of those."""
+    if found := rows.sublayers(plan):
+        assert plan.layer is not None
+        table = _filled(
+            Columns((24, None), "ll", (24, None)), [(f"one of {plan.layer.count} blocks", plan.layer.module)], ""
+        )
+        for name, compute, sent, share in found:
+            label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
+            table.add_row(label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else ""))
+        yield from (Text(), table)
+
+
+def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
+    """What each degree comes to: a heading, and a line for each."""
+    unit = degrees[0].unit if degrees else "samples"
+    names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
+    short = (*names[:-2], "largest\nbatch", f"{unit}/s\n/device")
+    table = Columns((None,) * 8, "rrrrrlrr", (None,) * 8, gap=2).headed(names, short)
+    for r in degrees:
+        batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
+        share = f"{rows.seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
+        held = "" if r.fits else "too much"
+        row = (str(r.tp), rows.seconds(r.seconds), share, amount(r.sent), amount(r.memory), held, batch)
+        table.add_row(*row, rows.number(r.throughput))
+    return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
+
+
+def _left_whole(plan: Plan) -> Iterator[RenderableType]:
+    """Every parameter that is whole, folded over equal blocks, under the operator to blame."""
+    reasons = rows.left_whole(plan)
+    if reasons:
+        yield from (Text(), Text("Left whole, and why", style="bold"))
+    for reason, names in reasons.items():
+        yield Padding(Text(reason), (0, 0, 0, 2))
+        yield _filled(Columns((94, 13), "lr", (65, 13)), names, "    ")
+
+
+# the program of one rank
+
+
+def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = None) -> str:
+    """The program of one rank: a heading for each module, and a line `name: layout [whole shape] = operator(operands)`
+    for each node, with the collectives marked f, f*, g, g* and by their names.
+
+    Args:
+        graph: as `autotp.passes.shard.rewrite` made it.
+        layouts: of its nodes; otherwise read from each node's `meta["layout"]`.
+    """
+    return "\n".join(_lines(graph, layouts or {})) + "\n"
+
+
+def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
+    at = ""
+    for node in graph.nodes:
+        path = node.meta.get("path") or module_path(node)
+        module = path[-1] if path else ""
+        if node.op not in ("placeholder", "output") and module != at:
+            at = module
+            yield f"\n# {module or '(top)'}"
+        if node.op == "output":
+            yield f"\nreturn {_value(node.args[0])}"
+            continue
+        layout = layouts.get(node, node.meta.get("layout"))
+        shape = getattr(node.meta.get("val"), "shape", None)
+        where = f" [{', '.join(map(str, shape))}]" if shape is not None else ""
+        typed = f"{node.name}: {layout}{where}" if layout is not None else f"{node.name}{where}"
+        yield f"{typed} = {_call(node)}" if node.op == "call_function" else typed
+
+
+def _call(node: fx.Node) -> str:
+    name = short_name(node.target)
+    if "conversion" in node.meta:
+        source, target = node.meta["conversion"]
+        return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
+    given = [_value(a) for a in node.args]
+    given += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
+    return f"{name}({', '.join(given)})"
+
+
+def _value(x: Any) -> str:
+    if isinstance(x, list | tuple):
+        inner = ", ".join(map(_value, x))
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in x.items()) + "}"
+    return x.name if isinstance(x, fx.Node) else str(x)

@@ -1,0 +1,232 @@
+"""What a plan says, as rows of words: `.report` sets them as text, `.page` as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from autotp.cost.solver.problem import amount
+from autotp.ir.layouts import Shard, Size
+
+if TYPE_CHECKING:
+    from autotp.plans.estimates import Axis, Memory
+    from autotp.plans.plan import Block, Collective, Parameter, Plan
+
+MARKS = {"f_star": "f*", "g_star": "g*"}
+NAMES = {"mlp": "MLP"}
+
+
+@dataclass(frozen=True)
+class Part:
+    """A block and its equals, or what is in none.
+
+    Attributes:
+        kind: of the block; `module`: its path; `count`: how many are equal.
+        detail: what it is and what one rank has of it; `limit`: what the number of heads forbids.
+        weights: name, role, whole shape, shape on the fullest rank; `parameters`: which they are.
+        sent: Megatron's name, layouts, operator, and what one rank sends forward and backward.
+    """
+
+    kind: str
+    module: str
+    count: int
+    detail: str
+    limit: str
+    parameters: Sequence[Parameter]
+    weights: list[tuple[str, ...]]
+    sent: list[tuple[str, ...]]
+
+    @property
+    def title(self) -> str:
+        times = f" x {self.count}" if self.count > 1 else ""
+        return " ".join(filter(None, [self.kind, self.module])) + times
+
+
+def parts(plan: Plan) -> Iterator[Part]:
+    """The blocks, equal ones folded, and then what is in none."""
+    parameters: dict[str, Parameter] = {p.name: p for p in plan.parameters}
+    shown: set[str] = set()
+    for i, block in enumerate(plan.blocks):
+        if block.first == i:
+            yield _part(plan, i, block, parameters, shown)
+            shown.update(block.parameters)
+    inside = {n for b in plan.blocks for n in b.parameters}
+    left = [p for p in plan.parameters if p.name not in inside]
+    outside = [c for c in plan.collectives if c.block is None]
+    if left or outside:
+        yield Part("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(outside, 1))
+
+
+def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> Part:
+    members = {j for j, b in enumerate(plan.blocks) if b.first == index}
+    detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
+    own = [parameters[n] for n in block.parameters]
+    weights = _weights(own, block.module, shown)
+    sent = _sent([c for c in plan.collectives if c.block in members], len(members))
+    kind = NAMES.get(block.kind, block.kind)
+    return Part(kind, block.module, len(members), detail, block.limit, own, weights, sent)
+
+
+def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:
+    rows = []
+    for p in parameters:
+        name = p.name.removeprefix(module + ".") if module else p.name
+        where = f", dim {p.layout.dim}" if isinstance(p.layout, Shard) else ""
+        if isinstance(p.layout, Shard) and (several := pieces(p.layout)) != 1:
+            where += f" in {several} pieces"
+        tied = " (tied)" if p.name in shown or p.aliases else ""
+        rows.append((f"{name}{tied}", f"{p.role}{where}", shape(p.shape), shape(p.local)))
+    return rows
+
+
+def pieces(layout: Shard) -> Size:
+    """How many pieces of one dimension are dealt separately, as those of a fused weight."""
+    return layout.partition.repeat * len(layout.partition.segments)
+
+
+def _sent(collectives: Sequence[Collective], members: int) -> list[tuple[str, ...]]:
+    """The collectives of a block and its equals: one row for each place, with its number where some lack it."""
+    groups: dict[tuple, list[Collective]] = {}
+    for c in collectives:
+        groups.setdefault((c.name, c.change, c.first, c.bytes), []).append(c)
+    rows = []
+    for (name, change, *_), equal in groups.items():
+        c = equal[0]
+        times = f" ({len(equal)} of {members})" if len(equal) < members else ""
+        times = f" x {len(equal)}" if len(equal) > members else times
+        ways = (_way("forward", c.forward, c.forward_bytes), _way("backward", c.backward, c.backward_bytes))
+        made = f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)
+        rows.append((MARKS.get(name, name), change, made + times, *ways))
+    return rows
+
+
+def _way(direction: str, name: str | None, nbytes: float) -> str:
+    return f"{primitive(name)} {amount(nbytes)}" if name else f"no {direction}"
+
+
+def totals(plan: Plan) -> list[tuple[str, str]]:
+    """What the plan comes to: a name and a value; an empty name goes on with the row before."""
+    t = plan.totals
+    rows = [
+        ("parameters per rank", of(t.local_parameters, t.parameters)),
+        ("forward flops per rank", of(t.local_flops, t.flops)),
+        ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
+    ]
+    if t.seconds:
+        gap = max(t.seconds - t.bound, 0.0) / t.seconds
+        proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {seconds(t.bound)}, gap = {gap:.1%}"
+        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof})"))
+    if t.megatron_bytes:
+        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+        ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
+        rows.append(
+            ("against Megatron's plan", "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios))
+        )
+    return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
+
+
+def over(plan: Plan) -> str:
+    """The ranks, in words."""
+    ranks = f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
+    return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} (dp x tp)"
+
+
+def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
+    """What is sent over the data-parallel axis."""
+    if axis.size == 1:
+        return
+    what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
+    beside = f", beside a backward of {seconds(axis.backward)}" if axis.backward else ""
+    yield f"over dp={axis.size}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
+    if axis.values:
+        yield "", f"other values, such as a loss: {amount(axis.values)} sent"
+
+
+def _memory(m: Memory) -> Iterator[tuple[str, str]]:
+    """What the fullest rank holds, the parts that are there, and where the peak is."""
+    yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
+    told = [f"{name} {amount(size)}" for name, size in held(m)]
+    for line in (told[:4], told[4:]):
+        if line:
+            yield "", ", ".join(line)
+
+
+def held(m: Memory) -> list[tuple[str, float]]:
+    """The parts of what the fullest rank holds, in bytes, that are there."""
+    parts = [
+        ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
+        ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
+    ]  # fmt: skip
+    return [(name, size) for name, size in parts if size]
+
+
+def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """Of one of the repeated blocks and of what is outside: name, compute, communication and its share; the last two
+    empty where there is none. No rows where nothing repeats."""
+    if plan.layer is None or plan.layer.count == 1:
+        return []
+    out = plan.layer.outside
+    every = [*plan.sublayers, *([out] if out.seconds else [])]
+    sent = [(seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "") for p in every]
+    return [(p.name, seconds(p.compute), *ways) for p, ways in zip(every, sent, strict=True)]
+
+
+def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
+    """The operator to blame -> the parameters that it keeps whole, folded over equal blocks, with their shape."""
+    reasons: dict[str, dict[str, list[Parameter]]] = {}
+    for p in plan.parameters:
+        if p.role == "whole":
+            reasons.setdefault(p.reason or "", {}).setdefault(p.first, []).append(p)
+    return {
+        reason: [(f"{first} x {len(x)}" if len(x) > 1 else first, shape(x[0].shape)) for first, x in groups.items()]
+        for reason, groups in reasons.items()
+    }
+
+
+# words
+
+
+def operator(name: str) -> str:
+    """`mul` of `aten.mul.Tensor`."""
+    return name.removeprefix("aten.").removeprefix("autotp.").split(".")[0]
+
+
+def last(path: str) -> str:
+    """The last part of a module path, with the one before it where that is only a number."""
+    names = path.split(".")
+    return ".".join(names[-2:] if names[-1].isdigit() else names[-1:])
+
+
+def primitive(name: str | None) -> str:
+    """`all-reduce` of `all_reduce`."""
+    return (name or "").replace("_", "-")
+
+
+def shape(sizes: Sequence[int]) -> str:
+    """`64 x 128`."""
+    return " x ".join(map(str, sizes)) or "scalar"
+
+
+def number(x: float) -> str:
+    """A count with a decimal unit."""
+    for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= step:
+            return f"{x / step:.2f}{unit}"
+    return f"{x:.0f}"
+
+
+def seconds(x: float) -> str:
+    """A time in milliseconds or microseconds."""
+    return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
+
+
+def round_seconds(x: float, most: float) -> str:
+    """A round time, in a unit that suits all up to `most`."""
+    unit, factor = next((u, f) for u, f, least in (("s", 1, 1.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0)) if most >= least)
+    return f"{factor * x:g} {unit}" if x else "0"
+
+
+def of(local: float, whole: float) -> str:
+    """A rank's part of a count."""
+    return f"{number(local)} of {number(whole)}" + (f" ({local / whole:.1%})" if whole else "")

@@ -1,0 +1,130 @@
+"""The predicted timeline of one layer of a plan, and as a trace for Perfetto."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from autotp.errors import PlanError
+from autotp.plans.estimates import Layer, Timed
+from autotp.plans.plan import Plan
+
+from .rows import MARKS, last, operator, primitive, seconds
+
+TRACKS = ("compute", "communication")
+
+
+@dataclass(frozen=True)
+class Event:
+    """An operator or a collective at its time.
+
+    Attributes:
+        start, seconds: from the beginning of the layer, by the cost model.
+        track: "compute" or "communication"; `direction`: "forward" or "backward".
+        label: such as "linear (q_proj)" or "all-reduce (f*)"; `step`: the plan's own figures.
+    """
+
+    start: float
+    seconds: float
+    track: str
+    direction: str
+    label: str
+    step: Timed
+
+    @property
+    def end(self) -> float:
+        return self.start + self.seconds
+
+
+def timeline(plan: Plan) -> tuple[Event, ...]:
+    """What one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
+
+    Nothing overlaps, as in the cost model: an operator waits for the collective before it. In a step the other layers
+    lie between forward and backward of this one.
+
+    Args:
+        plan: made here or loaded.
+
+    Raises:
+        PlanError: the plan holds no times.
+    """
+    layer = layer_of(plan)
+    events, now = [], 0.0
+    for step, direction in _order(layer):
+        took = step.forward if direction == "forward" else step.backward
+        sends = step.forward_sends if direction == "forward" else step.backward_sends
+        if took:
+            events.append(Event(now, took, TRACKS[sends is not None], direction, _label(step, sends), step))
+            now += took
+    return tuple(events)
+
+
+def layer_of(plan: Plan) -> Layer:
+    """The times that the plan holds of one layer.
+
+    Raises:
+        PlanError: it holds none.
+    """
+    if plan.layer is None:
+        raise PlanError("the plan holds no times: it was saved by an earlier version of autotp. Plan again.")
+    return plan.layer
+
+
+def heading(layer: Layer) -> str:
+    """Which part of the model a timeline shows, and for how many others it speaks."""
+    if layer.count == 1:
+        return "the whole model, in which no block repeats"
+    same = "all" if layer.alike == layer.count else f"{layer.alike} of them"
+    return f"{layer.module}, one of {layer.count} blocks ({same} take these times)"
+
+
+def _order(layer: Layer) -> Iterator[tuple[Timed, str]]:
+    yield from ((step, "forward") for step in layer.steps)
+    yield from ((step, "backward") for step in reversed(layer.steps))
+
+
+def _label(step: Timed, sends: str | None) -> str:
+    if step.converts:
+        return f"{primitive(sends) or 'local'} ({MARKS.get(step.name, step.name)})"
+    return f"{operator(step.name)} ({last(step.module)})" if step.module else operator(step.name)
+
+
+def write_trace(plan: Plan, path: str | Path) -> None:
+    """Write the timeline of one layer as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+    Args:
+        plan: made here or loaded.
+        path: of the JSON file.
+
+    Raises:
+        PlanError: the plan holds no times.
+    """
+    layer, events = layer_of(plan), timeline(plan)
+    title = f"{plan.model}, tp={plan.tp}, {plan.cluster}, {plan.objective}: {heading(layer)}"
+    rows = [_named("process_name", 0, title)]
+    rows += [_named("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
+    rows += [{"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": i, "args": {"sort_index": i}} for i in range(3)]
+    for direction in dict.fromkeys(e.direction for e in events):
+        own = [e for e in events if e.direction == direction]
+        rows.append(_span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
+    for e in events:
+        rows.append(_span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _told(e)))
+    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
+
+
+def _named(what: str, thread: int, name: str) -> dict[str, Any]:
+    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
+
+
+def _span(name: str, start: float, took: float, thread: int, kind: str, args: dict[str, Any]) -> dict[str, Any]:
+    """A complete event; the format counts in microseconds."""
+    times = {"ts": 1e6 * start, "dur": 1e6 * took}
+    return {"name": name, "ph": "X", "cat": kind, "pid": 0, "tid": thread, **times, "args": args}
+
+
+def _told(e: Event) -> dict[str, Any]:
+    told = {"module": e.step.module, "sublayer": e.step.part, "direction": e.direction, "predicted": seconds(e.seconds)}
+    return {**told, "layouts": e.step.change, "bytes": e.step.bytes} if e.step.converts else told

@@ -1,0 +1,143 @@
+"""One call of an operator as a program of its own, and every choice that the planner would have for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.capture.capture import Capture, Leaf
+from autotp.comm.slices import Spec, to_runtime
+from autotp.cost.solver.problem import ValueId
+from autotp.ir.graph import differentiable, short_name
+from autotp.ir.layouts import Layout, Partition, Segment, divide
+from autotp.passes.shard.planner import Planned
+from autotp.passes.shard.strategies import Candidates, place, signatures
+from autotp.plans.plan import Decision
+from autotp.rules.core import Factor, Op, Rule, rule_of
+
+TOLERANCE = 1e-10  # in float64
+RuleOf = Callable[[Op], Rule | None]
+
+
+@dataclass
+class Case:
+    """One call of an operator: its arguments, with tensors where they are tensors."""
+
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    frozen: int = 0  # of the last operands, how many have no gradient
+    reference: Callable[..., Any] | None = None  # what to compare with, where torch has no derivative
+    values: bool = True  # False: only shapes are compared (uninitialised or random results)
+    tolerance: float | None = TOLERANCE  # None: TOLERANCE in float64, else what torch.testing allows
+
+    def __str__(self) -> str:
+        def show(x: Any) -> str:
+            return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else str(x)
+
+        given = [str(compat.tree_map(show, a)).replace("'", "") for a in self.args]
+        return f"{short_name(self.target)}({', '.join([*given, *(f'{k}={show(v)}' for k, v in self.kwargs.items())])})"
+
+
+@dataclass
+class Program:
+    """The call as a captured graph of one operator, with its operands."""
+
+    planned: Planned
+    node: fx.Node
+    op: Op
+    rule: Rule | None
+    operands: list[Tensor]
+
+    def operand(self, slot: int) -> str:
+        """The name of an operand, numbered where one argument holds several."""
+        name = self.op.names[slot]
+        return name if self.op.names.count(name) == 1 else f"{name}[{slot - self.op.names.index(name)}]"
+
+    def spec(self, layout: Layout) -> Spec:
+        """A layout at run time; that of rows by group holds the operand which says where the groups end."""
+        carries = [c for f in (self.rule.factors if self.rule else ()) for c in (*f.ins, *f.outs) if c is not None]
+        ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
+        return to_runtime(layout, lambda size: ends if isinstance(size, str) else size)
+
+
+def program(case: Case, rule: RuleOf = rule_of) -> Program:
+    """The one-operator graph of a case; `rule` stands in for the table (negative controls)."""
+    graph, mode, operands = fx.Graph(), compat.fake_mode(), []
+    leaves: list[Leaf] = []
+
+    def leaf(x: Any) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        node = graph.placeholder(f"x{len(operands)}")
+        node.meta["val"] = mode.from_tensor(x.detach(), static_shapes=True)
+        leaves.append(Leaf(node, "parameter", node.name))
+        operands.append(x.detach())
+        return node
+
+    args, kwargs = compat.tree_map(leaf, (case.args, case.kwargs))
+    node = graph.call_function(case.target, args, kwargs)
+    fake_args, fake_kwargs = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+    with mode:
+        node.meta["val"] = case.target(*fake_args, **fake_kwargs)
+    graph.output(node)
+    for last in leaves[max(len(leaves) - case.frozen, 0) :]:
+        last.kind = "buffer"
+    nothing: Any = None
+    captured = Capture(graph, leaves, {}, nothing, nothing, {}, {}, {}, {}, [], False)
+    op = Op.of(node)
+    found = rule(op)
+    planned = Planned(captured, 1, {}, {node: op}, {node: found}, {}, differentiable(captured))
+    return Program(planned, node, op, found, operands)
+
+
+def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
+    """Partitions of a loop: plain, in units, fused of two unequal segments, and repeated."""
+    if factor.pieces:
+        lengths = [n for n in factor.pieces if isinstance(n, int)]
+        yield Partition.of([Segment(n) for n in lengths], 1, tp)
+        yield Partition.of([Segment(n // 2, 2) if n % 2 == 0 else Segment(n) for n in lengths], 1, tp)
+        return
+    size = factor.size
+    yield Partition.plain(size, tp)
+    half = divide(size, 2)
+    if half is not None and half != 1:
+        yield Partition.of([Segment(half, 2)], 1, tp)
+        yield Partition.of([Segment(half, 1)], 2, tp)
+    if isinstance(size, int) and size > 2:
+        yield Partition.of([Segment(size - 2, 1), Segment(2, 1)], 1, tp)
+
+
+def choices(p: Program, tp: int) -> list[tuple[Decision, Factor | None]]:
+    """Every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
+    candidates = Candidates(tp)
+    slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
+    results: list[ValueId] = [("out", i) for i in range(len(p.op.outs))]
+    values = [*(v for s in slots for v in s), *results]
+    for factor in p.rule.factors if p.rule else ():
+        for loop in loops_to_try(factor, tp) if factor.size != 1 else ():
+            for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
+                part = place(carry, factor, loop, tp, slots) if carry is not None else None
+                if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
+                    candidates.of[value, carry.dim].append(part)
+    grads = p.planned.grads
+    carries = [p.node in grads] * len(p.op.outs)
+    found: dict[Any, tuple[Decision, Factor | None]] = {}
+    for ins, outs, k, loop in signatures(p.rule, [s in grads for s in p.op.slots], carries, slots, results, candidates):
+        factor = p.rule.factors[k] if p.rule and k is not None else None
+        found.setdefault((ins, outs), (Decision(ins, outs, k, loop), factor))
+    return list(found.values())
+
+
+def required(p: Program) -> set[Any]:
+    """What the cases of an operator must exercise of this call's rule."""
+    if p.rule is None:
+        return set()
+    maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted
+    tried = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
+    factors = {("factor", i) for i, wanted in enumerate(tried) if wanted}
+    return factors | {("linear", s) for s in p.rule.linear} | {("addend", s) for s in p.rule.addends}

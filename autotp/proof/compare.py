@@ -1,0 +1,300 @@
+"""Compare a per-rank program with the captured graph, value by value and gradient by gradient, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm.slices import Spec, split, to_runtime
+from autotp.ir.graph import Value, module_path, resolve, short_name
+from autotp.ir.layouts import I, Layout, R, Size
+from autotp.passes.shard.planner import Planned
+from autotp.passes.shard.rewrite import Sharded
+from autotp.plans.plan import Plan
+
+from .numerics import backward, largest, layout_error, loss
+from .simulate import StepError, Values, promoted, reference, run
+
+TOLERANCE = 1e-9  # both sides run in float64
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the sharded program first differs.
+
+    Attributes:
+        direction: "forward" or "backward"; "capture" where the captured graph is not the model.
+        value: name of the captured graph's value that arrives or comes out wrong; `op`: what made it; `module`: where.
+        error: largest difference over the largest reference value; inf where an operator failed.
+        detail: what was found, for a person.
+    """
+
+    direction: str
+    value: str
+    op: str
+    module: str
+    error: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; true where outputs and every gradient agree.
+
+    Attributes:
+        tp: number of simulated ranks. plan: the plan that was proved.
+        output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
+        capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
+            between the captured graph and the model itself; nan for a model on the meta device.
+        values: values compared forward and backward.
+        forward_only: why no gradients were compared: the original has none; empty where they were.
+        difference: the first operator that differs, None where all agree.
+    """
+
+    tp: int
+    plan: Plan | None
+    output_error: float
+    gradient_error: float
+    capture_error: float
+    values: int
+    difference: Difference | None = None
+    tolerance: float = TOLERANCE
+    forward_only: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing differs."""
+        return self.difference is None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            d = self.difference
+            return f"differs ({d.direction}) at {d.value} = {d.op} in {d.module or 'the model'}: {d.detail}"
+        none = f"no gradients, for the original has none ({self.forward_only})"
+        gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
+        return (
+            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
+            f"values compared); the captured graph is within {self.capture_error:.1e} of the model"
+        )
+
+
+def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
+    """Run the captured graph and the per-rank program on the same values and compare all that they compute.
+
+    The loss is one fixed linear functional of all outputs, so that every element of them has a gradient of its own.
+
+    Args:
+        planned, sharded: the decided graph and its program for `planned.tp` ranks.
+        values: of the graph's leaves; sizes other than the captured ones are allowed where they are symbolic.
+
+    Returns:
+        A `Report` without plan and capture error.
+    """
+    given, drawn = values.doubled(), torch.get_rng_state()
+    with promoted(planned.program.graph, sharded.graph):
+        expected = _expect(planned, given)
+        torch.set_rng_state(drawn)  # the ranks draw what the original drew
+        proof = _Proof(planned, sharded, _bind(planned, given), expected)
+        difference = proof.forward(given) or (proof.backward() if not expected.failed else None)
+    errors = proof.output_error, proof.gradient_error, 0.0
+    return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed)
+
+
+@dataclass
+class _Expected:
+    """What the captured graph computes; gradients are in the tensors' `grad`."""
+
+    values: dict[Value, Tensor]
+    outputs: list[Any]
+    largest: float  # of the gradients of the leaves
+    failed: str  # why there are no gradients
+
+
+def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
+    leaves = {n: _leaf(v, n in planned.grads) for n, v in given.items()}
+    values: dict[Value, Tensor] = {}
+
+    def keep(node: fx.Node, value: Any) -> None:
+        for i, v in enumerate(value if isinstance(value, list | tuple) else [value]):
+            if isinstance(v, Tensor):
+                values[node, i] = _watched(v)
+
+    outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
+    failed = backward(loss(outputs))
+    top = max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0)
+    return _Expected(values, outputs, top, failed)
+
+
+def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:
+    """The size of every symbol, by name."""
+    return {str(symbol): given[node].shape[d] for symbol, (node, d) in planned.program.symbols.items()}
+
+
+@dataclass
+class _Proof:
+    """The simulated ranks: what they made of every value, and how it compares."""
+
+    planned: Planned
+    sharded: Sharded
+    sizes: Mapping[str, int]
+    expected: _Expected
+    held: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    outputs: list[Any] = field(default_factory=list)
+    output_error: float = 0.0
+    gradient_error: float = 0.0
+    compared: int = 0
+
+    def forward(self, given: Mapping[fx.Node, Any]) -> Difference | None:
+        """The first value, then the first output, that differs."""
+        graphs = self.sharded.graph, self.planned.program.graph
+        leaves = zip(*([n for n in g.nodes if n.op == "placeholder"] for g in graphs), strict=True)
+        failed: StepError | None = None
+        try:
+            inputs = {n: self._deal(n, given[whole]) for n, whole in leaves}
+            self.outputs = run(self.sharded, self.planned.tp, inputs, self._keep)
+        except StepError as e:
+            failed = e
+        for node, ranks in self.held.items():
+            error = self._value_error(node, ranks)
+            if not error <= TOLERANCE:
+                return self._blame(node, error, f"the recombined value is off by {error:.2e}")
+        if failed is not None:
+            return self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
+        return self._compare_outputs()
+
+    def _deal(self, node: fx.Node, value: Any) -> list[Any]:
+        """A leaf's value on every rank, as its layout says."""
+        if not isinstance(value, Tensor):
+            return [value] * self.planned.tp
+        wanted = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
+        spec = self._spec(self.sharded.layouts.get(node, R))
+        return [_leaf(v, wanted) for v in split(value.detach(), spec, self.planned.tp)]
+
+    def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
+        if node in self.sharded.origin:
+            self.held[node] = [_watched(v) for v in ranks]
+
+    def _spec(self, layout: Layout, node: fx.Node | None = None) -> Spec:
+        def number(size: Size | str) -> Any:
+            if isinstance(size, int):
+                return size
+            if isinstance(size, str) and node is not None:
+                return self.expected.values[self.sharded.origin[self.sharded.ends[node]]]
+            return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
+
+        return to_runtime(layout, number)
+
+    def _value_error(self, node: fx.Node, ranks: list[Any]) -> float:
+        origin = self.sharded.origin[node]
+        whole = self.expected.values.get(origin)
+        if whole is None:
+            return 0.0
+        self.compared += 1
+        spec = self._spec(self.sharded.layouts[node], node)
+        error = layout_error(ranks, spec, whole.detach())
+        if error <= TOLERANCE:
+            return error
+        read = [self.expected.values[v] for i in origin[0].all_input_nodes if (v := resolve(i)) in self.expected.values]
+        scale = max((largest(v) for v in read if not v.is_complex()), default=0.0)  # a sum of these may be zero
+        return layout_error(ranks, spec, whole.detach(), scale)
+
+    def _compare_outputs(self) -> Difference | None:
+        """Every output is whole on every rank."""
+        nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
+        ranks = [compat.tree_leaves(o) for o in self.outputs]
+        for i, (node, whole) in enumerate(zip(nodes, self.expected.outputs, strict=True)):
+            found = [r[i] for r in ranks]
+            if isinstance(whole, Tensor):
+                error = layout_error(found, self._spec(I), whole.detach())
+            else:
+                error = 0.0 if all(v == whole for v in found) else float("inf")
+            if not error <= TOLERANCE:
+                return self._blame(node, error, f"output {i} is off by {error:.2e}")
+            self.output_error = max(self.output_error, error)
+        return None
+
+    def backward(self) -> Difference | None:
+        """The first gradient that differs, from the last value made back to the parameters."""
+        totals = [loss(o) for o in self.outputs]
+        failed: RuntimeError | None = None
+        if any(t.requires_grad for t in totals):
+            try:
+                torch.stack(totals).sum().backward()
+            except RuntimeError as e:
+                failed = e
+        for node in reversed(self.held):
+            error = 0.0 if "conversion" in node.meta else self._gradient_error(node)
+            if not error <= TOLERANCE:
+                detail = f"the backward fails: {failed}" if failed else f"the gradient is off by {error:.2e}"
+                return self._difference("backward", node, error, detail)
+            self.gradient_error = max(self.gradient_error, error)
+        return Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}") if failed else None
+
+    def _gradient_error(self, node: fx.Node) -> float:
+        whole = self.expected.values.get(self.sharded.origin[node])
+        if whole is None or whole.grad is None:
+            return 0.0
+        ranks = [v.grad if v.grad is not None else torch.zeros_like(v) for v in self.held[node]]
+        self.compared += 1
+        return layout_error(ranks, self._spec(self.sharded.layouts[node].dual, node), whole.grad, self.expected.largest)
+
+    def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
+        """The value itself, unless an operand of its operator arrives in another layout than was decided."""
+        made = next((n for n in _onwards(node) if n in self.sharded.origin), node)
+        op = self.planned.ops.get(self.sharded.origin[made][0]) if made in self.sharded.origin else None
+        if op is not None and "conversion" not in made.meta:
+            slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
+            for operand in self._arrivals(made):
+                wanted = [layout for value, layout in slots if value == self.sharded.origin[operand]]
+                has = self.sharded.layouts[operand]
+                if wanted and has not in wanted:
+                    arrives = f"arrives at {op.node.name} as {has}, should be {wanted[0]}; there {detail}"
+                    return self._difference("forward", operand, error, arrives)
+        return self._difference("forward", made, error, detail)
+
+    def _arrivals(self, node: fx.Node) -> list[fx.Node]:
+        """The planned values that this node is made of, through what its rule wrote in between."""
+        found, todo, seen = [], list(node.all_input_nodes), set()
+        while todo:
+            n = todo.pop(0)
+            if n in self.sharded.origin:
+                found += [n] if n not in seen else []
+            elif n not in seen:
+                todo += n.all_input_nodes
+            seen.add(n)
+        return found
+
+    def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
+        origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
+        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and "conversion" in n.meta]
+        detail += f" (conversions of this value: {', '.join(moved)})" if moved else ""
+        path = module_path(origin)
+        return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)
+
+
+def _onwards(node: fx.Node) -> list[fx.Node]:
+    """The node and those after it: what a rule writes for an operator comes just before its result."""
+    nodes = list(node.graph.nodes)
+    return nodes[nodes.index(node) :]
+
+
+def _leaf(value: Any, wanted: bool) -> Any:
+    return value.detach().clone().requires_grad_(wanted) if isinstance(value, Tensor) else value
+
+
+def _watched(value: Any) -> Any:
+    if isinstance(value, Tensor) and value.requires_grad:
+        value.retain_grad()
+    return value
+
+
+def _has_grad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.grad is not None

@@ -1,0 +1,86 @@
+"""How far apart two results are, and the loss that gives every element of a result a gradient of its own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp import compat
+from autotp.comm.slices import Spec, recombine
+from autotp.errors import PlanError
+from autotp.ir.layouts import I, R
+
+FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
+
+
+def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: float = 0.0) -> float:
+    """Relative error of the recombined value; for whole layouts the worst rank counts."""
+    ranks = [v.detach() for v in ranks]
+    try:
+        found = ranks if spec[0] in (str(I), str(R)) else [recombine(ranks, spec)]
+    except (RuntimeError, ValueError, IndexError, PlanError):  # shapes that do not fit
+        return float("inf")
+    return max(relative(f, whole, scale) for f in found)
+
+
+def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
+    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ."""
+    if a.shape != b.shape:
+        return float("inf")
+    if not (b.is_floating_point() or b.is_complex()):
+        return 0.0 if torch.equal(a, b) else float("inf")
+    if torch.equal(a, b):
+        return 0.0
+    top = (a - b).abs().max().item() if a.numel() else 0.0
+    top = top if math.isfinite(top) else _finite_part(a, b)
+    size = largest(b) + FLOOR * scale
+    return top / size if size else math.inf if top else 0.0
+
+
+def _finite_part(a: Tensor, b: Tensor) -> float:
+    """max|a - b| where `b` is finite; inf where the non-finite values differ."""
+    finite = torch.isfinite(b)
+    if not torch.allclose(a[~finite], b[~finite], equal_nan=True):
+        return float("inf")
+    top = (a[finite] - b[finite]).abs().max().item() if finite.any() else 0.0
+    return math.inf if math.isnan(top) else top  # a NaN would be lost in max()
+
+
+def loss(outputs: Any) -> Tensor:
+    """A fixed linear functional of all floating outputs (and buffers written)."""
+    total = torch.zeros((), dtype=torch.float64)
+    for v in compat.tree_leaves(outputs):
+        if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) and v.numel():
+            flat = torch.view_as_real(v).reshape(-1) if v.is_complex() else v.reshape(-1)
+            weight = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device) + 0.5)
+            total = total + (torch.where(torch.isfinite(flat), flat, 0) * weight).sum()
+    return total
+
+
+NO_DERIVATIVE = re.compile(r"no autograd formula was registered|derivative for .* is not implemented")
+
+
+def backward(total: Tensor) -> str:
+    """Fill the gradients of what the value was made of; where an operator has no derivative, what torch says of it."""
+    try:
+        if total.requires_grad:
+            total.backward()
+    except RuntimeError as e:
+        if not NO_DERIVATIVE.search(str(e)):
+            raise
+        return str(e).splitlines()[0]
+    return ""
+
+
+def largest(x: Tensor) -> float:
+    """The largest finite magnitude."""
+    x = x.detach()
+    if x.dtype == torch.bool or not x.numel():
+        return 0.0
+    top = x.abs().max().item()
+    return top if math.isfinite(top) else torch.where(torch.isfinite(x), x, 0).abs().max().item()

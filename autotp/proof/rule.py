@@ -1,0 +1,196 @@
+"""The proof of one operator call: every choice that its rule offers, forward and backward, against the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm import conversions, slices
+from autotp.errors import RuleError
+from autotp.ir.graph import short_name
+from autotp.ir.layouts import Layout, Partial
+from autotp.passes.shard.rewrite import Rewriter
+from autotp.plans.plan import Decision
+from autotp.rules.core import Factor, Rule, rule_of
+from autotp.rules.notation import letters, notation
+
+from . import simulate
+from .case import TOLERANCE, Case, Program, RuleOf, choices, program, required
+
+__all__ = ["Case", "Program", "choices", "program", "prove", "required"]
+
+
+class _Forced(Rewriter):
+    """The rewriting of one call whose operands lie as the choice wants them, and whose results stay as produced."""
+
+    def _routes(self) -> dict[Any, Any]:
+        return {}
+
+    def _outputs(self, node: fx.Node) -> Any:
+        call: fx.Node = node.args[0]  # type: ignore[assignment]
+        return [self.held[(call, i), x] for i, x in enumerate(self.planned.decisions[call].outs)]
+
+
+def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
+    """Prove every choice of a case on `tp` simulated ranks; returns what was exercised: factors, linear sets, addends.
+
+    Raises:
+        RuleError: a choice fails, or its results or gradients differ from the whole's.
+    """
+    p = program(case, rule)
+    p.planned.tp = tp
+    draw = torch.Generator().manual_seed(0)
+    whole = [x.clone().requires_grad_(s in p.planned.grads) for x, s in zip(p.operands, p.op.slots, strict=True)]
+    results = _call(case, whole)
+    grads = [_gradient(y, draw) if y.requires_grad else None for y in results]
+    expected = _Expected([y.detach() for y in results], grads, _gradients(results, grads, whole))
+    exercised: set[Any] = set()
+    for decision, factor in choices(p, tp):
+        try:
+            _prove(p, decision, case, expected)
+        except Exception as e:
+            raise RuleError(_told(p, case, decision, factor, e)) from e
+        exercised |= _exercised(p, decision, factor)
+    return exercised
+
+
+@dataclass
+class _Expected:
+    """The whole's results, the gradients that they were given, and the operands' gradients."""
+
+    results: list[Tensor]
+    given: Sequence[Tensor | None]
+    gradients: list[Tensor | None]
+
+
+class _Differs(Exception):
+    """What was found wrong of one choice."""
+
+
+def _told(p: Program, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
+    """What is wrong, of which choice, why it may be, and what to do."""
+    rule, tp = p.rule or Rule(), p.planned.tp
+    partial = [p.operand(i) for i, x in enumerate(decision.ins) if isinstance(x, Partial)]
+    what, advice = "run whole", "The operator must give the same results for the same operands."
+    if factor is not None and decision.factor is not None:
+        letter = letters(rule)[decision.factor]
+        summed = any(c is None for c in factor.outs)
+        what = f"split along {letter}" + (", which is summed over" if summed else "")
+        why = f"The parts along {letter} must not depend on each other; arguments that say its length need `localise`."
+        why = f"The result must be the sum of what the parts along {letter} give." if summed else why
+        advice = f"{why} Where that is not so, the dimension must stay whole: write `_` for it, or no factor."
+        if decision.loop is not None and not decision.loop.full(tp):
+            advice += " Some rank has no element here: where the operator cannot run on that, say empty=False."
+    elif partial:
+        what = f"given summands of {' and '.join(partial)}"
+        advice = f"It is not linear in {' and '.join(partial)}: correct `linear`."
+    layouts = ", ".join(f"{p.operand(i)} {x}" for i, x in enumerate(decision.ins))
+    found = str(error) if isinstance(error, _Differs) else f"it fails: {error}"
+    return (
+        f"the rule of {short_name(p.op.target)}, {notation(p.op, rule)}, is wrong: {what}, over {tp} ranks, {found}\n"
+        f"  {layouts} -> {', '.join(map(str, decision.outs))}\n  {case}\n{advice}"
+    )
+
+
+def _gradient(y: Tensor, draw: torch.Generator) -> Tensor:
+    """Random; whole numbers where the dtype is narrow, so that no rounding enters."""
+    if y.dtype in (torch.float64, torch.complex128):
+        return torch.randn(y.shape, generator=draw, dtype=y.dtype).to(y.device)
+    return torch.randint(-3, 4, y.shape, generator=draw).to(y.device, y.dtype)
+
+
+def _exercised(p: Program, decision: Decision, factor: Factor | None) -> set[Any]:
+    assert p.rule is not None or factor is None
+    if factor is not None and p.rule is not None:
+        added = {("addend", s) for s in p.rule.addends if isinstance(decision.ins[s], Partial)}
+        return {("factor", decision.factor), *added}
+    return {("linear", frozenset(i for i, x in enumerate(decision.ins) if isinstance(x, Partial)))} - {
+        ("linear", frozenset())
+    }
+
+
+def _call(case: Case, operands: Sequence[Tensor]) -> list[Tensor]:
+    given = iter(operands)
+    args, kwargs = compat.tree_map_only(Tensor, lambda _: next(given), (case.args, case.kwargs))
+    got = (case.reference or case.target)(*args, **kwargs)
+    return list(got) if isinstance(got, list | tuple) else [got]
+
+
+def _gradients(
+    results: Sequence[Tensor], grads: Sequence[Tensor | None], operands: Sequence[Tensor]
+) -> list[Tensor | None]:
+    """Gradients of the operands; None for those that need none or are not reached."""
+    pairs = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
+    wanted = [x for x in operands if x.requires_grad]
+    if not pairs or not wanted:
+        return [None] * len(operands)
+    found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
+    return [next(found) if x.requires_grad else None for x in operands]
+
+
+def _summands(p: Program, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
+    if isinstance(layout, Partial) and x.dtype == torch.bool:
+        raise _Differs("a truth value has no summands")
+    return slices.split(x, p.spec(layout), p.planned.tp, seed)
+
+
+def _prove(p: Program, decision: Decision, case: Case, expected: _Expected) -> None:
+    tp, grads = p.planned.tp, p.planned.grads
+    leaves = [leaf.node for leaf in p.planned.program.leaves]
+    p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}
+    p.planned.decisions[p.node] = decision
+    sharded = _Forced(p.planned, None, "full").run()
+    held = [
+        [part.clone().requires_grad_(s in grads) for part in _summands(p, x, layout, i)]
+        for i, (x, layout, s) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True))
+    ]
+    placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
+    got = simulate.run(sharded, tp, dict(zip(placeholders, held, strict=True)))
+    for i, (y, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
+        _compare(f"result {i}", [rank[i].detach() for rank in got], p.spec(layout), y, case)
+    duals = [
+        [None] * tp if g is None else slices.split(g, conversions.dual(p.spec(x)), tp, 7)
+        for g, x in zip(expected.given, decision.outs, strict=True)
+    ]
+    for rank in range(tp):
+        dead = [i for i, g in enumerate(expected.given) if (g is not None) != got[rank][i].requires_grad]
+        if dead and any(g is not None for g in expected.gradients):
+            raise _Differs(f"on rank {rank} result {dead[0]} is cut off from the gradient, or carries one of its own")
+    found = [_gradients(got[r], [d[r] for d in duals], [h[r] for h in held]) for r in range(tp)]
+    for i, (g, layout) in enumerate(zip(expected.gradients, decision.ins, strict=True)):
+        parts = [x for each in found if (x := each[i]) is not None]
+        if g is None or len(parts) < tp:
+            if g is not None or parts:
+                raise _Differs(f"{p.operand(i)} has a gradient on some ranks and none on others")
+            continue
+        _compare(f"the gradient of {p.operand(i)}", parts, p.spec(layout.dual), g, case)
+
+
+def _compare(what: str, parts: list[Tensor], spec: slices.Spec, whole: Tensor, case: Case) -> None:
+    joined = slices.recombine(parts, spec)
+    if joined.shape != whole.shape or joined.dtype != whole.dtype:
+        raise _Differs(f"{what} is {joined.dtype} {list(joined.shape)}, should be {whole.dtype} {list(whole.shape)}")
+    if not case.values:
+        return
+    if spec[0] in "IR" and not all(_close(x, joined, case.tolerance) for x in parts):
+        raise _Differs(f"{what} differs from rank to rank")
+    if not _close(joined, whole, case.tolerance):
+        raise _Differs(f"{what} is wrong by {(joined.to(whole.dtype) - whole).abs().max().item():.3g}")
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float | None) -> bool:
+    if not (b.is_floating_point() or b.is_complex()):
+        return torch.equal(a, b)
+    if tolerance is None and b.dtype not in (torch.float64, torch.complex128):
+        try:
+            torch.testing.assert_close(a, b, equal_nan=True)
+        except AssertionError:
+            return False
+        return True
+    limit = TOLERANCE if tolerance is None else tolerance
+    return torch.allclose(a, b, limit, limit, equal_nan=True)

@@ -1,0 +1,184 @@
+"""Run a per-rank program for all ranks in one process, in lockstep: no launcher, no devices, differentiable."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.comm import conversions
+from autotp.inputs import Inputs, without_cache
+from autotp.ir.graph import Capture, draws
+from autotp.passes.decompose.counter_random import SEEDS
+from autotp.passes.shard.rewrite import Sharded
+from autotp.rules.core import aten
+
+Ranks = list[Any]  # one value per rank
+Observer = Callable[[fx.Node, Ranks], None]
+
+
+def run(sharded: Sharded, tp: int, inputs: Mapping[fx.Node, Ranks], observe: Observer | None = None) -> list[Any]:
+    """Execute the program on `tp` simulated ranks.
+
+    Args:
+        sharded: the program, before the rank is known.
+        tp: number of ranks.
+        inputs: for every placeholder the value on each rank.
+        observe: called with every node and its value on each rank, as they are made.
+
+    Returns:
+        For each rank the program's output.
+
+    Raises:
+        StepError: an operator failed on some rank; it names the node.
+    """
+    env: dict[fx.Node, Ranks] = {}
+    for node in sharded.graph.nodes:
+        if node.op == "placeholder":
+            env[node] = list(inputs[node])
+        elif node.op == "output":
+            return [_at(node.args[0], env, r) for r in range(tp)]
+        else:
+            try:
+                env[node] = _step(node, env, tp)
+            except Exception as e:
+                raise StepError(node, e) from e
+        if observe is not None:
+            observe(node, env[node])
+    return []
+
+
+class StepError(RuntimeError):
+    """An operator of a simulated program failed; `node` is where."""
+
+    def __init__(self, node: fx.Node, error: Exception) -> None:
+        super().__init__(f"{node.format_node()}: {error}")
+        self.node = node
+
+
+def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
+    target: Any = node.target
+    if "conversion" in node.meta:
+        src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
+        return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
+    results = []
+    drawn = torch.get_rng_state() if draws(node) else None
+    for r in range(tp):
+        if drawn is not None:  # the generators of all ranks are in the same state
+            torch.set_rng_state(drawn)
+        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") == "tp" else {})}
+        results.append(_call(target, _at(node.args, env, r), kwargs))
+    return results
+
+
+def _at(args: Any, env: dict[fx.Node, Ranks], rank: Any) -> Any:
+    if isinstance(args, fx.Node):
+        return env[args][rank]
+    if isinstance(args, tuple | list):
+        return type(args)(_at(a, env, rank) for a in args)
+    if isinstance(args, dict):
+        return {k: _at(v, env, rank) for k, v in args.items()}
+    return args
+
+
+# What torch itself has no derivative for; the rules of these operators write the same into the program of the ranks.
+DERIVABLE: dict[Any, Callable[..., Tensor]] = {
+    aten.copy.default: lambda like, value, non_blocking=False: value.to(like.dtype).expand_as(like),
+}
+UNINITIALISED = (aten.empty, aten.empty_like, aten.new_empty, aten.empty_permuted, aten.empty_strided)
+
+
+def _call(target: Any, args: Any, kwargs: Any) -> Any:
+    """The operator's result, comparable: memory that it left as it was is zero, and an operand that it returns is an
+    alias, so that every value has a gradient of its own."""
+    function: Any = DERIVABLE.get(target, target)
+    result = function(*args, **kwargs)
+    if getattr(target, "overloadpacket", None) in UNINITIALISED:
+        return torch.zeros_like(result)
+    if isinstance(result, Tensor) and any(result is a for a in args):
+        return result.view_as(result)
+    return result
+
+
+def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
+    """Run the captured graph itself, showing every value as it is made; returns its outputs."""
+    env: dict[fx.Node, Any] = {}
+    for node in graph.nodes:
+        if node.op == "output":
+            return fx.map_arg(node.args[0], lambda n: env[n])
+        if node.op == "placeholder":
+            env[node] = inputs[node]
+        else:
+            args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: env[n])
+            env[node] = _call(node.target, args, kwargs)
+        observe(node, env[node])
+    return None
+
+
+@dataclass
+class Values:
+    """Real values for the leaves of a captured graph.
+
+    Attributes:
+        given: placeholder -> its value; `inputs`: the model's arguments among them.
+    """
+
+    given: dict[fx.Node, Any]
+    inputs: Inputs
+
+    @classmethod
+    def of(cls, program: Capture, model: nn.Module, inputs: Inputs) -> Values:
+        """The model's own parameters and buffers (random ones where it is on the meta device), and these inputs."""
+        state = {**program.constants, **dict(model.named_buffers(remove_duplicate=False))}
+        state |= dict(model.named_parameters(remove_duplicate=False))
+        inputs = without_cache(model, inputs)[0]
+        flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
+        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind == SEEDS}
+        given = {
+            x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves if x.kind != SEEDS
+        }
+        return cls({**given, **drawn}, inputs)
+
+    def doubled(self) -> dict[fx.Node, Any]:
+        """The values in float64 (and complex128)."""
+        return {n: v.detach().to(_wide(v.dtype)) if isinstance(v, Tensor) else v for n, v in self.given.items()}
+
+
+def _real(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    if not value.is_meta:
+        return value.detach()
+    draw = torch.Generator().manual_seed(value.numel())
+    return (torch.randn(value.shape, generator=draw, dtype=torch.float64) * 0.1).to(value.dtype)
+
+
+WIDE = {torch.complex64: torch.complex128, torch.complex32: torch.complex128}
+
+
+def _wide(x: Any) -> Any:
+    """The dtype in double precision; anything else as it is."""
+    if not isinstance(x, torch.dtype):
+        return x
+    return torch.float64 if x.is_floating_point else WIDE.get(x, x)
+
+
+@contextmanager
+def promoted(*graphs: fx.Graph) -> Iterator[None]:
+    """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
+    saved = [(n, n.args, n.kwargs) for g in graphs for n in g.nodes]
+    default = torch.get_default_dtype()
+    for node, args, kwargs in saved:
+        node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(default)
+        for node, args, kwargs in saved:
+            node.args, node.kwargs = args, kwargs

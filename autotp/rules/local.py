@@ -1,0 +1,172 @@
+"""What a rule sees while its operator is rewritten for the shards of one rank."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx
+
+from autotp import compat
+from autotp.comm.slices import local_size
+from autotp.errors import PlanError
+from autotp.ir.layouts import Layout, Partition, Shard, Size
+
+from .core import Factor, Op, Rule, expression
+
+Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+
+ARITHMETIC = {
+    "Add": operator.add,
+    "Mul": operator.mul,
+    "FloorDiv": operator.floordiv,
+    "Mod": operator.mod,
+    "Pow": operator.pow,
+}
+
+
+@dataclass
+class Sizes:
+    """Nodes of the new graph that hold symbolic sizes; every size is computed from the inputs, which are whole."""
+
+    graph: fx.Graph
+    symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
+    known: dict[Any, fx.Node] = field(default_factory=dict)
+
+    def note(self, node: fx.Node) -> None:
+        """Remember a node whose value is a size."""
+        val = node.meta.get("val")
+        if hasattr(val, "node") and not isinstance(expression(val), int):
+            self.known.setdefault(expression(val), node)
+
+    def of(self, size: Size) -> int | fx.Node:
+        """The int, or the node that computes this expression."""
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        if size not in self.known:
+            self.known[size] = self._compute(size)
+        return self.known[size]
+
+    def share(self, partition: Partition) -> fx.Node | None:
+        """What every rank owns of a symbolic partition, where it is known to be the same for all."""
+        return None
+
+    def _compute(self, size: sympy.Expr) -> fx.Node:
+        if isinstance(size, sympy.Symbol) and size in self.symbols:
+            return self.graph.call_function(compat.sym_size, self.symbols[size])
+        function = ARITHMETIC.get(type(size).__name__)
+        if function is None or not size.args:
+            raise PlanError(f"the size {size} cannot be computed from the sizes of the inputs")
+        first, *rest = (self.of(a) for a in size.args)  # type: ignore[arg-type]
+        for each in rest:
+            first = self.graph.call_function(function, (first, each))
+        return first  # type: ignore[return-value]
+
+
+@dataclass
+class Local:
+    """The decision for one operator, and the means to write its local call into the new graph."""
+
+    graph: fx.Graph
+    sizes: Sizes
+    env: dict[fx.Node, Any]
+    operands: list[fx.Node]
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    factor: Factor | None
+    loop: Partition | None
+    rule: Rule | None
+    tp: int
+
+    @property
+    def split(self) -> bool:
+        """Whether some operand or result is sharded."""
+        return any(isinstance(x, Shard) for x in (*self.ins, *self.outs))
+
+    @property
+    def contracted(self) -> bool:
+        """Whether the split loop is one that a result lacks."""
+        return self.factor is not None and any(c is None for c in self.factor.outs)
+
+    @property
+    def pieces(self) -> tuple[Partition, ...] | None:
+        """The partitions of the pieces of a cut loop, where that loop is split."""
+        if self.factor is None or self.loop is None or not self.factor.pieces:
+            return None
+        return self.loop.cut(self.factor.pieces, self.tp)
+
+    def operand(self, slot: int) -> fx.Node:
+        return self.operands[slot]
+
+    def out_partition(self, result: int, dim: int) -> Partition | None:
+        return _partition(self.outs[result], dim)
+
+    def in_partition(self, slot: int, dim: int) -> Partition | None:
+        return _partition(self.ins[slot], dim)
+
+    def out_length(self, result: int, dim: int, size: Size) -> Any:
+        """Local length of a result's dimension; `size` itself where it is not split."""
+        partition = self.out_partition(result, dim)
+        return self.sizes.of(size) if partition is None else self.length(partition)
+
+    def length(self, partition: Partition) -> Any:
+        """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
+        if partition.static and partition.even(self.tp):
+            return partition.local(0, self.tp)
+        even = self.sizes.share(partition)
+        return even if even is not None else self.ranked(local_size, *self.segments(partition))
+
+    def segments(self, partition: Partition) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+        """`(repeat, ((count, unit), ...))` with nodes for symbolic sizes."""
+        return self.sizes.of(partition.repeat), tuple(
+            (self.sizes.of(s.count), self.sizes.of(s.unit)) for s in partition.segments
+        )
+
+    def size(self, size: Size) -> Any:
+        return self.sizes.of(size)
+
+    def named(self, op: Op) -> dict[str, Any]:
+        """The operator's arguments by name, for the new graph."""
+        operands = iter(self.operands)
+
+        def new(x: Any) -> Any:
+            return next(operands) if x in slots else self.env[x] if isinstance(x, fx.Node) else x
+
+        slots = set(op.slots)
+        return {name: _map(value, new) for name, value in op.args.items()}
+
+    def call(self, op: Op, args: dict[str, Any]) -> Call:
+        """The operator called with these arguments by name."""
+        schema = getattr(op.target, "_schema", None)
+        if schema is None:
+            return op.target, tuple(args.values()), {}
+        given = [a for a in schema.arguments if args[a.name] != a.default_value or not a.has_default_value()]
+        last = max((i for i, a in enumerate(schema.arguments) if a in given and not a.kwarg_only), default=-1)
+        positional = tuple(args[a.name] for a in schema.arguments[: last + 1])
+        return op.target, positional, {a.name: args[a.name] for a in given if a.kwarg_only}
+
+    def unchanged(self, op: Op) -> Call:
+        """The same call on this rank's operands."""
+        return self.call(op, self.named(op))
+
+    def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
+        """A further node before the operator's own."""
+        return self.graph.call_function(target, args, kwargs or {})
+
+    def ranked(self, function: Any, *args: Any) -> fx.Node:
+        """A call that needs to know its rank (`rank` and `tp` are filled in per rank)."""
+        node = self.emit(function, args)
+        node.meta["ranked"] = "tp"
+        return node
+
+
+def _partition(layout: Layout, dim: int) -> Partition | None:
+    return layout.partition if isinstance(layout, Shard) and layout.dim == dim else None
+
+
+def _map(value: Any, new: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_map(v, new) for v in value)
+    return new(value) if isinstance(value, fx.Node) else value

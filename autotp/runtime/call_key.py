@@ -1,0 +1,89 @@
+"""One call's inputs in one form, so that equal calls find one program however they were written."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp import compat
+from autotp.errors import InputError
+from autotp.inputs import Inputs, bind, without_cache
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Stands for the tensor at this position of a call's flat inputs."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a call means but for its tensors: `key` is equal for equal meanings; `order` says where the tensors, in the
+    key's order, lie in the call's flat inputs."""
+
+    key: Hashable
+    order: tuple[int, ...]
+
+
+def signature(flat: Sequence[Any], spec: Any) -> tuple[Hashable, ...]:
+    """What a call is recognised by: cheap, and different wherever another program may be needed."""
+    grad = torch.is_grad_enabled()
+    try:
+        key = (spec, tuple([_describe(v, grad) for v in flat]))
+        hash(key)
+    except TypeError as error:
+        odd = next((type(v).__name__ for v in flat if not isinstance(v, Tensor | Hashable)), str(error))
+        raise InputError(
+            f"an input is {odd}: inputs are tensors, numbers, strings, None, and tuples, lists or dicts of them. "
+            "Turn arrays into tensors."
+        ) from None
+    return key
+
+
+def _describe(value: Any, grad: bool) -> tuple[Any, ...]:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype, grad and value.requires_grad
+    return type(value), value
+
+
+def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]:
+    """The form of a call of `bare`, and its inputs with the cache switched off.
+
+    Args:
+        bare: the module; its `forward` says the names.
+        flat, spec: `tree_flatten((args, kwargs))`.
+
+    Raises:
+        InputError: the inputs do not fit `forward`.
+    """
+    slots = compat.tree_unflatten([Slot(i) if isinstance(v, Tensor) else v for i, v in enumerate(flat)], spec)
+    inputs, _ = without_cache(bare, Inputs(*slots[0], **slots[1]))
+    leaves, shape = compat.tree_flatten(_named(bare.forward, inputs))
+    key = (shape, tuple(None if isinstance(x, Slot) else (type(x), x) for x in leaves))
+    order = tuple(x.index for x in leaves if isinstance(x, Slot))
+    whole = compat.tree_map(lambda x: flat[x.index] if isinstance(x, Slot) else x, (inputs.args, dict(inputs.kwargs)))
+    return Form(key, order), Inputs(*whole[0], **whole[1])
+
+
+def _named(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments by name in the order of the signature, without those that equal their default."""
+    bound = bind(forward, inputs)
+    positional: list[Any] = []
+    named: dict[str, Any] = {}
+    for name, value in bound.arguments.items():
+        parameter = bound.signature.parameters[name]
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            positional += value
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            named |= dict(sorted(value.items()))
+        elif value is not parameter.default:
+            named[name] = value
+    if named.get("use_cache") is False:  # captures are without a cache, said or unsaid
+        del named["use_cache"]
+    return positional, named

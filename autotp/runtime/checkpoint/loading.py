@@ -1,0 +1,212 @@
+"""Load a checkpoint into a sharded module: everything is checked first, then each rank reads its own slices."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from autotp.comm.ranks import agree, together
+from autotp.errors import StateError
+from autotp.runtime import state
+from autotp.runtime.storage import as_dtensor
+
+from . import dcpfiles, folders, optimizers, renaming
+from .boxes import Box, boxes, whole
+from .matching import Archive, Given, Match, match
+from .tensorfiles import INDEX, TensorFiles
+
+if TYPE_CHECKING:
+    from autotp.runtime.module import ShardedModule
+
+PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What `load` found.
+
+    Attributes:
+        missing_keys, unexpected_keys: as `load_state_dict` reports them; empty unless `strict=False`.
+        extra: what was given to `save` as `extra`.
+    """
+
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def load(
+    sharded: ShardedModule,
+    source: str | os.PathLike[str] | Mapping[str, Any],
+    *,
+    optimizer: Optimizer | None = None,
+    strict: bool = True,
+    cast: bool = False,
+    check_finite: bool = False,
+    trusted: bool = False,
+) -> Loaded:
+    """Load a checkpoint; each rank reads only its own slices. A collective call.
+
+    A model built on the meta device gets its memory here, a slice at a time: at most the rank's shard and the largest
+    slice are held. Names may be stored with or without the model's base prefix, tied weights under any of their names.
+
+    Args:
+        sharded: the module.
+        source: a Hugging Face folder or a safetensors file, a DCP folder, or a full state dict by the original's names.
+        optimizer: loaded too, from a folder that `save` wrote with one; made from this module's parameters.
+        strict: refuse missing and unknown tensors.
+        cast: allow tensors of another dtype than the model's, and change them to the model's.
+        check_finite: refuse infinities and NaN; everything is then read twice.
+        trusted: allow pickled files (.bin, .pt), which torch opens with `weights_only=True`.
+
+    Returns: the names that were missing or unknown where `strict=False` allows them, and what was saved as `extra`.
+
+    Raises:
+        StateError: the files are damaged or do not fit; all that is wrong is listed, and nothing was loaded.
+        RankError: that is so on another rank, or the ranks see different files.
+    """
+    ranks = sharded._source.ranks.planners if sharded._source.ranks is not None else None
+
+    def prepare() -> tuple[Archive, Match, optimizers.States | None]:
+        archive = renaming.converted(sharded, open_archive(source, trusted))
+        found = match(sharded, archive, strict, cast)
+        wanted = optimizers.matching(sharded, optimizer, archive) if optimizer is not None else None
+        return archive, found, wanted
+
+    archive, found, wanted = together(ranks, "reading what the checkpoint holds", prepare)
+    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive)})
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    together(ranks, "checking the checkpoint", lambda: _check(sharded, archive, found, check_finite))
+    together(ranks, "reading the tensors", lambda: _read(sharded, archive, found))
+    if optimizer is not None and wanted is not None:
+        together(ranks, "reading the optimizer's state", lambda: wanted.load(sharded, optimizer, archive))
+    return Loaded(found.missing, found.unexpected, archive.extra.get("extra", {}))
+
+
+def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
+    """What kind of checkpoint this is, by its files."""
+    if isinstance(source, Mapping):
+        return Given(source)
+    if not isinstance(source, str | os.PathLike):
+        raise StateError(f"a checkpoint is a path or a full state dict, and this is {type(source).__name__}.")
+    path = folders.present(Path(source))
+    if not path.exists():
+        raise StateError(f"there is no {path}: give a Hugging Face or DCP folder, or a safetensors file.")
+    if path.is_dir() and (path / ".metadata").exists():
+        return dcpfiles.Files(path)
+    if path.suffix == ".safetensors" or (
+        path.is_dir() and any(p.name.endswith((".safetensors", INDEX)) for p in path.iterdir())
+    ):
+        return TensorFiles(path)
+    pickles = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in PICKLES)
+    if not pickles or (path.is_file() and path.suffix not in PICKLES):
+        raise StateError(
+            f"{path} is no checkpoint that can be read: a folder needs *.safetensors (with an index where there are "
+            "several) or DCP's .metadata; a file must be *.safetensors."
+        )
+    return _pickled(pickles, trusted)
+
+
+def _pickled(files: Sequence[Path], trusted: bool) -> Given:
+    told = ", ".join(f.name for f in files)
+    if not trusted:
+        raise StateError(
+            f"{files[0].parent} holds its weights as pickles ({told}), which can run code when they are opened. If you "
+            "know where they are from, pass trusted=True; better, save them as safetensors."
+        )
+    tensors: dict[str, Any] = {}
+    for file in files:
+        try:
+            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:  # whatever a damaged file makes of itself
+            raise StateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
+        if not isinstance(found, Mapping):
+            raise StateError(f"{file} holds a {type(found).__name__} and no state dict.")
+        tensors |= found
+    return Given(tensors, files[0])
+
+
+def _digest(archive: Archive) -> str:
+    text = repr([(name, e.shape, str(e.dtype)) for name, e in sorted(archive.entries.items())])
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _targets(root: ShardedModule, first: str) -> list[Box]:
+    """The memory of this rank that a tensor of the model is read into."""
+    storage = root._storages.get(first)
+    if storage is None:
+        return whole(state.buffer_of(root, first))
+    return boxes(storage, state.pieces(root, first))
+
+
+def _check(root: ShardedModule, archive: Archive, found: Match, check_finite: bool) -> None:
+    """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
+    faults = []
+    for first, keys in found.stored.items():
+        if len(keys) < 2 and not check_finite:
+            continue
+        ones = [_scratch(root, archive, first, key) for key in keys]
+        if any(not torch.equal(_bits(a), _bits(b)) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)):
+            faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
+        if check_finite:
+            named = zip(keys, ones, strict=True)
+            bad = [k for k, values in named if not all(map(_finite, values))]
+            faults += [f"{archive.entries[k].file.name}: {k} holds NaN or an infinity" for k in bad]
+    if faults:
+        raise StateError(f"{archive.path} was not loaded:\n" + "".join(f"  {fault}\n" for fault in faults))
+
+
+def _scratch(root: ShardedModule, archive: Archive, first: str, key: str) -> list[Tensor]:
+    """This rank's part of a stored tensor, in memory of its own."""
+    dtype = archive.entries[key].dtype
+    assert isinstance(dtype, torch.dtype)
+    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in _targets(root, first)]
+    archive.read(key, out)
+    return [b.tensor for b in out]
+
+
+def _finite(x: Tensor) -> bool:
+    eight_bits = x.is_floating_point() and x.element_size() == 1  # torch has no isfinite for those
+    parts = x.reshape(-1).split(1 << 18)  # what is compared takes memory too
+    return all(bool((part.float() if eight_bits else part).isfinite().all()) for part in parts)
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.reshape(-1).view(torch.uint8)
+
+
+def _read(root: ShardedModule, archive: Archive, found: Match) -> None:
+    """Read every tensor; those that were on the meta device are put in place only when all are read."""
+    made: dict[Tensor, Tensor] = {}
+    for first, keys in found.stored.items():
+        storage = root._storages.get(first)
+        held: list[Tensor] = [*state.pieces(root, first)] if storage is not None else [state.buffer_of(root, first)]
+        for old in held:
+            if old.is_meta:
+                made[old] = materialise(old, root._source.device)
+        now = [made.get(old, old) for old in held]
+        archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
+    if made:
+        state.install(root, made)
+
+
+def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Memory for a tensor like this one, of which this rank holds the same part."""
+    if not isinstance(empty, DTensor):
+        return torch.empty(empty.shape, dtype=dtype or empty.dtype, device=device)
+    shape = empty.detach().to_local().shape  # type: ignore[attr-defined]
+    local = torch.empty(shape, dtype=dtype or empty.dtype, device=device)
+    return as_dtensor(local, empty)

@@ -1,0 +1,186 @@
+"""An optimizer's state under the original parameters' names, so that it fits any number of ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autotp.errors import StateError
+from autotp.runtime import state
+
+from .boxes import Box, boxes
+from .matching import Archive
+
+if TYPE_CHECKING:
+    from autotp.runtime.module import ShardedModule
+
+PREFIX = "optimizer.state."
+
+
+def collect(root: ShardedModule, optimizer: Optimizer) -> tuple[dict[str, tuple[tuple[int, ...], list[Box]]], Any]:
+    """What an optimizer holds.
+
+    Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
+        parameter; and the rest, numbers and options, as data for JSON.
+    """
+    tensors: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    elements: dict[str, list[str]] = {}
+    for name, storage in root.storages():
+        held = state.pieces(root, name)
+        states = [optimizer.state.get(p, {}) for p in held]
+        if not any(states):
+            continue
+        numbers[name], elements[name] = {}, []
+        for key in states[0]:
+            values = [s[key] for s in states]
+            if _by_element(name, key, held, values):
+                tensors[f"{PREFIX}{name}.{key}"] = storage.shape, boxes(storage, values)
+                elements[name].append(key)
+            else:
+                numbers[name][key] = _number(name, key, values)
+    return tensors, {"groups": _groups(root, optimizer), "numbers": numbers, "elements": elements}
+
+
+def _by_element(name: str, key: str, held: Sequence[Tensor], values: Sequence[Any]) -> bool:
+    """Whether a state has one value for each element of its parameter, rather than one number."""
+    like = [
+        isinstance(v, Tensor) and type(v) is type(p.data) and v.shape == p.shape
+        for p, v in zip(held, values, strict=True)
+    ]
+    if all(like):
+        return True
+    if any(isinstance(v, Tensor) and v.numel() != 1 for v in values):
+        raise StateError(
+            f"the optimizer's state {key} of {name} is of shape {tuple(values[0].shape)}: states are saved that are of "
+            "their parameter's shape, or numbers."
+        )
+    return False
+
+
+def _number(name: str, key: str, values: Sequence[Any]) -> Any:
+    """One number that all pieces of a parameter agree on, as data for JSON."""
+    plain = [{"value": v.item(), "dtype": str(v.dtype)[6:]} if isinstance(v, Tensor) else v for v in values]
+    if any(v != plain[0] for v in plain) or not isinstance(plain[0], int | float | str | dict | None):
+        raise StateError(f"the optimizer's state {key} of {name} is {plain}: one plain number can be saved.")
+    return plain[0]
+
+
+def _names(root: ShardedModule, optimizer: Optimizer) -> dict[Tensor, str]:
+    """The original's name of every tensor that the optimizer updates."""
+    known: dict[Tensor, str] = {p: name for name, _ in root.storages() for p in state.pieces(root, name)}
+    strange = [p for g in optimizer.param_groups for p in g["params"] if p not in known]
+    if strange:
+        raise StateError(
+            f"the optimizer updates {len(strange)} tensors that are not this module's parameters, the first of shape "
+            f"{tuple(strange[0].shape)}. Make it from sharded.parameters(), after the weights are loaded where the "
+            "model was built on the meta device."
+        )
+    return known
+
+
+def _groups(root: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The groups' options and the original names in each, as data for JSON."""
+    known = _names(root, optimizer)
+    out = []
+    for group in optimizer.param_groups:
+        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        wrong = [k for k, v in options.items() if not isinstance(v, int | float | str | list | tuple | None)]
+        if wrong:
+            raise StateError(
+                f"the optimizer's option {wrong[0]} is a {type(options[wrong[0]]).__name__}, no number or text."
+            )
+        out.append({**options, "params": list(dict.fromkeys(known[p] for p in group["params"]))})
+    return out
+
+
+@dataclass(frozen=True)
+class States:
+    """What a checkpoint holds for an optimizer, checked: `elements` are the keys of each parameter's tensors."""
+
+    groups: list[dict[str, Any]]
+    numbers: Mapping[str, Mapping[str, Any]]
+    elements: Mapping[str, list[str]]
+
+    def load(self, root: ShardedModule, optimizer: Optimizer, archive: Archive) -> None:
+        """Read this rank's part of the states, and give all to the optimizer."""
+        filled: dict[Tensor, dict[str, Any]] = {}
+        for name, storage in root.storages():
+            held = state.pieces(root, name)
+            if name not in self.numbers:
+                continue
+            for p in held:
+                filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
+            for key in self.elements[name]:
+                new = [torch.zeros_like(p, requires_grad=False) for p in held]
+                archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
+                for p, t in zip(held, new, strict=True):
+                    filled[p][key] = t
+        order = [p for group in optimizer.param_groups for p in group["params"]]
+        groups, at = [], 0
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            n = len(group["params"])
+            options = {k: _like(group.get(k), v) for k, v in saved.items() if k != "params"}
+            groups.append({**options, "params": list(range(at, at + n))})
+            at += n
+        optimizer.load_state_dict(
+            {"state": {i: filled[p] for i, p in enumerate(order) if p in filled}, "param_groups": groups}
+        )
+
+
+def matching(root: ShardedModule, optimizer: Optimizer, archive: Archive) -> States:
+    """What an archive holds for this optimizer.
+
+    Raises:
+        StateError: there is none, its groups are others, or a state has another shape or type than its parameter.
+    """
+    saved = archive.extra.get("optimizer")
+    if saved is None:
+        raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
+    if any(p.is_meta for p in root.parameters()):
+        raise StateError(
+            "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
+            "optimizer, then load both."
+        )
+    mine = _groups(root, optimizer)
+    if [set(g["params"]) for g in mine] != [set(g["params"]) for g in saved["groups"]]:
+        told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
+        raise StateError(
+            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {told[0]} of them there, "
+            f"{told[1]} here. Make it with the same groups."
+        )
+    elements: dict[str, list[str]] = {}
+    faults = []
+    for name, storage in root.storages():
+        start = f"{PREFIX}{name}."
+        keys = saved["elements"].get(name, []) if name in saved["numbers"] else []
+        elements[name] = keys
+        for key in keys:
+            entry = archive.entries.get(start + key)
+            dtype = state.pieces(root, name)[0].dtype
+            if entry is None:
+                faults.append(f"missing: {start}{key}")
+            elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):
+                faults.append(
+                    f"{start}{key} is {entry.dtype} {list(entry.shape)}, its parameter {dtype} {list(storage.shape)}"
+                )
+    if faults:
+        raise StateError(f"{archive.path} does not fit the optimizer:\n" + "".join(f"  {f}\n" for f in faults))
+    return States(saved["groups"], saved["numbers"], elements)
+
+
+def _value(saved: Any) -> Any:
+    return torch.tensor(saved["value"], dtype=getattr(torch, saved["dtype"])) if isinstance(saved, dict) else saved
+
+
+def _like(present: Any, saved: Any) -> Any:
+    """An option as it was before JSON."""
+    if isinstance(present, Tensor):
+        return torch.full_like(present, saved)
+    return tuple(saved) if isinstance(present, tuple) else saved

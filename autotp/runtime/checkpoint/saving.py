@@ -1,0 +1,202 @@
+"""Save a sharded module: to DCP, as each rank holds it, or whole in the original's Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import SavePlan
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from autotp._version import __version__
+from autotp.comm.ranks import Ranks, broadcast, together
+from autotp.errors import InputError, StateError
+from autotp.runtime import state
+
+from . import folders, huggingface, optimizers
+from .boxes import Box, boxes, whole
+from .dcpfiles import Place, Planner, Writer
+
+if TYPE_CHECKING:
+    from autotp.runtime.module import ShardedModule
+
+FORMATS = ("dcp", "huggingface")
+_thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
+_saving: set[Path] = set()  # folders that are written in the background
+
+
+@torch.no_grad()
+def save(
+    sharded: ShardedModule,
+    path: str | os.PathLike[str],
+    *,
+    format: str = "dcp",
+    optimizer: Optimizer | None = None,
+    extra: Mapping[str, Any] | None = None,
+    background: bool = False,
+    max_file: int = 5 * 10**9,
+) -> Pending | None:
+    """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
+
+    The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one whole,
+    and files of it that hold no weights, such as a tokenizer's, are carried over.
+
+    Args:
+        sharded: the module.
+        path: the folder; with several nodes on a file system that all of them see.
+        format: "dcp" (torch.distributed.checkpoint): each rank writes what it holds, under "model.<name>".
+            "huggingface": whole tensors in safetensors files as transformers writes them, by one rank.
+        optimizer: saved too (DCP only), under the original parameters' names.
+        extra: anything that JSON can say, such as the step; `load` gives it back (DCP only).
+        background: copy to the CPU, return, and write in a thread while training goes on (DCP only).
+        max_file: largest size of one safetensors file in bytes; with more, files have an index.
+
+    Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it waits for what
+        is not written yet and puts the folder in its place.
+
+    Raises:
+        InputError: an argument that cannot be used.
+        StateError: `path` cannot be written, or the optimizer's state cannot be said in the original's names.
+        RankError: that is so on another rank.
+    """
+    _refuse(format, optimizer, extra, background)
+    place = Path(os.path.abspath(path))
+    ranks = sharded._source.ranks.planners if sharded._source.ranks is not None else None
+    together(ranks, "looking at the module", lambda: _ready(sharded, place))
+    for module in sharded.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    first = ranks is None or ranks.rank == 0
+    if format == "huggingface":
+        together(ranks, "making the folder", lambda: _begin(place) if first else None)
+        huggingface.save(sharded, ranks, place, max_file)
+        return None
+    tensors, notes = together(ranks, "reading the state", lambda: _collect(sharded, optimizer, extra))
+    together(ranks, "making the folder", lambda: _begin(place) if first else None)
+    pending = _dcp(ranks, place, tensors, notes, background)
+    return pending.start() if background else pending.result()
+
+
+def _begin(place: Path) -> Path:
+    return folders.writing(place, lambda: folders.begin(place))
+
+
+def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
+    if format not in FORMATS:
+        raise InputError(f"format={format!r}: a checkpoint is saved as one of {', '.join(FORMATS)}.")
+    if format != "dcp" and (optimizer is not None or extra is not None or background):
+        raise InputError(
+            f"format={format!r} holds the model alone, and is written at once: for optimizer=, extra= and background= "
+            "save with format='dcp'."
+        )
+
+
+def _ready(root: ShardedModule, place: Path) -> None:
+    state.refuse_meta(root)
+    if place in _saving:
+        raise StateError(f"{place} is still being written in the background: wait for that save's result() first.")
+
+
+Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
+
+
+def _collect(root: ShardedModule, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> tuple[Tensors, str]:
+    """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes as JSON."""
+    found: Tensors = {}
+    for first in dict.fromkeys(first for _, first in state.named_tensors(root)):  # what is tied once
+        storage = root._storages.get(first)
+        if storage is not None:
+            found["model." + first] = storage.shape, boxes(storage, state.pieces(root, first))
+        else:
+            buffer = state.buffer_of(root, first)
+            found["model." + first] = tuple(buffer.shape), whole(buffer)
+    notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
+    if optimizer is not None:
+        states, notes["optimizer"] = optimizers.collect(root, optimizer)
+        found |= states
+    try:
+        return found, json.dumps(notes)
+    except (TypeError, ValueError) as error:
+        raise StateError(f"extra= is saved as JSON, and cannot be: {error}.") from error
+
+
+def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
+    staged: dict[str, torch.Tensor] = {}
+    places: dict[str, Place] = {}
+    for name, (shape, held) in tensors.items():
+        for i, box in enumerate(held):
+            key = f"{name}@{i}"
+            staged[key] = box.tensor.to("cpu", copy=True) if background else box.tensor
+            places[key] = name, box.offset, shape
+    return Pending(ranks, place, Writer(place, notes), Planner(places), staged)
+
+
+class Pending:
+    """A save that is under way: planned, to be written by each rank, and put in its place when all ranks have."""
+
+    def __init__(
+        self, ranks: Ranks | None, place: Path, writer: Writer, planner: Planner, staged: dict[str, torch.Tensor]
+    ) -> None:
+        self.ranks, self.place, self.writer, self.planner = ranks, place, writer, planner
+        self.first = ranks is None or ranks.rank == 0
+        self.written: Future[Any] | None = None
+        self.finished = False
+        plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)))
+        made = together(ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None)
+        plans, self.metadata = broadcast(ranks, made) or ([], None)
+        self.mine = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0])
+
+    def _plan(self, staged: dict[str, torch.Tensor]) -> SavePlan:
+        self.writer.set_up_storage_writer(self.first)
+        self.planner.set_up_planner(staged, self.writer.storage_meta(), self.first)
+        return folders.writing(self.place, lambda: self.writer.prepare_local_plan(self.planner.create_local_plan()))
+
+    def start(self) -> Pending:
+        """Write in a thread, without any collective."""
+        _saving.add(self.place)
+        self.written = _thread.submit(self._write)
+        return self
+
+    def _write(self) -> Any:
+        return folders.writing(self.place, lambda: self.writer.write_data(self.mine, self.planner).wait())
+
+    def done(self) -> bool:
+        """Whether this rank's files are written."""
+        return self.written is not None and self.written.done()
+
+    def result(self) -> None:
+        """Wait for the files of all ranks, and put the folder in its place. A collective call.
+
+        Raises:
+            StateError: it could not be written; what was at the path is still there.
+            RankError: that is so on another rank.
+        """
+        if self.finished:
+            return
+        self.finished = True
+        try:
+            mine = together(self.ranks, "writing", self.written.result if self.written is not None else self._write)
+            results: Any = _gather(self.ranks, mine)
+            together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
+        finally:
+            _saving.discard(self.place)
+
+    def _finish(self, results: Any) -> None:
+        if self.first:
+            folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))  # type: ignore[arg-type]
+
+
+def _gather(ranks: Ranks | None, mine: Any) -> list[Any]:
+    """What every rank has, by rank."""
+    if ranks is None:
+        return [mine]
+    found: list[Any] = [None] * ranks.tp
+    dist.all_gather_object(found, mine, group=ranks.group)
+    return found

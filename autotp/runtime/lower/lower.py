@@ -1,0 +1,73 @@
+"""Lowering: how one rank's program runs, by which backend and with which optimisations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp import compat
+from autotp.comm import symmetric
+from autotp.cost import Cluster
+from autotp.cost.objective import TRAINING, Objective
+from autotp.errors import InputError
+from autotp.passes.optimise import Fired, Setting, optimise, read_switches
+from autotp.passes.shard.rewrite import Place
+
+from .regional import Compiler
+
+EAGER = "eager"
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """How programs run.
+
+    Attributes:
+        backend: "eager", or what `torch.compile` takes as its backend; `options`: what it takes as its options.
+        switches: optimisations that are switched on or off by name.
+        cluster, objective: what they are priced by.
+    """
+
+    backend: str | Callable[..., Any] = EAGER
+    options: Mapping[str, Any] | None = None
+    switches: Mapping[str, bool] = field(default_factory=dict)
+    cluster: Cluster = field(default_factory=lambda: Cluster.resolve(None))
+    objective: Objective = TRAINING
+
+    @classmethod
+    def read(cls, backend: Any, options: Any, switches: Any) -> Lowering:
+        """From a public function's arguments, checked."""
+        if backend == EAGER and options:
+            raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
+        if not callable(backend) and backend not in (EAGER, *torch.compiler.list_backends(exclude_tags=None)):
+            known = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
+            raise InputError(f"backend={backend!r} is not known to torch.compile; choose {known}, or pass a function.")
+        return cls(backend, options, read_switches(switches))
+
+    def compiler(self, graph: fx.Graph) -> Compiler | None:
+        """What compiles one program; None where it runs as it is."""
+        if self.backend == EAGER:
+            return None
+        options = dict(self.options) if self.options is not None else None
+        ready = sum(node.target in symmetric.FORMS.values() for node in graph.nodes)
+        fused = symmetric.Fused(ready) if ready else None
+        options = fused.options(options) if fused is not None else options
+        return Compiler(lambda f: compat.compile_whole(f, self.backend, options), fused)
+
+    @property
+    def name(self) -> str:
+        """The backend's."""
+        return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")
+
+    def priced(self, cluster: Cluster, objective: Objective) -> Lowering:
+        """The same, for these machines and this objective."""
+        return replace(self, cluster=cluster, objective=objective)
+
+    def optimised(self, graph: fx.Graph, place: Place, device: torch.device, held: float) -> Fired:
+        """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired."""
+        setting = Setting(place, self.cluster, self.objective, device, self.name, held)
+        return optimise(graph, setting, self.switches)

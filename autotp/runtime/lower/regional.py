@@ -1,0 +1,148 @@
+"""Regional compilation: stretches of one rank's program as pure functions, and one compiled function for equal ones.
+
+A repeated block is one stretch, compiled whole (`fullgraph=True`); what stands between the blocks makes others. Only
+tensors and sizes flow in: parameters are read off the tree outside, so that all blocks can share what one compiled.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.fx.node import map_arg
+
+from autotp.comm.symmetric import Fused
+from autotp.ir.scopes import module_of
+
+Function = Callable[..., Any]
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+@dataclass
+class Compiler:
+    """Compiles stretches of programs, equal ones once.
+
+    Attributes:
+        compile: what compiles one function.
+        fused: counts what the micro-pipeline pass fuses, where that is switched on.
+        made: structure of a stretch -> what was compiled for it.
+        stretches: how many were asked for.
+    """
+
+    compile: Callable[[Function], Function]
+    fused: Fused | None = None
+    made: dict[Any, Function] = field(default_factory=dict)
+    stretches: int = 0
+
+    def function(self, graph: fx.Graph, name: str, shapes: Sequence[Any]) -> Function:
+        """The compiled function of a graph.
+
+        Args:
+            graph: of one stretch: placeholders, calls, output.
+            name: for tracebacks; that of the first of equal stretches is kept.
+            shapes: what flows in, one for each placeholder: stretches that differ in it are not shared.
+        """
+        if not any(n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) for n in graph.nodes):
+            return _function(graph, name)  # sizes alone
+        self.stretches += 1
+        key = (tuple(shapes), structure(graph))
+        if key not in self.made:
+            self.made[key] = self._by_mode(graph, name)
+        return self.made[key]
+
+    def _by_mode(self, graph: fx.Graph, name: str) -> Function:
+        """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
+        made: dict[bool, Function] = {}
+
+        def run(*args: Any) -> Any:
+            graded = torch.is_grad_enabled()
+            if graded not in made:
+                made[graded] = self.compile(_function(graph, name))
+            return made[graded](*args)
+
+        return run
+
+    def told(self, backend: str) -> Iterator[tuple[str, str]]:
+        """What became of it until now: names, the backend's first, and words."""
+        yield (
+            backend,
+            f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions",
+        )
+        if self.fused is not None:
+            yield "micro_pipeline", self.fused.told()
+
+
+def _function(graph: fx.Graph, name: str) -> Function:
+    return fx.GraphModule(nn.Module(), graph, name).forward
+
+
+def structure(graph: fx.Graph) -> tuple[Any, ...]:
+    """What a graph computes, free of names: equal for equal graphs."""
+    number = {node: i for i, node in enumerate(graph.nodes)}
+
+    def plain(node: fx.Node) -> str:
+        return repr(map_arg((node.args, node.kwargs), lambda x: ("node", number[x])))
+
+    return tuple((n.op, n.target if n.op == "call_function" else "", plain(n)) for n in graph.nodes)
+
+
+def flow(node: fx.Node) -> Any:
+    """What flows along an edge, as far as a compiled function depends on it."""
+    val = node.meta.get("val")
+    whole = (tuple(map(str, val.shape)), val.dtype) if isinstance(val, Tensor) else type(val).__name__
+    return whole, str(node.meta.get("layout"))
+
+
+def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of these nodes alone, as a function from `takes` to the tuple of `gives`."""
+    graph = fx.Graph()
+    env = {node: graph.placeholder(node.name) for node in takes}
+    for node in nodes:
+        env[node] = graph.node_copy(node, lambda n: env[n])
+    graph.output(tuple(env[n] for n in gives))
+    return graph
+
+
+@dataclass(frozen=True)
+class Watch:
+    """Modules whose calls a compiled function leaves out: owner, name there, and the module.
+
+    Where one is hooked or wrapped, the function runs uncompiled, through the modules.
+    """
+
+    modules: tuple[tuple[nn.Module, str, nn.Module], ...]
+
+    @staticmethod
+    def over(parts: Mapping[str, nn.Module], paths: Iterable[str]) -> Watch:
+        """The modules with these paths of calls, among all by their path."""
+        found = []
+        for path in dict.fromkeys(map(module_of, paths)):
+            owner, _, leaf = path.rpartition(".")
+            found.append((parts[owner], leaf, parts[path]))
+        return Watch(tuple(found))
+
+    def untouched(self) -> bool:
+        """Whether nobody would notice that the modules are not called."""
+        return all(
+            owner._modules.get(leaf) is module
+            and "forward" not in module.__dict__
+            and not any(getattr(module, hooks) for hooks in HOOKS)
+            for owner, leaf, module in self.modules
+        )
+
+
+def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:
+    """The compiled function, and where a module in it is hooked or wrapped the one made by `through`."""
+    made: list[Function] = []
+
+    def stretch(*args: Any) -> Any:
+        if watch.untouched():
+            return compiled(*args)
+        if not made:
+            made.append(through())
+        return made[0](*args)
+
+    return stretch

@@ -1,0 +1,159 @@
+"""How a rank holds a parameter: DTensors that torch's own tools understand, and back to the original's shape.
+
+A plain split is one DTensor `Shard(dim)`. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one
+piece for each segment, viewed so that every piece is a plain `Shard`; every state dict speaks the original name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+
+from autotp.compat import like_dtensor, local_of
+from autotp.ir.layouts import Layout, Shard, chunk
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One DTensor of a parameter: `offset` and `length` along the run, the piece's shape, its sharded dimension."""
+
+    offset: int
+    length: int
+    shape: tuple[int, ...]
+    dim: int
+
+
+@dataclass(frozen=True)
+class Storage:
+    """The pieces of one parameter of this shape under this layout on `tp` ranks."""
+
+    shape: tuple[int, ...]
+    layout: Layout
+    tp: int
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Empty for a whole parameter."""
+        if not isinstance(self.layout, Shard):
+            return ()
+        d = self.layout.dim
+        out, at = [], 0
+        for s in self.layout.partition.segments:
+            assert isinstance(s.count, int) and isinstance(s.unit, int)
+            units = (s.count * s.unit,) if s.count % self.tp == 0 or s.unit == 1 else (s.count, s.unit)
+            repeat = (self.repeat,) if self.repeat > 1 else ()
+            shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
+            out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
+            at += s.count * s.unit
+        return tuple(out)
+
+    @property
+    def repeat(self) -> int:
+        """How often the run of pieces comes along the sharded dimension."""
+        repeat = self.layout.partition.repeat if isinstance(self.layout, Shard) else 1
+        assert isinstance(repeat, int)  # a parameter's size is no symbol
+        return repeat
+
+    def names(self, name: str) -> list[str]:
+        """Attribute names of the pieces of the parameter `name`."""
+        return [name] if len(self.pieces) <= 1 else [f"{name}_part{i}" for i in range(len(self.pieces))]
+
+    @property
+    def as_held(self) -> bool:
+        """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
+        return not isinstance(self.layout, Shard) or [len(x.shape) for x in self.pieces] == [len(self.shape)]
+
+    def cut(self, full: Tensor) -> list[Tensor]:
+        """The whole pieces of a whole parameter, as views."""
+        if not isinstance(self.layout, Shard):
+            return [full]
+        d = self.layout.dim
+        run = full.unflatten(d, (self.repeat, -1))
+        return [run.narrow(d + 1, x.offset, x.length).reshape(x.shape) for x in self.pieces]
+
+    def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The inverse of `cut`."""
+        if not isinstance(self.layout, Shard):
+            return pieces[0]
+        d, repeat = self.layout.dim, self.repeat
+        runs = [
+            t.reshape(*self.shape[:d], repeat, x.length, *self.shape[d + 1 :])
+            for t, x in zip(pieces, self.pieces, strict=True)
+        ]
+        return torch.cat(runs, d + 1).reshape(self.shape) if len(runs) > 1 else runs[0].reshape(self.shape)
+
+    def local(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The rank's slice of the parameter, in the parameter's own dimensions, from its slices of the pieces."""
+        if not isinstance(self.layout, Shard) or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
+            return pieces[0]
+        d, repeat = self.layout.dim, self.repeat
+        around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat
+        runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
+        fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
+        return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
+
+    def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
+        """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`."""
+        if not self.pieces:
+            local = full.detach().to(device, copy=True)
+            return [DTensor.from_local(local, mesh, [Whole()], run_check=False)]
+        out = []
+        for whole, x in zip(self.cut(full.detach()), self.pieces, strict=True):
+            start, length = chunk(x.shape[x.dim], rank, self.tp)
+            local = whole.narrow(x.dim, start, length).to(device, copy=True).contiguous()
+            size = torch.Size(x.shape)
+            out.append(
+                DTensor.from_local(local, mesh, [Split(x.dim)], run_check=False, shape=size, stride=strides(size))
+            )
+        return out
+
+    def full(self, pieces: Sequence[Tensor]) -> Tensor:
+        """The whole parameter on every rank (collective), from its DTensors."""
+        return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
+
+
+def strides(shape: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of this shape."""
+    return tuple(math.prod(max(s, 1) for s in shape[i + 1 :]) for i in range(len(shape)))
+
+
+class Unwrap(torch.autograd.Function):
+    """All of a block's parameters to local tensors in one node; the gradients become DTensors again."""
+
+    @staticmethod
+    def forward(ctx, *parameters: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
+        locals_ = tuple([local_of(p).detach() for p in parameters])
+        frozen = [t for t, wanted in zip(locals_, ctx.needs_input_grad, strict=True) if not wanted]
+        ctx.mark_non_differentiable(*frozen)
+        return locals_
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        made = as_dtensor if torch.is_grad_enabled() else like_dtensor
+        return tuple([None if g is None else made(g, p) for g, p in zip(grads, ctx.parameters, strict=True)])
+
+
+def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """This rank's part as a DTensor that lies as `like` does; `compat.like_dtensor` where autograd need not see it."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Local tensors of a block's parameters; plain tensors pass."""
+    if not parameters or not isinstance(parameters[0], DTensor):
+        return tuple(parameters)
+    if torch.is_grad_enabled():
+        return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
+    return tuple([local_of(p).detach() for p in parameters])

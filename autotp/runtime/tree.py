@@ -1,0 +1,320 @@
+"""The module tree: one rank's flat program cut up along the original's modules, so that wrapping modules works."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.errors import StateError
+from autotp.ir.scopes import is_region, module_of, recomputed, scope_path
+from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
+
+from .lower import eager
+from .storage import Storage, unwrap
+
+BLOCK = re.compile(r"\.\d+(\.|$)")
+
+
+class Part(nn.Module):
+    """Stands for one module of the original: holds its parameters and runs its part of the program."""
+
+    def __init__(self, original: nn.Module) -> None:
+        super().__init__()
+        self._original = type(original).__name__
+        self._detail = original.extra_repr()
+        self._leaf = "" if original._modules else repr(original)
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self.training = original.training
+
+    def forward(self, *args: Any, program: Any = None) -> Any:
+        """Run this part of `program`; called by the parent part with the values that flow in."""
+        if program not in self._programs:
+            raise StateError(
+                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
+                "be shards. Call the whole module; to run a part alone, compile that part."
+            )
+        return self._programs[program](*args)
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What `DistributedDataParallel` reads of a module first."""
+        raise StateError(
+            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
+            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+        )
+
+    def _get_name(self) -> str:
+        return self._original
+
+    def extra_repr(self) -> str:
+        """The original's."""
+        return self._detail
+
+    def __repr__(self) -> str:
+        return self._leaf or super().__repr__()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+def part_of(module: nn.Module) -> nn.Module:
+    """What stands for a module of the original."""
+    if type(module) in (nn.ModuleList, nn.ModuleDict):
+        part = type(module)()
+        part.training = module.training
+        return part
+    return Part(module)
+
+
+@dataclass
+class Scope:
+    """One call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
+
+    path: str
+    items: list[fx.Node | Scope] = field(default_factory=list)
+
+    @property
+    def place(self) -> str:
+        """The region, or the module whichever of its calls this is."""
+        return self.path if is_region(self.path) else module_of(self.path)
+
+    def scopes(self) -> Iterator[Scope]:
+        """The calls directly in it."""
+        yield from (item for item in self.items if isinstance(item, Scope))
+
+    def inner(self) -> Iterator[Scope]:
+        """The calls in it, at any depth."""
+        for scope in self.scopes():
+            yield scope
+            yield from scope.inner()
+
+    def nodes(self) -> list[fx.Node]:
+        out: list[fx.Node] = []
+        for item in self.items:
+            out += item.nodes() if isinstance(item, Scope) else [item]
+        return out
+
+
+class Stretch(Scope):
+    """Neighbours in a scope that are compiled together."""
+
+
+def _apart(scope: Scope) -> bool:
+    """Whether it is called by itself in a compiled program: a repeated block, a region, and what holds one."""
+    path = module_of(scope.path)
+    return is_region(scope.path) or block_of(path) == path or any(map(_apart, scope.scopes()))
+
+
+def scopes(graph: fx.Graph) -> Scope:
+    """The calls of modules, nested, in the order of the program."""
+    root = Scope("")
+    stack = [root]
+    for node in graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if "path" not in node.meta and "nn_module_stack" not in node.meta:
+            stack[-1].items.append(node)  # a size, computed where it is needed
+            continue
+        path = scope_path(node)
+        depth = 0
+        while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
+            depth += 1
+        del stack[depth + 1 :]
+        for p in path[depth:]:
+            stack[-1].items.append(Scope(p))
+            stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
+        stack[-1].items.append(node)
+    return root
+
+
+def block_of(name: str) -> str:
+    """The path of the outermost repeated block that holds this parameter; empty where none does."""
+    found = BLOCK.search(name)
+    return name[: found.end() - (found.group(1) == ".")] if found else ""
+
+
+@dataclass
+class Read:
+    """A parameter or buffer that a unit reads at the start of its forward."""
+
+    node: fx.Node
+    name: str
+    storage: Storage | None  # None for a buffer or constant
+
+    @property
+    def unit(self) -> str:
+        """The module that reads it: the repeated block that alone uses it, otherwise the root."""
+        block = block_of(self.name)
+        inside = block and all(any(module_of(p) == block for p in scope_path(u)) for u in self.node.users)
+        return block if inside and self.node.users else ""
+
+    @property
+    def scope(self) -> str:
+        """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
+        found = set()
+        for path in map(scope_path, self.node.users):
+            unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
+            found.add(path[unit + 1] if unit + 1 < len(path) else "")
+        region = found.pop() if len(found) == 1 else ""
+        return region if is_region(region) else self.unit
+
+
+class Assembler:
+    """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
+
+    def __init__(
+        self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
+        constants: Mapping[str, Tensor], compiler: Compiler | None = None,
+    ) -> None:  # fmt: skip
+        self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
+        self.whole = scopes(graph)
+        self.calls = 0
+        self.units = self._units(reads)
+
+    def _units(self, reads: Sequence[Read]) -> dict[str, list[Read]]:
+        """Module or region -> what it reads."""
+        units: dict[str, list[Read]] = {}
+        for read in reads:
+            units.setdefault(read.scope, []).append(read)
+        return units
+
+    def build(self, inputs: Sequence[fx.Node]) -> None:
+        """Give every part its function; the root's takes these inputs and returns the flat outputs."""
+        output = next(n for n in self.graph.nodes if n.op == "output")
+        wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
+        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
+
+    def _function(
+        self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
+    ) -> Callable[..., Any]:
+        """A scope's program; `inner`: of a stretch of one, whose parameters flow in."""
+        graph, env = fx.Graph(), {}
+        for node in takes:
+            env[node] = graph.placeholder(node.name)
+        for read_nodes, fetch in [] if inner else self._fetches(scope):
+            fetched = graph.call_function(fetch, ())
+            for i, node in enumerate(read_nodes):
+                env[node] = graph.call_function(operator.getitem, (fetched, i))
+        for item in scope.items if inner or self.compiler is None else self._stretches(scope):
+            if isinstance(item, fx.Node):
+                env[item] = graph.node_copy(item, lambda n: env[n])
+                env[item].target = item.target if self.compiler is not None else eager.quick(item)
+                continue
+            used, made = self._flows(item, gives)
+            stretch = isinstance(item, Stretch)
+            child = self._compiled(item, used, made) if stretch else self._child(scope.path, item, used, made)
+            value = graph.call_function(child, tuple(env[n] for n in used))
+            for i, node in enumerate(made):
+                alone = len(made) == 1 and not stretch
+                env[node] = value if alone else graph.call_function(operator.getitem, (value, i))
+        out = [env[n] for n in gives]
+        final = (
+            compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
+        )
+        graph.output(final if result is not None else out[0] if len(out) == 1 else tuple(out))
+        return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
+
+    def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
+        reads = self.units.get(scope.place, [])
+        kinds = [r for r in reads if r.storage is not None], [r for r in reads if r.storage is None]
+        return [([r.node for r in kind], self._fetch(kind)) for kind in kinds if kind]
+
+    def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
+        """A function that reads these parameters off the tree, unwrapped in one step, each as its local tensor."""
+        held: list[tuple[nn.Module, str]] = []
+        plans: list[tuple[Read, slice]] = []
+        for read in reads:
+            if read.storage is not None:
+                owner, _, leaf = read.name.rpartition(".")
+                names = read.storage.names(leaf)
+                plans.append((read, slice(len(held), len(held) + len(names))))
+                held += [(self.parts[owner], n) for n in names]
+        buffers = [self._buffer(r.name) for r in reads if r.storage is None]
+        locals_ = [(read.storage, at) for read, at in plans if read.storage is not None]
+        whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
+
+        def fetch() -> Sequence[Tensor]:
+            if buffers:
+                return [buffer() for buffer in buffers]
+            local = unwrap([eager.parameter(module, name) for module, name in held])
+            return local if whole else [storage.local(local[at]) for storage, at in locals_]
+
+        fetch.__name__ = "parameters"
+        return fetch
+
+    def _buffer(self, name: str) -> Callable[[], Tensor]:
+        if name in self.constants:
+            constant = self.constants[name]
+            return lambda: constant
+        owner, _, leaf = name.rpartition(".")
+        module = self.parts[owner]
+        return lambda: getattr(module, leaf)
+
+    def _stretches(self, scope: Scope) -> list[Scope]:
+        """What a compiled scope consists of: calls that stand by themselves, and what is between them."""
+        out: list[Scope] = []
+        for item in scope.items:
+            if isinstance(item, Scope) and _apart(item):
+                out.append(item)
+            elif out and isinstance(out[-1], Stretch):
+                out[-1].items.append(item)
+            else:
+                out.append(Stretch(scope.path, [item]))
+        return out
+
+    def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+        assert self.compiler is not None
+        graph = pure(stretch.nodes(), takes, gives)
+        made = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
+        watch = Watch.over(self.parts, (x.path for x in stretch.inner()))
+        return either(watch, made, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
+
+    def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """What a call takes from outside, and what of its values is used after it."""
+        inside = dict.fromkeys(child.nodes())
+        within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
+        own = {r.node for path in within for r in self.units.get(path, ())}
+        used = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
+        made = [n for n in inside if n in gives or any(u not in inside for u in n.users)]
+        return list(used), made
+
+    def _within(self, scope: Scope) -> set[str]:
+        inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
+        return {scope.place, *inner} - {""}
+
+    def _part(self, path: str) -> Part:
+        part = self.parts[path]
+        assert isinstance(part, Part)
+        return part
+
+    def _child(self, parent: str, scope: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
+        """A call of a part through whatever stands in its place by then: a user may have wrapped it."""
+        if is_region(scope.path):
+            return recomputed(self._function(scope, takes, gives))
+        path, above = module_of(scope.path), module_of(parent)
+        part = self._part(path)
+        inside = path.startswith(above + ".") or not above
+        start, names = (self.parts[above], path[len(above) :]) if inside else (self.parts[""], path)
+        steps = names.strip(".").split(".")
+        self.calls += 1
+        program = (self.key, self.calls)
+        part._programs[program] = self._function(scope, takes, gives)
+
+        def call(*args: Any) -> Any:
+            return eager.submodule(start, steps, part)(*args, program=program)
+
+        call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
+        return call

@@ -1,0 +1,179 @@
+"""What the benchmark of kernels runs: each kernel, and the same written with torch's operators, as models write it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autotp import kernels as kernels  # enters their operators
+from autotp.kernels import operators
+
+TP, WIDTH, VOCABULARY, EPS, DROPPED = 8, 128, 128256, 1e-5, 0.1
+OPS: Any = torch.ops.autotp
+Outputs = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of one rank's values: tokens, hidden size, feed-forward columns, heads and vocabulary rows."""
+
+    tokens: int
+    hidden: int
+    wide: int
+    heads: int
+    classes: int = VOCABULARY // TP
+
+
+MODELS = {"8B": Sizes(8192, 4096, 14336 // TP, 32 // TP), "70B": Sizes(8192, 8192, 28672 // TP, 64 // TP)}
+
+
+@dataclass(frozen=True)
+class Work:
+    """One kernel on one input.
+
+    Attributes:
+        make: the inputs, by sizes, dtype and device.
+        kernel, plain: outputs of them, by the kernel and by torch's operators.
+        graded: how many of the inputs, from the first, get gradients.
+        elements: read and written in a forward, and in a forward and backward, at the least.
+    """
+
+    make: Callable[[Sizes, torch.dtype, str], tuple[Any, ...]]
+    kernel: Callable[..., Outputs]
+    plain: Callable[..., Outputs]
+    graded: int
+    elements: Callable[[Sizes], tuple[float, float]]
+
+
+def _draw(*sizes: tuple[str, ...]) -> Callable[[Sizes, torch.dtype, str], tuple[Tensor, ...]]:
+    """Values whose sizes are given by what is in `Sizes`, by name."""
+
+    def make(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+        return tuple(torch.randn([getattr(s, n) for n in size], dtype=dtype, device=device) for size in sizes)
+
+    return make
+
+
+def _times(forward: float, backward: float, *names: str) -> Callable[[Sizes], tuple[float, float]]:
+    def elements(s: Sizes) -> tuple[float, float]:
+        n = 1
+        for name in names:
+            n *= getattr(s, name)
+        return forward * n, (forward + backward) * n
+
+    return elements
+
+
+def rms(x: Tensor, weight: Tensor) -> Tensor:
+    """As models write it."""
+    wide = x.float()
+    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
+
+
+def turned(x: Tensor) -> Tensor:
+    """The halves of the last dimension, the second one negated and first."""
+    a, b = x.chunk(2, -1)
+    return torch.cat((-b, a), -1)
+
+
+def make_rotary(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """A query and its angles."""
+    angle = torch.rand(1, 1, s.tokens, WIDTH, device=device) * 6
+    x = torch.randn(1, s.tokens, s.heads, WIDTH, dtype=dtype, device=device).transpose(1, 2)
+    return x, angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def make_scores(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """Scores, and the classes, of which this rank has one in eight."""
+    target = torch.randint(0, TP * s.classes, (s.tokens,), device=device)
+    return torch.randn(s.tokens, s.classes, dtype=dtype, device=device), target
+
+
+def make_ids(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
+    """A table's rows, and ids, of which this rank has one in eight."""
+    ids = torch.randint(0, TP * s.classes, (s.tokens,), device=device)
+    return torch.randn(s.classes, s.hidden, dtype=dtype, device=device), ids
+
+
+def terms(scores: Tensor, target: Tensor) -> Outputs:
+    """The sums of a cross entropy, by one pass."""
+    found = OPS.class_terms(scores.detach(), target, False)
+    return (OPS.class_sums_of(scores, found[0], target, found, False),)
+
+
+def sums(scores: Tensor, target: Tensor) -> Outputs:
+    """The same by torch's operators, in float32."""
+    most = scores.detach().amax(1).float()
+    shifted = scores.float() - most.unsqueeze(1)
+    known = target < scores.shape[1]
+    own = shifted.gather(1, torch.where(known, target, 0).unsqueeze(1)).squeeze(1)
+    return (torch.stack([shifted.exp().sum(1), torch.where(known, own, 0)]),)
+
+
+def rows(table: Tensor, ids: Tensor) -> Outputs:
+    """The rows of the ids that are here, zeros for the others."""
+    outside = ids >= table.shape[0]
+    return (F.embedding(ids.masked_fill(outside, 0), table).masked_fill(outside.unsqueeze(-1), 0),)
+
+
+def seeded(x: Tensor) -> Tensor:
+    """A seed on x's device."""
+    return torch.full((), 7, dtype=torch.int64, device=x.device)
+
+
+def gelu(tanh: bool) -> Work:
+    """Bias and GeLU."""
+    how = "tanh" if tanh else "none"
+    return Work(
+        _draw(("tokens", "wide"), ("wide",)),
+        lambda x, b: (OPS.bias_gelu(x, b, tanh),),
+        lambda x, b: (F.gelu(x + b, approximate=how),),
+        2, _times(2, 3, "tokens", "wide"),
+    )  # fmt: skip
+
+
+WORK = {
+    "bias_gelu": gelu(False),
+    "bias_gelu, tanh": gelu(True),
+    "gated, silu": Work(
+        _draw(("tokens", "wide"), ("tokens", "wide")), lambda x, y: (OPS.gated(x, y, "silu"),),
+        lambda x, y: (F.silu(x) * y,), 2, _times(3, 5, "tokens", "wide"),
+    ),
+    "gated_halves, gelu": Work(
+        _draw(("tokens", "hidden")), lambda x: (OPS.gated_halves(x, "gelu", True),),
+        lambda x: (F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],), 1, _times(1.5, 2.5, "tokens", "hidden"),
+    ),
+    "norm, layer": Work(
+        _draw(("tokens", "hidden"), ("hidden",), ("hidden",)), lambda x, w, b: OPS.norm(x, w, b, EPS, True)[:1],
+        lambda x, w, b: (F.layer_norm(x, w.shape, w, b, EPS),), 3, _times(2, 3, "tokens", "hidden"),
+    ),
+    "norm, rms": Work(
+        _draw(("tokens", "hidden"), ("hidden",)), lambda x, w: OPS.norm(x, w, None, EPS, False)[:1],
+        lambda x, w: (rms(x, w),), 2, _times(2, 3, "tokens", "hidden"),
+    ),
+    "add_norm, rms": Work(
+        _draw(("tokens", "hidden"), ("tokens", "hidden"), ("hidden",)),
+        lambda x, r, w: OPS.add_norm(x, r, w, None, EPS, False)[:2],
+        lambda x, r, w: (rms(x + r, w), x + r), 3, _times(4, 4, "tokens", "hidden"),
+    ),
+    "rotary": Work(
+        make_rotary, lambda x, c, s: (OPS.rotary(x, c, s, False),), lambda x, c, s: (x * c + turned(x) * s,), 1,
+        lambda s: (2.0 * s.tokens * s.heads * WIDTH, 4.0 * s.tokens * s.heads * WIDTH),
+    ),
+    "class_terms": Work(make_scores, terms, sums, 1, _times(1, 2, "tokens", "classes")),
+    "vocabulary_rows": Work(
+        make_ids, lambda t, i: (OPS.vocabulary_rows(t, i, 0, TP * t.shape[0], -1),), rows, 1,
+        lambda s: ((1 + 1 / TP) * s.tokens * s.hidden, ((2 + 1 / TP) * s.tokens + s.classes) * s.hidden),
+    ),
+    "counter_dropout": Work(
+        _draw(("tokens", "hidden")),
+        lambda x: (OPS.counter_dropout(x, seeded(x), None, 0, list(x.shape), DROPPED),),
+        lambda x: (operators.counter_dropout(x, seeded(x), None, 0, list(x.shape), DROPPED),),
+        1, _times(2, 2, "tokens", "hidden"),
+    ),
+}  # fmt: skip

@@ -1,0 +1,275 @@
+"""Measure the machine that this process runs on, and describe it as a `Cluster`."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp.comm.collectives import real
+from autotp.comm.ranks import Ranks
+from autotp.cost import Cluster
+from autotp.cost.collectives import COLLECTIVES
+from autotp.errors import InputError
+
+from .fit import Kernel, Sample, Transfer, errors, fit
+from .this_machine import described
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BATCH = 10e-3  # seconds that calls are timed for together: many launches, and turns on a shared core
+LAUNCHES = 48  # operators that a launch is the mean of
+MOST = 1000  # calls in a batch
+LONG = 0.05  # seconds of a matmul after which no larger one of its dtype is measured
+SAMPLES = (3, 9)  # batches, of which the median counts
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
+
+    matmuls: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+    transfers: tuple[int, ...]
+    budget: float
+
+
+SIZES = {
+    "cpu": Sizes(
+        ((256, 256), (64, 1024), (512, 512), (1024, 1024)),
+        (2**20, 2**22, 2**24, 2**26),
+        (2**12, 2**16, 2**20, 2**23),
+        0.1,
+    ),
+    "cuda": Sizes(
+        ((1024, 1024), (512, 4096), (2048, 2048), (4096, 4096), (8192, 8192)),
+        (2**24, 2**26, 2**28),
+        (2**12, 2**18, 2**22, 2**26, 2**28),
+        0.1,
+    ),
+}
+
+
+def calibrate(
+    mesh: DeviceMesh | None = None,
+    *,
+    name: str = "calibrated",
+    base: str | Cluster | None = None,
+    devices_per_node: int | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    show: bool = True,
+) -> Cluster:
+    """Measure the machine that this runs on and fit a `Cluster` to it.
+
+    Matmuls by dtype, copies and the launch of a kernel are timed on every rank at once, so ranks that share a device's
+    memory or a processor's cores share them here too; where there are ranks (torchrun), also each collective, over
+    sizes and group sizes. The numbers are least squares of the logarithms of predicted over measured times. Call it
+    on all ranks alike.
+
+    Args:
+        mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
+            plain process, or on one rank, links are not measured.
+        name: what plans call the cluster.
+        base: a cluster, a preset's name or a file, for what is not measured; default "h100" where there is a CUDA
+            device, otherwise "local".
+        devices_per_node: default: what torchrun started on this machine, where that is not all ranks; otherwise this
+            machine's CUDA devices, or the base's number.
+        dtypes: of the matmuls that are measured; float32 always is. A dtype left out counts as float32.
+        show: print what was found with the fit's error, and how far the measuring is, on rank 0.
+
+    Returns:
+        The cluster, the same on every rank. `save` writes it to a file, which `cluster=` of the public functions takes.
+
+    Raises:
+        InputError: an argument is not what it must be. RankError: a rank has no device, or is not in the mesh.
+    """
+    if not all(isinstance(d, torch.dtype) for d in dtypes):
+        raise InputError(f"dtypes={dtypes!r}: give torch's dtypes, such as [torch.float32, torch.bfloat16].")
+    ranks = Ranks.find(None, mesh)
+    device = ranks.device if ranks else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    start = Cluster.resolve(base if base is not None else "h100" if device.type == "cuda" else "local")
+    start = replace(start, **described(name, start, ranks, device, devices_per_node))
+    first = ranks is None or ranks.rank == 0
+    clock = Clock(ranks, device, SIZES[device.type].budget)
+    with _progress(show and first) as step:
+        kernels = list(_kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
+        transfers = list(_transfers(clock, start, step)) if ranks is not None and ranks.tp > 1 else []
+    found = fit(kernels, transfers, start)
+    if show and first:
+        console = Console()
+        console.print(_table(found, kernels, transfers))
+        console.print(_numbers(found, transfers), highlight=False, soft_wrap=True)
+    return found
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls, on all ranks alike where there are some."""
+
+    ranks: Ranks | None
+    device: torch.device
+    budget: float
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Median seconds of one call; the slowest rank's, on every rank."""
+        self._batch(call, 1)
+        once = max(self._worst(self._batch(call, 1)), 1e-7)
+        calls = min(max(int(BATCH / once), 1), MOST)
+        count = min(max(int(self.budget / (once * calls)), SAMPLES[0]), SAMPLES[1])
+        return self._worst(statistics.median(self._batch(call, calls) for _ in range(count)))
+
+    def cpu(self, call: Callable[[], object], calls: int = 3) -> float:
+        """CPU seconds that one call takes of this thread, whatever else runs on the cores; the most of all ranks."""
+        begun = time.thread_time()
+        for _ in range(calls):
+            call()
+        return self._worst((time.thread_time() - begun) / calls)
+
+    def _batch(self, call: Callable[[], object], calls: int) -> float:
+        self._worst(0.0)  # every rank starts now
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - begun) / calls
+
+    def _worst(self, seconds: float) -> float:
+        if self.ranks is None or self.ranks.tp == 1:
+            return seconds
+        held = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(held, dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(held)
+
+
+def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], None]) -> Iterator[Kernel]:
+    """The launch of a kernel, copies, and matmuls of each dtype that this device has them for."""
+    sizes, device = SIZES[clock.device.type], clock.device
+    step("launch")
+    yield Kernel("launch", "float32", 0.0, 1.0, clock.time(partial(_launches, device)) / LAUNCHES)
+    for size in sizes.copies:
+        step("copy")
+        source = torch.zeros(size // 4, device=device)  # into new memory, as operators write
+        yield Kernel("copy", "float32", 0.0, 2.0 * size, clock.time(source.clone))
+    for dtype in dtypes:
+        short = str(dtype).removeprefix("torch.")
+        if not _multiplies(dtype, device):
+            continue
+        for rows, n in sizes.matmuls:
+            step(f"matmul {short}")
+            x, g, w = (torch.ones(k, n, dtype=dtype, device=device) for k in (rows, rows, n))
+            seconds = clock.time(partial(_products, x, w, g)) / 3
+            moved = float((2 * rows * n + n * n) * dtype.itemsize)
+            yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
+            if seconds > LONG:  # this device is slow with the dtype
+                break
+
+
+def _launches(device: torch.device) -> None:
+    """A chain of operators on next to nothing, forward and backward, as eager training runs them."""
+    x = w = torch.ones(8, device=device, requires_grad=True)
+    for _ in range(LAUNCHES // 3):  # one operator forward, two backward: as the cost model counts
+        x = x * w
+    x.backward(torch.ones_like(x))
+
+
+def _products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """What a linear layer multiplies, forward and backward: they are laid out differently, and take different times."""
+    return x @ w.T, g @ w, g.T @ x
+
+
+def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
+    x = torch.ones(8, 8, dtype=dtype, device=device)
+    try:
+        _products(x, x, x)
+    except RuntimeError:  # "not implemented for": the device, or this build of torch, lacks the dtype
+        return False
+    return True
+
+
+def _transfers(clock: Clock, cluster: Cluster, step: Callable[[str], None]) -> Iterator[Transfer]:
+    """Each collective over each size and group: neighbours in a node, and one rank of each node."""
+    assert clock.ranks is not None
+    world = clock.ranks.tp
+    held = min(world, cluster.devices_per_node)
+    inside = [(n, 1) for n in _degrees(held)]
+    for n, stride in [*inside, *((n, held) for n in _degrees(world // held))]:
+        group = _subgroup(clock.ranks, n, stride)
+        for primitive in COLLECTIVES:
+            for size in SIZES[clock.device.type].transfers:
+                step(f"{primitive}, {n} ranks")
+                count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can deal out
+                call = _collective(primitive, count, n, group, clock.device)
+                yield Transfer(primitive, 4.0 * count, n, stride, clock.time(call))
+        if n < world:
+            dist.destroy_process_group(group)
+
+
+def _degrees(most: int) -> list[int]:
+    """The sizes of groups that leave no rank over."""
+    return [n for n in range(2, most + 1) if most % n == 0]
+
+
+def _subgroup(ranks: Ranks, n: int, stride: int) -> ProcessGroup:
+    """This rank's group of `n` ranks, `stride` apart; the other ranks are in groups of their own."""
+    if n == ranks.tp:
+        return ranks.group
+    everyone, block = dist.get_process_group_ranks(ranks.group), n * stride
+    starts = [start + offset for start in range(0, ranks.tp, block) for offset in range(stride)]
+    groups = [[everyone[start + i * stride] for i in range(n)] for start in starts]
+    if ranks.tp == dist.get_world_size():
+        return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[return-value]
+    mine = next(g for g in groups if dist.get_rank() in g)  # ranks outside of the mesh are not here to take part
+    return dist.new_group(mine, use_local_synchronization=True)  # type: ignore[return-value]
+
+
+def _collective(
+    primitive: str, count: int, n: int, group: ProcessGroup, device: torch.device
+) -> Callable[[], torch.Tensor]:
+    """A call of the primitive, as plans run it, whose whole tensor has `count` float32 elements."""
+    shape = {"all_reduce": (count,), "all_gather": (count // n,), "reduce_scatter": (n, count // n)}
+    x = torch.zeros(shape.get(primitive, (n, count // (n * n))), device=device)
+    return lambda: real(primitive, x, "sum", tp=n, group=group.group_name)  # type: ignore[arg-type]
+
+
+@contextmanager
+def _progress(show: bool) -> Iterator[Callable[[str], None]]:
+    """`step(what)` before each measurement; shows how many there were, and goes away."""
+    columns = (TextColumn("calibrating: {task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as progress:
+        task = progress.add_task("", total=None)
+        yield lambda what: progress.update(task, description=what, advance=1)
+
+
+def _table(cluster: Cluster, kernels: list[Kernel], transfers: list[Transfer]) -> Table:
+    """How far the cluster's predictions are from each item's times."""
+    samples: list[Sample] = [*kernels, *transfers]
+    table = Table(title=f"{cluster.name}: {cluster.device}", title_justify="left")
+    for column in ("measured", "sizes", "mean error of the fit", "worst"):
+        table.add_column(column, justify="left" if column == "measured" else "right")
+    for e in errors(samples, cluster):
+        table.add_row(e.item, str(e.samples), f"{e.mean:.0%}", f"{e.worst:.0%}")
+    return table
+
+
+def _numbers(c: Cluster, transfers: list[Transfer]) -> str:
+    """The fitted numbers, in words."""
+
+    def link(latency: float, bandwidth: float, measured: bool) -> str:
+        return f"{latency * 1e6:.3g} us, {bandwidth / 1e9:.3g} GB/s{'' if measured else ' (not measured)'}"
+
+    rates = ", ".join(f"{d} {r / 1e9:.4g}" for d, r in c.peak_flops.items())
+    inside = link(c.intra_latency, c.intra_bandwidth, any(t.stride == 1 for t in transfers))
+    between = link(c.inter_latency, c.inter_bandwidth, any(c.spans_nodes(t.n, t.stride) for t in transfers))
+    memory = f"memory {c.memory_bandwidth / 1e9:.4g} GB/s, launch {c.launch_overhead * 1e6:.3g} us"
+    return f"GFLOP/s: {rates}\n{memory}\nin a node: {inside}\nbetween nodes: {between}"

@@ -1,0 +1,47 @@
+"""What is known of the machine that this process runs on without measuring it."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from autotp.comm.ranks import Ranks
+from autotp.cost import Cluster
+from autotp.errors import InputError
+
+
+def described(
+    name: str, base: Cluster, ranks: Ranks | None, device: torch.device, devices_per_node: int | None
+) -> dict[str, object]:
+    """The fields of this machine's cluster that are known without measuring, and the base's node size otherwise."""
+    world = ranks.tp if ranks is not None else 1
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    cuda = device.type == "cuda"
+    held = here if here < world else torch.cuda.device_count() if cuda else base.devices_per_node
+    held = held if devices_per_node is None else replace(base, devices_per_node=devices_per_node).devices_per_node
+    if world > held and world % held:
+        raise InputError(f"devices_per_node={held} does not divide the {world} ranks: every node holds equally many.")
+    title = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads: {processor()}"
+    size = torch.cuda.get_device_properties(device).total_memory if cuda else memory() / min(here, world)
+    links = "matmuls, copies, collectives" if world > 1 else f"matmuls, copies; links are those of {base.name!r}"
+    source = f"autotp.calibrate, torch {torch.__version__}, {world} rank{'s' * (world > 1)}; {links}"
+    return {
+        "name": name, "device": title, "memory_size": float(size), "devices_per_node": held, "source": source,
+    }  # fmt: skip
+
+
+def memory() -> float:
+    """Bytes of this machine's memory; a nominal number where the platform does not tell."""
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    info = Path("/proc/cpuinfo")
+    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
+    return named[0].partition(":")[2].strip() if named else platform.processor() or platform.machine()

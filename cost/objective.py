@@ -1,0 +1,63 @@
+"""What a plan is made for: training with an optimizer, or inference, and what a parameter then costs in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import InputError
+
+NAMES = ("training", "prefill", "decode")
+STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1}
+PLAIN = "-plain"  # suffix: states in the parameter's own dtype, no fp32 copy of half-precision weights
+OPTIMIZERS = (*STATES, *(name + PLAIN for name in STATES))
+FP32 = 4  # bytes
+
+
+@dataclass(frozen=True)
+class Objective:
+    """What a plan is priced for.
+
+    Attributes:
+        name: "training" counts forward and backward; "prefill" a forward alone; "decode" a forward of one new token a
+            sequence against a cache as long as the example inputs.
+        optimizer: one of `OPTIMIZERS`. Half-precision weights are trained with an fp32 copy and fp32 states (mixed
+            precision: Micikevicius et al. 2018), other weights with states in their own dtype. With "-plain" behind its
+            name there is no copy and every state has the weight's dtype, as torch.optim does it.
+    """
+
+    name: str = "training"
+    optimizer: str = "adamw"
+
+    def __post_init__(self) -> None:
+        for what, value, known in (("objective", self.name, NAMES), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if value not in known:
+                raise InputError(f"{what}={value!r} is not known; choose one of {', '.join(map(repr, known))}.")
+
+    @property
+    def training(self) -> bool:
+        return self.name == "training"
+
+    def states(self, itemsize: int) -> int:
+        """Bytes of optimizer states for one element of a parameter that takes `itemsize` bytes."""
+        count = STATES[self.optimizer.removesuffix(PLAIN)]
+        if itemsize >= FP32 or self.optimizer.endswith(PLAIN):
+            return count * itemsize
+        return (count + 1) * FP32
+
+    def held(self, stored: float, val: Tensor) -> float:
+        """Bytes that `stored` bytes of a parameter take with its gradient and states; frozen ones have neither."""
+        if not (self.training and trained(val)):
+            return stored
+        return stored * (2 + self.states(val.element_size()) / val.element_size())
+
+
+def trained(val: Any) -> bool:
+    """Whether a parameter gets a gradient, and with it states of the optimizer."""
+    return isinstance(val, Tensor) and val.requires_grad and torch.is_floating_point(val)
+
+
+TRAINING = Objective()

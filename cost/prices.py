@@ -1,0 +1,243 @@
+"""What choices and conversions cost on a cluster: the link between a captured graph and `autotp.cost`."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp.comm import conversions
+from autotp.comm.slices import to_runtime
+from autotp.errors import PlanError
+from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
+from autotp.ir.layouts import I, Layout, Partial, R, Shard, Size
+from autotp.passes.shard.strategies import share
+from autotp.rules.core import Factor, Op, aten, sizes
+
+from . import Cluster, call_seconds, node_flops, op_seconds
+from .objective import TRAINING, Objective
+from .saved_tensors import Keepers, Kept
+
+FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
+
+
+BACKWARD = 2  # times the forward's arithmetic and bytes
+LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+
+
+@dataclass
+class Prices:
+    """Seconds and bytes of one captured graph's operators and conversions.
+
+    Attributes:
+        program: the captured graph; sizes come from the example inputs' hints.
+        grads: nodes whose values carry gradients: their operators count forward and backward.
+        sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
+        objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
+        keepers: say what is kept for the backward.
+    """
+
+    program: Capture
+    tp: int
+    cluster: Cluster
+    grads: set[fx.Node]
+    leaves: Mapping[fx.Node, Leaf]
+    sequence: bool | None = None
+    objective: Objective = TRAINING
+    keepers: Keepers | None = None
+
+    def __post_init__(self) -> None:
+        self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
+        self._answers: dict[fx.Node, list[Kept]] = {}
+        self.tokens = lengths(self.program)
+        self.second_sizes = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        self.hints = self._hints()
+        self.hint = sizer(self.hints)
+        self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
+        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
+        for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
+            read = [i for i in n.all_input_nodes if tensors(i)]
+            if len(read) == 1 and read[0] in self.weights:
+                self.weights.add(n)
+
+    def _hints(self) -> dict[Any, int]:
+        """Sizes to price with: the example inputs'; for decoding one token a sequence."""
+        one = dict.fromkeys(self.tokens, 1) if self.objective.name == "decode" else {}
+        return {**self.program.hints, **one}
+
+    def share(self, layout: Layout) -> float:
+        """Largest part of a value that one rank holds."""
+        return share(layout, self.tp, self.hint)
+
+    def bytes(self, val: Tensor) -> float:
+        """Bytes of the whole value."""
+        if id(val) not in self._bytes:
+            self._bytes[id(val)] = nbytes(val, self.hint), val
+        return self._bytes[id(val)][0]
+
+    def held_parameter(self, stored: float, val: Tensor) -> float:
+        """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
+        return self.objective.held(stored, val)
+
+    def flops(self, node: fx.Node) -> float:
+        """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
+        if "flops" not in node.meta:
+            node.meta["flops"] = node_flops(node)
+        if self.objective.name != "decode" or not node.meta["flops"]:
+            return node.meta["flops"]
+        lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
+        return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
+
+    def _longer(self, op: Op) -> dict[int, float]:
+        """Operands that decoding reads of a whole sequence, keys and values of the cache, and how much longer that is.
+
+        They are those of the fused attention, and second operands of products with scores, whose shape has the length
+        twice.
+        """
+        if self.objective.name != "decode" or len(op.slots) < 2:
+            return {}
+        fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
+        often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
+        product = 2 in often and often[1] == 1 and self.flops(op.node)
+        slots = range(1, len(op.slots)) if fused else (1,) if product else ()
+        whole = self.program.hints
+        return {i: max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i]) for i in slots}
+
+    def operator(
+        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
+    ) -> tuple[float, float]:
+        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split."""
+        results = tensors(op.node)
+        if is_free(op):
+            return 0.0, 0.0
+        if "dp" in op.node.meta:
+            return self._across(op, self.share(outs[0])), 0.0
+        vals = [*(s.meta["val"] for s in op.slots), *results]
+        longer = self._longer(op)
+        sides = enumerate(zip(vals, [*ins, *outs], strict=False))
+        sides = [self.bytes(v) * longer.get(i, 1.0) * self.share(x) for i, (v, x) in sides]
+        if getattr(op.target, "overloadpacket", None) in LOOKUPS:
+            sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
+        moved = sum(sides)
+        part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split is not None else 1.0
+        dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
+        if split is not None:
+            moved *= 1 + 2 * split.copies  # read once more, and written
+        flops = self.flops(op.node)
+        part *= self._waste(op, split, outs) if flops and split is not None else 1.0
+        seconds = op_seconds(flops * part, moved, dtype, self.cluster)
+        if op.node not in self.grads or not self.objective.training:
+            return seconds, 0.0
+        return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
+
+    def _across(self, op: Op, part: float) -> float:
+        """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
+        a, b, ranks = op.node.meta["dp"]
+        size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
+        ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
+        return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
+
+    def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
+        """Bytes of what this call is the first to keep for the backward."""
+        if node not in self._answers:
+            self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
+        least = min(map(self.share, layouts), default=1.0)
+        sized = [(self.bytes(x) if isinstance(x, Tensor) else x, at) for x, at in self._answers[node]]
+        return sum(size * (least if at is None else self.share(layouts[at])) for size, at in sized)
+
+    def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
+        """What dealing out a product's columns adds to its arithmetic, as columns are computed in whole tiles."""
+        last, out = len(op.outs[0]) - 1, outs[0]
+        if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
+            return 1.0
+        columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
+        held = columns * self.share(out)
+        return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
+
+    def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
+        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
+        node, i = value
+        if node in self.weights and isinstance(a, Shard):
+            return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if self._forbidden(node, a, b):
+            return None
+        size = self.bytes(tensors(node)[i])
+        forward = self.one_way(a, b, size)
+        if forward is None or node not in self.grads:
+            return forward
+        backward = self.one_way(b.dual, a.dual, size)
+        if backward is None:
+            return None
+        return forward + backward if self.objective.training else forward
+
+    def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
+        """What `sequence` rules out for activations: False being dealt out, True being whole or summed otherwise."""
+        if self.sequence is None or node in self.leaves or node not in self.grads:
+            return False
+        if not self.sequence:
+            return isinstance(b, Shard) and not isinstance(a, Shard)
+        lengths = self._lengths(node)
+        if not lengths or node in self.outputs:
+            return False
+        if isinstance(a, Partial):
+            return not (isinstance(b, Shard) and b.dim in lengths)
+        return b == I or b == R and not (isinstance(a, Shard) and a.dim in lengths)
+
+    def _lengths(self, node: fx.Node) -> list[int]:
+        """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
+        found = self.second_sizes
+        return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
+
+    def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
+        """Seconds of a conversion of so many bytes in one direction; None where there is none.
+
+        Over the tp ranks, or so many `ranks` that are `stride` apart.
+        """
+        if a == b:
+            return 0.0
+        kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))
+        if kind is None:
+            return None
+        work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"
+        return call_seconds(work, size, ranks or self.tp, self.cluster, stride)
+
+
+def lengths(program: Capture) -> set[Any]:
+    """The symbols of the inputs' second dimension: the lengths of sequences."""
+    sides = [shape_of(leaf.node)[1:2] for leaf in program.inputs]
+    return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
+
+
+def check_lengths(program: Capture, objective: Objective) -> None:
+    """Refuse to plan for decoding where no input has a length: there is no one token to price."""
+    if objective.name == "decode" and not lengths(program):
+        raise PlanError(
+            "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
+            "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
+        )
+
+
+def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:
+    """`size_hint` with these sizes for the symbols; substituting is slow, and a graph has few different sizes."""
+    return cache(lambda size: size_hint(size, hints))
+
+
+def nbytes(val: Tensor, hint: Callable[[Size], int]) -> float:
+    """Bytes of the whole value with these sizes for its symbols."""
+    count = val.element_size()
+    for s in sizes(val):
+        count *= hint(s)
+    return float(count)
+
+
+def is_free(op: Op) -> bool:
+    """Whether the operator only makes a view."""
+    schema = getattr(op.target, "_schema", None)
+    if schema is None:
+        return False
+    views = any(r.alias_info is not None and not r.alias_info.is_write for r in schema.returns)
+    return views or getattr(op.target, "overloadpacket", None) in FREE

@@ -1,0 +1,217 @@
+"""What autograd keeps of an operator for its backward: asked of torch on the meta device, call by call.
+
+The operator runs on meta tensors of the example inputs' sizes, and `saved_tensors_hooks` hears what it keeps. So a
+linear keeps its input and weight, a softmax its result, a view nothing, a norm its statistics, without a table. Two
+operators are told what the kernels of an accelerator keep, which the meta device does not run: dropout one byte an
+element (its mask), and attention q, k, v, its result and a statistic a row (Dao et al. 2022).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch.autograd.graph import saved_tensors_hooks
+
+from autotp.comm.conversions import FUNCTIONS
+from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
+from autotp.rules.core import Op
+
+from . import size_hint
+
+META = torch.device("meta")
+STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
+
+
+Extra = tuple[float, int | None]
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What one call keeps, and whose memory its results are.
+
+    Attributes:
+        slots, results: positions of the operands and results that are kept.
+        extra: what is neither: a mask, statistics, a contiguous copy. Bytes, and the position (operands, then results)
+            of a value with as many elements, which it is dealt out with; None where it is dealt out as the call is.
+        views: result -> the operand slot whose memory it shares.
+    """
+
+    slots: frozenset[int] = frozenset()
+    results: frozenset[int] = frozenset()
+    extra: tuple[Extra, ...] = ()
+    views: tuple[tuple[int, int], ...] = ()
+
+
+def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
+    """What a call keeps for the backward, and which results are views; the sizes are the example inputs'.
+
+    Args:
+        op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
+        grads: nodes whose values carry gradients.
+    """
+    if "saved" not in op.node.meta:
+        op.node.meta["saved"] = _ask(op, grads)
+    return op.node.meta["saved"]
+
+
+def _ask(op: Op, grads: set[fx.Node]) -> Saved:
+    if not tensors(op.node) or op.target in FUNCTIONS.values():
+        return Saved()  # a conversion keeps nothing
+    if op.node not in grads:
+        return Saved(views=((0, 0),) if _views(op) else ())
+    told = TOLD.get(str(getattr(op.target, "overloadpacket", None)))
+    found = told(op, grads) if told is not None else None
+    if found is not None:
+        return found
+    try:
+        return _run(op, grads)
+    except Exception:  # an operator that the meta device does not run: all that a backward could need
+        every = frozenset(i for i, s in enumerate(op.slots) if s.meta["val"].is_floating_point())
+        return Saved(every, frozenset(range(len(tensors(op.node)))))
+
+
+def _run(op: Op, grads: set[fx.Node]) -> Saved:
+    made: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
+    kept: list[Tensor] = []
+
+    def keep(x: Tensor) -> Tensor:
+        kept.append(x)
+        return x
+
+    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), made.__getitem__)  # type: ignore[arg-type]
+    args, kwargs = fx.node.map_aggregate((args, kwargs), on_meta)  # type: ignore[misc,assignment]
+    with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+        out = op.target(*args, **kwargs)
+    results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
+    slots = {_memory(made[s]): i for i, s in reversed(list(enumerate(op.slots)))}
+    own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
+    counts = [made[s].numel() for s in op.slots] + [x.numel() for x in results]
+    others = {_memory(x): x for x in kept if _memory(x) not in {**slots, **own}}.values()
+    alike = [counts.index(x.numel()) if x.numel() in counts else None for x in others]
+    return Saved(
+        frozenset(slots[_memory(x)] for x in kept if _memory(x) in slots),
+        frozenset(own[_memory(x)] for x in kept if _memory(x) in own),
+        tuple((float(x.untyped_storage().nbytes()), i) for x, i in zip(others, alike, strict=True)),
+        tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
+    )
+
+
+def _example(val: Any, graded: bool) -> Any:
+    """A value on the meta device, with the example inputs' sizes; memory of its own."""
+    if isinstance(val, Tensor):
+        shape, stride = ([size_hint(n) for n in side] for side in (val.shape, val.stride()))
+        x = torch.empty_strided(shape, stride, dtype=val.dtype, device=META)
+        return x.requires_grad_() if graded and (x.is_floating_point() or x.is_complex()) else x
+    if isinstance(val, list | tuple):
+        return [_example(v, graded) for v in val]
+    return size_hint(val) if isinstance(val, torch.SymInt) else val
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _views(op: Op) -> bool:
+    """Whether the first result is a view of the first operand, by the operator's schema."""
+    returns = getattr(getattr(op.target, "_schema", None), "returns", ())
+    return bool(op.slots) and any(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+
+
+def _dropout(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """A mask of one byte an element, as the fused kernel keeps it."""
+    return Saved(extra=((_count(tensors(op.node)[0].shape), 0),)) if draws(op.node) else None
+
+
+def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """Query, key, value, result and a statistic a row; a mask that carries a gradient leaves the fused kernels."""
+    mask = op.slot("attn_mask")
+    if mask is not None and op.slots[mask] in grads:
+        return None
+    kept = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
+    query = op.slots[0].meta["val"]
+    extra: list[Extra] = [(STATISTIC * _count(tensors(op.node)[0].shape[:-1]), None)]
+    if mask is not None and op.slots[mask].meta["val"].dtype == torch.bool:  # made anew as addends in every call
+        extra.append((query.element_size() * _count(op.slots[mask].meta["val"].shape), mask))
+    elif mask is not None:
+        kept.add(mask)
+    return Saved(frozenset(kept), frozenset({0}), tuple(extra))
+
+
+def _count(shape: Iterable[Any]) -> float:
+    return float(math.prod(size_hint(n) for n in shape))
+
+
+TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
+    "aten.dropout": _dropout,
+    "aten.scaled_dot_product_attention": _attention,
+}
+
+
+Kept = tuple[float | Tensor, int | None]  # what is kept, whole, and the position that it is dealt out with
+
+
+@dataclass
+class Keepers:
+    """Which operator answers for what is kept: of those that keep the same memory, the first in the graph.
+
+    Attributes:
+        ops: the calls, in the order of the graph; `same`: the equal call of the first repeated block.
+        grads: nodes whose values carry gradients.
+    """
+
+    ops: Mapping[fx.Node, Op]
+    same: Mapping[fx.Node, fx.Node]
+    grads: set[fx.Node]
+
+    def __post_init__(self) -> None:
+        self.order = {n: i for i, n in enumerate(self.ops)}
+
+    def saved(self, node: fx.Node) -> Saved:
+        return saved_by(self.ops[self.same[node]], self.grads)
+
+    def of(self, node: fx.Node) -> list[Kept]:
+        """What this call answers for: values, and bytes of its own."""
+        saved, op = self.saved(node), self.ops[node]
+        found: dict[Value, Kept] = {}
+        for slot in sorted(saved.slots):
+            base = self._base(resolve(op.slots[slot]))
+            if base[0] in self.ops and self._first(base) is node:
+                found.setdefault(base, (tensors(base[0])[base[1]], slot))
+        for i in saved.results:
+            if self._first((node, i)) is node:
+                found[node, i] = tensors(node)[i], len(op.slots) + i
+        return [*found.values(), *saved.extra]
+
+    def _base(self, value: Value) -> Value:
+        """The value whose memory this one lies in."""
+        node, index = value
+        while node in self.ops and (slot := dict(self.saved(node).views).get(index)) is not None:
+            node, index = resolve(self.ops[node].slots[slot])
+        return node, index
+
+    def _first(self, value: Value) -> fx.Node | None:
+        """The first call that keeps this memory: its maker, or a reader of the value or of a view of it."""
+        node, index = value
+        if index in self.saved(node).results:
+            return node
+        keeping, work = set(), [value]
+        while work:
+            at = work.pop()
+            for reader, slot in self._readers(at):
+                saved = self.saved(reader)
+                if slot in saved.slots:
+                    keeping.add(reader)
+                work += [(reader, i) for i, s in saved.views if s == slot]
+        return min(keeping, key=self.order.__getitem__, default=None)
+
+    def _readers(self, value: Value) -> list[tuple[fx.Node, int]]:
+        node, index = value
+        users = [u for u in node.users if u in self.ops]
+        users += [u for item in node.users if item not in self.ops and resolve(item) == value for u in item.users]
+        users = [u for u in dict.fromkeys(users) if u in self.ops]
+        return [(u, i) for u in users for i, s in enumerate(self.ops[u].slots) if resolve(s) == value]

@@ -1,0 +1,161 @@
+"""The decision problem as data: items with choices, values with groups of consumers. No torch in here."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass, field
+
+import networkx as nx
+
+from autotp.errors import InputError
+from autotp.ir.layouts import Dealt, Layout
+
+ValueId = Hashable
+Step = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    seconds: float = 0.0
+    saved: float = 0.0  # bytes of activations kept for the backward
+    stored: float = 0.0  # bytes of parameters held
+    held: float = 0.0  # bytes that count against the memory budget
+    penalty: int = 0  # breaks ties: segments, unevenness
+    factor: int | None = None  # index of the split factor in the operator's rule
+    loop: Dealt | None = None  # how that factor's loop is dealt
+
+
+@dataclass
+class Item:
+    """An operator, a leaf, or the output: `count` equal instances that share one choice. `label` says it in words."""
+
+    name: str
+    choices: list[Choice]
+    ins: list[frozenset[ValueId]] = field(default_factory=list)
+    outs: list[ValueId] = field(default_factory=list)
+    count: int = 1
+    label: str = ""
+
+
+@dataclass(frozen=True)
+class Use:
+    """`count` instances of a value whose consumers are these (item index, slot)."""
+
+    value: ValueId
+    consumers: tuple[tuple[int, int], ...]
+    count: int
+
+
+@dataclass
+class Problem:
+    """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
+
+    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to.
+    """
+
+    items: list[Item]
+    uses: list[Use]
+    convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
+    limit: float | None = None
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The chosen index per item, with what was proved of it.
+
+    Attributes:
+        chosen: index of each item's choice.
+        seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
+        stored: bytes of parameters; `least_stored`: the least that any assignment reaches.
+        held: bytes that count against the memory budget.
+    """
+
+    chosen: tuple[int, ...]
+    seconds: float
+    bound: float
+    least_stored: float
+    stored: float
+    held: float = 0.0
+
+
+def conversions(
+    produced: Layout, wanted: set[Layout], cost: Callable[[Layout, Layout], float | None]
+) -> list[tuple[Layout, Layout]] | None:
+    """The cheapest set of conversions from one layout to all wanted ones, through wanted ones where that is cheaper.
+
+    This is a minimum arborescence: taking the nearest layout again and again is not always the cheapest, since what is
+    cheap to convert from may itself be dear. Steps come in an order in which each source exists already. None where a
+    layout cannot be reached.
+    """
+    found = [produced, *sorted(wanted - {produced}, key=repr)]
+    arcs = {
+        (i, j): c
+        for j, b in enumerate(found[1:], 1)
+        for i, a in enumerate(found)
+        if i != j and (c := cost(a, b)) is not None
+    }
+    near = _nearest(len(found), arcs)
+    if near is not None and len(found) > 2:
+        graph = nx.DiGraph()
+        graph.add_weighted_edges_from((i, j, c) for (i, j), c in arcs.items())
+        best = sorted(nx.minimum_spanning_arborescence(graph).edges)
+        if sum(arcs[e] for e in best) < sum(arcs[e] for e in near) * (1 - 1e-12):
+            near = _ordered(best)
+    return None if near is None else [(found[i], found[j]) for i, j in near]
+
+
+def _nearest(count: int, arcs: Mapping[Step, float]) -> list[Step] | None:
+    """Steps found by taking the nearest layout that is still missing; layout 0 is there."""
+    have, steps, missing = [0], [], list(range(1, count))
+    while missing:
+        reach = [(arcs[i, j], j, have.index(i)) for j in missing for i in have if (i, j) in arcs]
+        if not reach:
+            return None
+        _, j, at = min(reach)
+        steps.append((have[at], j))
+        have.append(j)
+        missing.remove(j)
+    return steps
+
+
+def _ordered(steps: list[Step]) -> list[Step]:
+    """The steps of an arborescence, each after the one that makes its source."""
+    have, out = {0}, []
+    while len(out) < len(steps):
+        out += [(i, j) for i, j in steps if i in have and j not in have]
+        have |= {j for _, j in out}
+    return out
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with a binary unit."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def read_bytes(given: float | str) -> float:
+    """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
+
+    Raises:
+        InputError: it is neither, or not greater than 0.
+    """
+    found = re.fullmatch(r"([0-9.]+) *([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
+    number, unit = found.groups() if found else (given, "")
+    try:
+        nbytes = float(number) * UNITS[unit]
+    except (KeyError, TypeError, ValueError):
+        nbytes = math.nan
+    if isinstance(given, bool) or not (math.isfinite(nbytes) and nbytes > 0):
+        raise InputError(f"memory={given!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
+    return nbytes

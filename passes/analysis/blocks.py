@@ -1,0 +1,290 @@
+"""Name the parts of a model by the structure of its graph: attention, MLP, norms, embeddings, head, experts.
+
+No name of a model or parameter is read. An attention is a softmax between two products of activations, or the fused
+operator; an MLP is weight contractions joined by pointwise operators only; a norm multiplies a value by a statistic of
+itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import networkx as nx
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import Capture, module_path, short_name
+from autotp.ir.layouts import Size, divide, simplify
+from autotp.rules.core import Op, Rule, Shape
+
+from .dataflow import Dataflow, names
+
+SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
+FUSED = "aten.scaled_dot_product_attention"
+LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
+Place = tuple[fx.Node, int, tuple[int, ...]]  # an operator, one of its operand slots, and the heads' dimensions there
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Head counts of an attention, the width of a query head, and where query and kv heads can be seen in the graph."""
+
+    count: Size
+    kv: Size
+    width: Size
+    at: Place
+    kv_at: Place
+
+
+@dataclass(frozen=True)
+class Found:
+    """A part of the graph.
+
+    Attributes:
+        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
+        detail: what it is in words.
+        nodes: its operators, in the order of the graph.
+        module: the innermost module that holds those with parameters.
+        parameters: leaves that it reads.
+        first: the equal part in the first of the repeated blocks; itself where there is none.
+        heads: of an attention.
+    """
+
+    kind: str
+    detail: str
+    nodes: tuple[fx.Node, ...]
+    module: str
+    parameters: tuple[fx.Node, ...]
+    first: int
+    heads: Heads | None = None
+
+
+def find_blocks(
+    program: Capture,
+    same: Mapping[fx.Node, fx.Node],
+    known: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
+) -> list[Found]:
+    """The named parts of a captured and canonical graph, in the order of the graph.
+
+    Args:
+        program: the graph.
+        same: node -> the equal node of the first repeated block (`autotp.passes.analysis.fold`).
+        known: operators with their rules, where they have been read already.
+
+    Returns:
+        Disjoint sets of operators; operators without parameters may be in none, every parameter that is read is in one.
+        `Found.first` is an index of this list.
+    """
+    return _Finder(Dataflow(program, known or {}), same).run()
+
+
+class _Finder:
+    def __init__(self, flow: Dataflow, same: Mapping[fx.Node, fx.Node]) -> None:
+        self.flow, self.same = flow, same
+        self.owner: dict[fx.Node, int] = {}
+        self.parts: list[tuple[str, str, list[fx.Node], Heads | None]] = []
+
+    def run(self) -> list[Found]:
+        self._attentions()
+        self._chains()
+        self._norms()
+        self._rest()
+        placed = sorted(self.parts, key=lambda p: min(self.flow.order[n] for n in p[2]))
+        first: dict[object, int] = {}
+        found = []
+        for i, (kind, detail, nodes, heads) in enumerate(placed):
+            read = [n for n in nodes if self.flow.parameters(n)]
+            key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
+            leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
+            module, equal = _module(read or nodes), first.setdefault(key, i)
+            found.append(Found(kind, detail, tuple(nodes), module, leaves, equal, heads))
+        return found
+
+    def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
+        free = sorted({n for n in nodes if n not in self.owner}, key=self.flow.order.__getitem__)
+        self.owner.update(dict.fromkeys(free, len(self.parts)))
+        self.parts.append((kind, detail, free, heads))
+
+    # attention
+
+    def _attentions(self) -> None:
+        for n in self.flow.ops:
+            name = short_name(n.target)
+            if n in self.owner or n not in self.flow.roots:
+                continue
+            if name == FUSED:
+                self._attention(n, n)
+            elif name in SOFTMAX:
+                _, behind = self.flow.back(self.flow.inputs(n))
+                _, next_ = self.flow.ahead(n.users)
+                scores = [p for p in behind if not self.flow.parameters(p)]
+                sums = [p for p in next_ if not self.flow.parameters(p)]
+                if scores and sums:
+                    self._attention(scores[0], sums[0])
+
+    def _attention(self, scores: fx.Node, sums: fx.Node) -> None:
+        """The operators from the projections of query, key and value to the output projection."""
+        nodes = {scores, sums} | self._behind(scores) | self._behind(sums)
+        between, outs = self.flow.ahead(sums.users)
+        out = [p for p in outs if self.flow.weighted(p)]
+        nodes |= set(out) | (set(between) if out else set())
+        heads = self._heads(scores, sums, out[0] if out else None)
+        kv = "" if heads.kv == heads.count else f", {counted(heads.kv, 'kv head')}"
+        detail = f"{counted(heads.count, 'head')}{kv}, {heads.width} wide"
+        self._claim("attention", detail, list(nodes), heads)
+
+    def _behind(self, node: fx.Node) -> set[fx.Node]:
+        """What makes the operands of `node`, up to its weight contractions; a low-rank pair of these counts as one."""
+        passed, products = self.flow.back(self.flow.inputs(node))
+        nodes = {*passed, *products} if products else set()
+        work = list(products)
+        while work:
+            at = work.pop()
+            passed, products = self.flow.back(self.flow.inputs(at))
+            if products and all(set(n.users) <= {*nodes, *passed} for n in (*passed, *products)):
+                nodes |= {*passed, *products}
+                work += products
+        return nodes
+
+    def _heads(self, scores: fx.Node, sums: fx.Node, out: fx.Node | None) -> Heads:
+        flow, op = self.flow, self.flow.ops[scores]
+        if short_name(scores.target) == FUSED:
+            dims = _before_last_two(op.ins[0]), _before_last_two(op.ins[1])
+            width, value = op.ins[0][-1], op.ins[2][-1]
+        else:
+            dims, width = self._product_heads(scores)
+            value = flow.ops[sums].outs[0][-1]
+        count, kv = (_times(op.ins[i], dims[i]) for i in (0, 1))
+        if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
+            count = kv = divide(flow.width(out), value) or 1
+            dims = ((0,), (0,))
+        kv_at: Place = (scores, 1, dims[1])
+        whole = names(flow.roots.get(op.slots[1], ()))
+        for n in (n for n in flow.back([op.slots[1]])[0] if names(flow.roots[n]) == whole):
+            grown = divide(_times(flow.ops[n].outs[0]), _times(flow.ops[n].ins[0])) if self._view(n) else 1
+            fewer = divide(kv, grown) if grown not in (None, 1) else None
+            if fewer is not None:
+                at = tuple(d for d, m in enumerate(flow.ops[n].ins[0]) if m == fewer)[:1]
+                kv, kv_at = fewer, (n, 0, at)
+        return Heads(count, kv, width, (scores, 0, dims[0]), kv_at)
+
+    def _view(self, node: fx.Node) -> bool:
+        return node in self.flow.ops and len(self.flow.ops[node].slots) == 1 and len(self.flow.ops[node].outs) == 1
+
+    def _product_heads(self, scores: fx.Node) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], Size]:
+        """Dimensions of heads in both operands of a product of queries and keys, and the contracted width."""
+        rule = self.flow.rules[scores]
+        assert rule is not None
+        width = self.flow.width(scores)
+        kept = [f for f in rule.factors if f.outs[0] is not None]
+        alone = [f for f in kept if f.ins[0] and not f.ins[1]]
+        position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
+        many = [f for f in kept if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
+        shared = [f for f in many if f.ins[1]]
+        return (tuple(f.ins[0].dim for f in many if f.ins[0]), tuple(f.ins[1].dim for f in shared if f.ins[1])), width
+
+    # contractions joined by pointwise operators
+
+    def _chains(self) -> None:
+        flow = self.flow
+        joined = nx.DiGraph()
+        free = [n for n in flow.ops if flow.weighted(n) and n not in self.owner]
+        joined.add_nodes_from(free)
+        for n in free:
+            made_of = {r for x in flow.inputs(n) for r in names(flow.roots[x])}
+            if made_of <= joined.nodes - {n}:
+                joined.add_edges_from((r, n) for r in made_of)
+        out = next(n for n in flow.program.graph.nodes if n.op == "output")
+        outputs = set(flow.back(x for x in compat.tree_leaves(out.args) if isinstance(x, fx.Node))[1])
+        for chain in nx.weakly_connected_components(joined):
+            self._chain(sorted(chain, key=flow.order.__getitem__), outputs)
+
+    def _chain(self, chain: list[fx.Node], outputs: set[fx.Node]) -> None:
+        flow, own = self.flow, set(chain)
+        between = [n for c in chain for n in flow.back(flow.inputs(c))[0]] if len(chain) > 1 else []
+        inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
+        gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
+        gated = bool(gates & set(inside))
+        experts = [leaf for n in chain if (leaf := flow.batched(n)) is not None]
+        if experts:
+            self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
+        elif len(chain) > 1:
+            self._claim("mlp", ("gated, " if gated else "") + f"{flow.width(chain[-1])} wide", chain + inside)
+        elif chain[0] in outputs:
+            self._claim("head", f"{flow.ops[chain[0]].outs[0][-1]} wide", chain)
+        else:
+            self._claim("other", short_name(chain[0].target), chain)
+
+    # norms, embeddings, everything else
+
+    def _norms(self) -> None:
+        flow = self.flow
+        for n, op in flow.ops.items():
+            if "norm" in short_name(n.target) and n not in self.owner and flow.parameters(n) and op.outs[0] in op.ins:
+                self._claim("norm", short_name(n.target), [n])
+        for n, sides in flow.products:
+            for statistic, value in ((sides[0], sides[1]), (sides[1], sides[0])):
+                made = [r for r, _ in statistic if flow.statistic(r, value)]
+                if made and n not in self.owner:
+                    self._norm(n, made[0], names(value))
+                    break
+
+    def _norm(self, product: fx.Node, statistic: fx.Node, source: set[fx.Node]) -> None:
+        flow = self.flow
+        nodes, _ = flow.walk([product], lambda n: n.all_input_nodes, lambda n: n in source)
+        at, scaled = product, False
+        while True:
+            live = [u for u in at.users if u in flow.ops and u in flow.roots]
+            following = [u for u in live if flow.passes(u) and u not in flow.junctions]
+            with_weight = [u for u in following if flow.parameters(u)]
+            casts = [u for u in following if len(at.users) == 1 and len(flow.ops[u].slots) == 1 and not scaled]
+            if not with_weight and not casts:
+                break
+            at = (with_weight or casts)[0]
+            scaled = scaled or bool(with_weight)
+            nodes.append(at)
+        if scaled:
+            self._claim("norm", f"{short_name(statistic.target)} and scale", nodes)
+
+    def _rest(self) -> None:
+        """Embeddings, and the parameters that are in no other part, by the module that reads them."""
+        others: dict[str, list[fx.Node]] = {}
+        for n, op in self.flow.ops.items():
+            leaves = self.flow.parameters(n)
+            if n in self.owner or not leaves or n in self.flow.weights:
+                continue
+            val = leaves[0].meta["val"]
+            if short_name(n.target) in LOOKUPS and op.slots[0] in self.flow.weights and val.ndim == 2:
+                self._claim("embedding", f"{val.shape[0]} rows of {val.shape[1]}", [n])
+            else:
+                others.setdefault(_module([n]), []).append(n)
+        for nodes in others.values():
+            self._claim("other", ", ".join(dict.fromkeys(short_name(n.target) for n in nodes)), nodes)
+
+
+def counted(count: Size, what: str) -> str:
+    """`1 head`, `8 heads`."""
+    return f"{count} {what}{'' if count == 1 else 's'}"
+
+
+def _before_last_two(shape: Shape) -> tuple[int, ...]:
+    return (len(shape) - 3,) if len(shape) > 3 else ()
+
+
+def _times(shape: Shape, dims: tuple[int, ...] | None = None) -> Size:
+    total: Size = 1
+    for d in range(len(shape)) if dims is None else dims:
+        total = simplify(total * shape[d])
+    return total
+
+
+def _module(nodes: list[fx.Node]) -> str:
+    """The innermost module that holds all the nodes."""
+    paths = [module_path(n) for n in nodes]
+    shared = ""
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared = level[0]
+    return shared

@@ -1,0 +1,230 @@
+"""Where values of a captured graph come from: parameters behind views, contractions, and branches that meet.
+
+Everything here is read off the operator rules: a loop that no result carries is contracted, a dimension that no factor
+carries is worked along as a whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from itertools import combinations, permutations
+
+from torch import fx
+
+from autotp.ir.graph import Capture, differentiable
+from autotp.ir.layouts import Size, simplify
+from autotp.rules.core import Factor, Op, Rule, Shape, is_tensor, rule_of
+
+Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
+
+
+@dataclass
+class Dataflow:
+    """Derived facts of a program.
+
+    Attributes:
+        ops, rules: of every call that makes tensors.
+        weights: value -> the parameter that it is, seen through views and casts.
+        roots: value with a gradient -> what it is made of, by pointwise operators and views only.
+        junctions: sums of two independent branches, such as a residual's.
+        products: products of independent branches, with the roots of each.
+    """
+
+    program: Capture
+    known: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.grads = differentiable(self.program)
+        self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
+        self.ops: dict[fx.Node, Op] = {}
+        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind == "parameter"}
+        self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
+        self.roots: dict[fx.Node, frozenset[Root]] = {}
+        self.junctions: set[fx.Node] = set()
+        self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []
+        self.rules: dict[fx.Node, Rule | None] = {}
+        self.products_of_two: dict[fx.Node, bool] = {}
+        for n in self.program.graph.nodes:
+            if n.op != "call_function":
+                continue
+            if n.target is operator.getitem:
+                self._item(n)
+                continue
+            self.ops[n], self.rules[n] = self.known[n] if n in self.known else _read(n)
+            self._call(n)
+
+    def _item(self, node: fx.Node) -> None:
+        source = node.args[0]
+        if isinstance(source, fx.Node) and source in self.weights:
+            self.weights[node] = self.weights[source]
+        elif isinstance(source, fx.Node) and source in self.roots:
+            self.roots[node] = frozenset((r, (*piece, node.args[1])) for r, piece in self.roots[source])
+
+    def _call(self, node: fx.Node) -> None:
+        op = self.ops[node]
+        if len(op.slots) == 1 and op.slots[0] in self.weights and self.passes(node):
+            self.weights[node] = self.weights[op.slots[0]]
+        elif node in self.grads:
+            self.roots[node] = self._roots(node)
+
+    def _roots(self, node: fx.Node) -> frozenset[Root]:
+        op, own = self.ops[node], frozenset([(node, ())])
+        branches = [self.roots[s] for s in self.inputs(node)]
+        if not branches or not self.passes(node):
+            return own
+        merged = frozenset().union(*branches)
+        if len(branches) == 1:
+            cut = self._linear(node) and _fewer(op)
+            return frozenset((r, (*piece, node.name)) for r, piece in merged) if cut else merged
+        if self._together(node):
+            centred = [b for a, b in permutations(branches, 2) if any(self.statistic(r, b) for r in names(a))]
+            apart = all(not names(a) & names(b) for a, b in combinations(branches, 2))
+            if apart and not centred:
+                self.junctions.add(node)
+            return centred[0] if centred else own if apart else merged
+        if all(not a & b for a, b in combinations(branches, 2)):
+            self.products.append((node, branches))
+        return merged
+
+    def inputs(self, node: fx.Node) -> list[fx.Node]:
+        """Operands that carry a gradient and are not parameters."""
+        return [s for s in self.ops[node].slots if s in self.roots]
+
+    def parameters(self, node: fx.Node) -> list[fx.Node]:
+        """Parameters that the operator reads, behind views and casts."""
+        return [self.weights[s] for s in self.ops[node].slots if s in self.weights] if node in self.ops else []
+
+    def passes(self, node: fx.Node) -> bool:
+        """Whether the operator is pointwise or a view: it mixes no elements of a dimension."""
+        op, rule = self.ops[node], self.rules[node]
+        if rule is None or not rule.factors:
+            return len(op.slots) == 1 and op.ins == op.outs
+        if any(_contracted(f) for f in rule.factors):
+            return False
+        return self._linear(node) or all(self._covered(node, slot) for slot in range(len(op.slots)))
+
+    def _linear(self, node: fx.Node) -> bool:
+        rule = self.rules[node]
+        return rule is not None and len(self.ops[node].slots) == 1 and frozenset({0}) in rule.linear
+
+    def _together(self, node: fx.Node) -> bool:
+        """Whether the operator is linear in several operands at once: a sum, a concatenation."""
+        rule = self.rules[node]
+        return rule is not None and any(len(s) > 1 for s in rule.linear)
+
+    def _covered(self, node: fx.Node, slot: int) -> bool:
+        op, rule = self.ops[node], self.rules[node]
+        assert rule is not None
+        carried = {f.ins[slot].dim for f in rule.factors if f.ins[slot] is not None}  # type: ignore[union-attr]
+        return all(n == 1 or d in carried for d, n in enumerate(op.ins[slot]))
+
+    def contraction(self, node: fx.Node) -> bool:
+        """Whether the operator sums products of two operands: a matrix product in any spelling."""
+        if node not in self.products_of_two:
+            factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
+            found = any(_contracted(f) and sum(c is not None for c in f.ins) > 1 for f in factors)
+            self.products_of_two[node] = found
+        return self.products_of_two[node]
+
+    def width(self, node: fx.Node) -> Size:
+        """Number of products that a contraction sums for an element of its result."""
+        rule, total = self.rules[node], 1
+        for f in rule.factors if rule is not None else ():
+            total = total if not _contracted(f) else simplify(total * f.size)
+        return total
+
+    def batched(self, node: fx.Node) -> fx.Node | None:
+        """The parameter of a product that has one matrix for each of several experts; None for other operators."""
+        op, rule = self.ops[node], self.rules[node]
+        for slot, operand in enumerate(op.slots):
+            if operand not in self.weights or len(op.ins[slot]) < 3 or node not in self.grads:
+                continue
+            if rule is None:
+                shared = len(op.ins[slot]) == 3 and any(len(op.ins[op.slots.index(x)]) == 2 for x in self.inputs(node))
+            else:
+                active = [op.slots.index(x) for x in self.inputs(node)]
+                shared = self.contraction(node) and any(
+                    f.ins[slot] and any(f.ins[i] for i in active) and all(f.outs) for f in rule.factors
+                )
+            if shared:
+                return self.weights[operand]
+        return None
+
+    def weighted(self, node: fx.Node) -> bool:
+        """Whether the node is a contraction with a parameter (or with the experts' parameters)."""
+        if node not in self.roots or node not in self.ops:
+            return False
+        return bool((self.contraction(node) and self.parameters(node)) or self.batched(node))
+
+    def statistic(self, node: fx.Node, source: Iterable[Root]) -> bool:
+        """Whether the operator reduces something that is made of `source`: its mean, its variance."""
+        op = self.ops.get(node)
+        if op is None or len(op.slots) != 1 or op.slots[0] not in self.roots or op.outs[0] == op.ins[0]:
+            return False
+        return not self.passes(node) and bool(names(self.roots[op.slots[0]]) & names(source))
+
+    def walk(
+        self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], *stops: Callable[[fx.Node], bool]
+    ) -> tuple[list[fx.Node], list[fx.Node]]:
+        """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently."""
+        passed: dict[fx.Node, None] = {}
+        found: dict[fx.Node, None] = {}
+        work = list(starts)
+        while work:
+            n = work.pop()
+            if n in passed or n in found or n not in self.roots:
+                continue
+            if stops[0](n):
+                found[n] = None
+            elif not any(stop(n) for stop in stops[1:]):
+                passed[n] = None
+                work += step(n)
+        return sorted(passed, key=self.order.__getitem__), sorted(found, key=self.order.__getitem__)
+
+    def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""
+        return self.walk(starts, operands, self._product, self.junctions.__contains__)
+
+    def ahead(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
+        """Nodes ahead of `starts` up to the next contractions, and these; a junction ends the walk."""
+        return self.walk(starts, lambda n: n.users, self._product, self.junctions.__contains__)
+
+    def _product(self, node: fx.Node) -> bool:
+        return self.contraction(node) or (node in self.ops and self.weighted(node))
+
+
+def names(roots: Iterable[Root]) -> set[fx.Node]:
+    """The operators of roots, without their pieces."""
+    return {r for r, _ in roots}
+
+
+def operands(node: fx.Node) -> list[fx.Node]:
+    """Tensor operands of a node; of a `getitem`, the operator before it."""
+    return [n for n in node.all_input_nodes if is_tensor(n) or node.target is operator.getitem]
+
+
+def _read(node: fx.Node) -> tuple[Op, Rule | None]:
+    op = Op.of(node)
+    return op, rule_of(op)
+
+
+def _contracted(factor: Factor) -> bool:
+    return any(c is None for c in factor.outs)
+
+
+def _fewer(op: Op) -> bool:
+    """Whether a view with one result cuts a part out of its operand."""
+    if len(op.outs) != 1 or simplify(_count(op.outs[0]) - _count(op.ins[0])) == 0:
+        return False
+    pairs = zip(op.outs[0], op.ins[0], strict=False)
+    cut = any(isinstance(m, int) and isinstance(n, int) and m < n for m, n in pairs)
+    return cut or len(op.outs[0]) < len(op.ins[0])
+
+
+def _count(shape: Shape) -> Size:
+    total: Size = 1
+    for n in shape:
+        total = total * n
+    return total

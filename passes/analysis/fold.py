@@ -1,0 +1,80 @@
+"""Find repeated blocks: equal nodes of equal blocks share one decision, so that solving does not grow with depth."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import Capture, module_path, tensors
+from autotp.rules.core import sizes
+
+INDEXED = re.compile(r"\.\d+(@\d+)?$")
+
+
+def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | None = None) -> dict[fx.Node, fx.Node]:
+    """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block.
+
+    Nodes with different `marks` (such as pins) are not equal.
+    """
+    names = {leaf.node: leaf.name for leaf in program.leaves}
+    marked = marks or {}
+
+    @cache
+    def shape(n: fx.Node) -> Any:
+        return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
+
+    found: dict[Any, fx.Node] = {}
+    for level in range(4):
+        for blocks in _instances(program, level, found).values():
+            first: dict[Any, list[fx.Node]] = {}
+            for path, nodes in blocks.items():
+                signature, members = _signature(path, nodes, names, shape)
+                twins = first.setdefault(signature, members)
+                found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
+    return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
+
+
+def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
+    """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
+    out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
+    known = {*done, *done.values()}
+    for n in program.graph.nodes:
+        if n.op != "call_function" or n in known:
+            continue
+        indexed = [p for p in module_path(n) if INDEXED.search(p)]
+        if len(indexed) > level:
+            out[INDEXED.sub("", indexed[level])][indexed[level]].append(n)
+    return out
+
+
+def _signature(
+    path: str, nodes: list[fx.Node], names: dict[fx.Node, str], shape: Callable[[fx.Node], Any]
+) -> tuple[Any, list[fx.Node]]:
+    """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
+    place = {n: i for i, n in enumerate(nodes)}
+    outside: dict[fx.Node, int] = {}
+    leaves: list[fx.Node] = []
+
+    def encode(x: Any) -> Any:
+        if not isinstance(x, fx.Node):
+            return repr(x)
+        if x in place:
+            return ("node", place[x])
+        name = names.get(x, "")
+        if name.startswith(path.split("@")[0] + "."):
+            if x not in leaves:
+                leaves.append(x)
+            return ("leaf", name[len(path.split("@")[0]) :], shape(x))
+        return ("outside", outside.setdefault(x, len(outside)), shape(x))
+
+    rows = tuple(
+        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), n.meta.get("no_grad"))
+        for n in nodes
+    )
+    return rows, nodes + leaves

@@ -1,0 +1,79 @@
+"""Autocast made explicit: the casts that an operator's operands went through stand in the graph.
+
+`torch.export` records operators above autocast: the dtypes of the results show it, the casts are missing. With the
+casts in the graph, an operator may be taken apart or moved without changing what it is computed in, and the program is
+run with autocast switched off.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.ir.graph import Capture
+from autotp.passes.base import Pass
+from autotp.rules.core import aten
+
+# Contractions: autocast lowers all operands, and fake tensors do not mind if they differ.
+LOWERED = frozenset(
+    ["linear", "matmul", "mm", "bmm", "mv", "addmm", "addbmm", "baddbmm", "addmv", "addr", "einsum", "prelu",
+     "scaled_dot_product_attention", "convolution", "conv1d", "conv2d", "conv3d", "conv_transpose1d",
+     "conv_transpose2d", "conv_transpose3d", "conv_tbc"]
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ExplicitCasts(Pass):
+    """Casts before every operator whose recorded result only autocast explains."""
+
+    name: ClassVar[str] = "explicit-casts"
+
+    def run(self, program: Capture) -> int:
+        calls = [n for n in program.graph.nodes if n.op == "call_function" and _dtype(n.meta.get("val")) is not None]
+        return sum(self._cast(program.graph, n) for n in calls)
+
+    def _cast(self, graph: fx.Graph, node: fx.Node) -> bool:
+        schema = getattr(node.target, "_schema", None)
+        wanted = _dtype(node.meta["val"])
+        if schema is None or schema.is_mutable:
+            return False
+        lowered = schema.name.removeprefix("aten::") in LOWERED
+        if not lowered and (_made(node, None) == wanted or _made(node, wanted) != wanted):
+            return False
+        operands = [i for i in node.all_input_nodes if _dtype(i.meta.get("val")) not in (None, wanted)]
+        with graph.inserting_before(node):
+            for operand in operands:
+                cast = graph.call_function(aten.to.dtype, (operand, wanted))
+                cast.meta = {**node.meta, "val": operand.meta["val"].to(wanted)}
+                node.replace_input_with(operand, cast)
+        return bool(operands)
+
+
+def _dtype(val: Any) -> torch.dtype | None:
+    """The dtype of the first floating tensor of a value."""
+    return next((v.dtype for v in compat.tree_leaves(val) if isinstance(v, Tensor) and v.is_floating_point()), None)
+
+
+def _made(node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype that the operator makes without autocast, its floating operands cast to `dtype` (None: as they are)."""
+
+    def operand(n: fx.Node) -> Any:
+        val = n.meta.get("val")
+        return val.to(dtype) if dtype is not None and isinstance(val, Tensor) and val.is_floating_point() else val
+
+    args, kwargs = fx.map_arg((node.args, node.kwargs), operand)
+    device = next(v.device for v in compat.tree_leaves(node.meta["val"]) if isinstance(v, Tensor))
+    with torch.no_grad(), torch.autocast(device.type, enabled=False):
+        try:
+            return _dtype(node.target(*args, **kwargs))  # type: ignore[operator]
+        except (RuntimeError, TypeError):  # operands of different dtypes
+            return None
+
+
+def has_regions(program: Capture) -> bool:
+    """Whether the model itself switches autocast on somewhere."""
+    return any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in program.graph.nodes)

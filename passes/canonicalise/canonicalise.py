@@ -1,0 +1,206 @@
+"""Canonicalise: one form for what the rules need to see. No arithmetic changes: tp=1 stays bitwise the original."""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from autotp.ir.graph import Capture, differentiable
+from autotp.passes.base import Pass
+from autotp.rules.core import Op, aten, expression, is_tensor, sizes
+
+from .drop_examples import DropExamples
+from .strides import LayOut, Reshape
+
+
+@dataclass(frozen=True)
+class MergeTied(Pass):
+    """A parameter reached by several names is one leaf."""
+
+    name: ClassVar[str] = "merge-tied"
+
+    def run(self, program: Capture) -> int:
+        first: dict[str, fx.Node] = {}
+        kept = []
+        for leaf in program.leaves:
+            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind in ("parameter", "buffer") else None
+            if owner is not None and owner in first:
+                leaf.node.replace_all_uses_with(first[owner])
+                program.graph.erase_node(leaf.node)
+                continue
+            if owner is not None:
+                first[owner], leaf.name = leaf.node, owner
+            kept.append(leaf)
+        merged = len(program.leaves) - len(kept)
+        program.leaves[:] = kept
+        return merged
+
+
+@dataclass(frozen=True)
+class InlineRegions(Pass):
+    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient."""
+
+    name: ClassVar[str] = "inline-regions"
+
+    def run(self, program: Capture) -> int:
+        regions = [n for n in program.graph.nodes if n.op == "call_function" and "wrap_with" in str(n.target)]
+        for node in regions:
+            self._inline(program, node)
+        return len(regions)
+
+    def _inline(self, program: Capture, node: fx.Node) -> None:
+        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        body = _submodule(program, node.args[at])
+        no_grad = "set_grad_enabled" in str(node.target) and node.args[0] is False
+        carries = differentiable(program) if no_grad else set()
+        env: dict[fx.Node, Any] = dict(
+            zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True)
+        )
+        with program.graph.inserting_before(node):
+            for inner in body.graph.nodes:
+                if inner.op in ("placeholder", "output"):
+                    continue
+                env[inner] = program.graph.node_copy(inner, lambda n: env[n])
+                env[inner].meta = {
+                    "nn_module_stack": node.meta.get("nn_module_stack"),
+                    **inner.meta,
+                    "no_grad": no_grad,
+                }
+            results = [env[r] for r in next(n for n in body.graph.nodes if n.op == "output").args[0]]
+            if carries & {a for a in node.args if isinstance(a, fx.Node)}:
+                results = [_detach(program.graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
+        for user in list(node.users):
+            user.replace_all_uses_with(results[int(str(user.args[1]))])
+            program.graph.erase_node(user)
+        program.graph.erase_node(node)
+
+
+def _submodule(program: Capture, node: Any) -> fx.GraphModule:
+    owner = program.graph.owning_module
+    assert owner is not None
+    return getattr(owner, node.target)
+
+
+def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    out = graph.call_function(aten.detach.default, (node,))
+    out.meta = dict(node.meta)
+    return out
+
+
+@dataclass(frozen=True)
+class DropChecks(Pass):
+    """Assertions of the export; `Capture.accepts` checks sizes at the door instead."""
+
+    name: ClassVar[str] = "drop-checks"
+
+    def run(self, program: Capture) -> int:
+        names = ("_assert_", "sym_constrain_range", "_guards_fn")
+        found = [n for n in program.graph.nodes if n.op.startswith("call") and any(x in str(n.target) for x in names)]
+        for n in found:
+            program.graph.erase_node(n)
+        return len(found) + bool(program.graph.eliminate_dead_code())
+
+
+@dataclass(frozen=True)
+class DropIdentities(Pass):
+    """Casts to the same type, full slices and aliases: the value itself."""
+
+    name: ClassVar[str] = "drop-identities"
+
+    def run(self, program: Capture) -> int:
+        candidates = (aten.to, aten.alias, aten.slice, aten.expand, aten.lift_fresh_copy, aten._to_copy)
+        changed = 0
+        for n in list(program.graph.nodes):
+            if getattr(n.target, "overloadpacket", None) not in candidates or not is_tensor(n.args[0]):
+                continue
+            a, b = n.args[0].meta["val"], n.meta["val"]
+            strided = n.kwargs.get("memory_format") is not None
+            if a.dtype == b.dtype and a.device == b.device and sizes(a) == sizes(b) and not strided:
+                n.replace_all_uses_with(n.args[0])
+                program.graph.erase_node(n)
+                changed += 1
+        return changed
+
+
+@dataclass(frozen=True)
+class TileSlices(Pass):
+    """Slices that together tile one dimension of a value become one split, so that each piece can be sharded."""
+
+    name: ClassVar[str] = "tile-slices"
+
+    def run(self, program: Capture) -> int:
+        groups: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
+        for n in program.graph.nodes:
+            if n.target is aten.slice.Tensor and Op.of(n).args["step"] == 1:
+                groups[n.args[0], Op.of(n).dim()].append(n)  # type: ignore[index]
+        return sum(self._tile(program.graph, dim, cuts) for (_, dim), cuts in groups.items())
+
+    def _tile(self, graph: fx.Graph, dim: int, cuts: list[fx.Node]) -> bool:
+        source: fx.Node = cuts[0].args[0]  # type: ignore[assignment]
+        total = expression(source.meta["val"].shape[dim])
+        spans = {n: _span(n, dim, total) for n in cuts}
+        points = sorted({s for s in spans.values() if s is not None})
+        if not isinstance(total, int) or None in spans.values() or len(points) < 2:
+            return False
+        if (
+            points[0][0] != 0
+            or points[-1][1] != total
+            or any(a[1] != b[0] for a, b in zip(points, points[1:], strict=False))
+        ):
+            return False
+        with graph.inserting_before(cuts[0]):
+            whole = graph.call_function(aten.split_with_sizes.default, (source, [b - a for a, b in points], dim))
+        pieces: dict[tuple[int, int], fx.Node] = {}
+        for n in cuts:
+            span = spans[n]
+            assert span is not None
+            if span not in pieces:
+                with graph.inserting_after(whole):
+                    pieces[span] = graph.call_function(operator.getitem, (whole, points.index(span)))
+                pieces[span].meta = dict(n.meta)
+            n.replace_all_uses_with(pieces[span])
+            graph.erase_node(n)
+        whole.meta = {**cuts[0].meta, "val": [pieces[p].meta["val"] for p in points]}
+        whole.meta["nn_module_stack"] = source.meta.get("nn_module_stack") or whole.meta.get("nn_module_stack")
+        return True
+
+
+def _span(node: fx.Node, dim: int, total: Any) -> tuple[int, int] | None:
+    start, length = Op.of(node).args["start"] or 0, expression(node.meta["val"].shape[dim])
+    if not isinstance(start, int) or not isinstance(length, int) or not isinstance(total, int):
+        return None
+    start = max(start + total, 0) if start < 0 else min(start, total)
+    return start, start + length
+
+
+@dataclass(frozen=True)
+class RebindSizes(Pass):
+    """A size read off an intermediate value is read off the input it comes from: shards have other sizes."""
+
+    name: ClassVar[str] = "rebind-sizes"
+
+    def run(self, program: Capture) -> int:
+        changed = 0
+        for n in list(program.graph.nodes):
+            if n.target is not aten.sym_size.int or not is_tensor(n.args[0]):
+                continue
+            size = expression(n.meta["val"])
+            if isinstance(size, int):
+                n.replace_all_uses_with(size)  # type: ignore[arg-type]
+                program.graph.erase_node(n)
+            elif size in program.symbols:
+                n.args = program.symbols[size]  # type: ignore[index,assignment]
+            else:
+                continue
+            changed += 1
+        return changed
+
+
+CANONICAL: tuple[Pass, ...] = (
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
+    Reshape(), LayOut(),
+)  # fmt: skip

@@ -1,0 +1,75 @@
+"""Operands that are only examples: what is read of them is their dtype, device or shape, which are known."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import Capture
+from autotp.passes.base import Pass
+from autotp.rules.core import Op, aten, is_tensor
+
+PLAIN: dict[Any, Any] = {
+    aten.new_zeros.default: aten.zeros.default,
+    aten.new_ones.default: aten.ones.default,
+    aten.new_full.default: aten.full.default,
+    aten.new_empty.default: aten.empty.memory_format,
+}
+
+
+SHAPED: dict[Any, Any] = {
+    aten.expand_as.default: aten.expand.default,
+    aten.view_as.default: aten.view.default,
+    aten.reshape_as.default: aten.reshape.default,
+}
+
+
+@dataclass(frozen=True)
+class DropExamples(Pass):
+    """`new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` become operators that do not read the example, so it
+    may lie anyhow."""
+
+    name: ClassVar[str] = "drop-examples"
+
+    def run(self, program: Capture) -> int:
+        calls = [n for n in program.graph.nodes if n.op == "call_function"]
+        return sum(self._made(n) or self._cast(n) or self._shaped(n) for n in calls)
+
+    def _made(self, node: fx.Node) -> bool:
+        if node.target not in PLAIN:
+            return False
+        val, (_, *sizes) = node.meta["val"], node.args
+        node.kwargs = {**node.kwargs, "dtype": val.dtype, "device": val.device}
+        node.args, node.target = tuple(sizes), PLAIN[node.target]
+        return True
+
+    def _cast(self, node: fx.Node) -> bool:
+        if node.target not in (aten.type_as.default, aten.to.other) or not is_tensor(node.args[0]):
+            return False
+        args, val = Op.of(node).args, node.meta["val"]
+        if args["self"].meta["val"].device != val.device or args.get("copy") or args.get("memory_format") is not None:
+            return False
+        node.args, node.kwargs, node.target = (args["self"], val.dtype), {}, aten.to.dtype
+        return True
+
+    def _shaped(self, node: fx.Node) -> bool:
+        if node.target not in SHAPED:
+            return False
+        x, like = node.args
+        with node.graph.inserting_before(node):
+            sizes = [_size(node, like, d) for d in range(like.meta["val"].ndim)]  # type: ignore[union-attr]
+        node.args, node.target = (x, sizes), SHAPED[node.target]
+        return True
+
+
+def _size(node: fx.Node, like: Any, dim: int) -> int | fx.Node:
+    """A size of the example: a number, or a node that reads it."""
+    size = like.meta["val"].shape[dim]
+    if isinstance(size, int):
+        return size
+    read = node.graph.call_function(compat.sym_size, (like, dim))
+    read.meta = {**{k: v for k, v in node.meta.items() if k == "nn_module_stack"}, "val": size}
+    return read

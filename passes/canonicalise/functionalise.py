@@ -1,0 +1,222 @@
+"""In-place operators on fresh values become their functional twins; what is written stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from typing import Any
+
+from torch import fx
+
+from autotp.ir.graph import tensors
+from autotp.rules.core import Op, aten
+
+# What cuts a part out of a value -> what puts one in.
+PARTS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}
+DROPOUTS = (aten.dropout.default, aten.feature_dropout.default, aten.alpha_dropout.default)
+
+
+def functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
+    """Rewrite `x.add_(y)` to `add(x, y)` with later uses of `x` redirected, where nothing else can notice the write.
+
+    What is written to a buffer becomes a further output, so that the values that are read later are others.
+
+    Args:
+        graph: of an export whose fake values share memory where the real ones do.
+        state: names of the placeholders that hold buffers.
+
+    Returns: position of a further output -> name of the placeholder that takes it; None where some in-place operator
+        could not be rewritten; in a region (under `no_grad`) one that writes to what the region is given.
+    """
+    if not all(_functionalise(region, set()) is not None for region in regions(graph)):
+        return None
+    return _functionalise(graph, state)
+
+
+def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
+    writes = [n for n in graph.nodes if mutates(n)]
+    if not writes:
+        return {}
+    _drop_inert_dropouts(graph)
+    taken = _lift(graph, state)
+    shared = _Memory(graph, state)
+    if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
+        _lower(graph, taken)
+        return None
+    for node in [n for n in reversed(graph.nodes) if n in writes and not n.users]:
+        graph.erase_node(node)  # written and never read, such as an initial value drawn at random
+    return taken
+
+
+def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
+    """What each buffer that is written to holds in the end becomes a further output: as yet the buffer itself, or what
+    the export copies into it last."""
+    output, order = graph.output_node(), {n: i for i, n in enumerate(graph.nodes)}
+    final: dict[fx.Node, fx.Node] = {}
+    for node in [n for n in graph.nodes if mutates(n)]:
+        buffer = written(node)
+        if buffer is None or buffer.op != "placeholder" or buffer.name not in state:
+            continue
+        final[buffer] = buffer
+        value = node.args[1] if node.target is aten.copy_.default and not node.users else None
+        if isinstance(value, fx.Node) and all(order[u] <= order[node] for u in buffer.users):
+            final[buffer] = value
+            graph.erase_node(node)
+    first = len(output.args[0])  # type: ignore[arg-type]
+    output.args = ((*output.args[0], *final.values()),)  # type: ignore[misc]
+    return {first + i: buffer.name for i, buffer in enumerate(final)}
+
+
+def _lower(graph: fx.Graph, taken: dict[int, str]) -> None:
+    """The reverse of `_lift`."""
+    output = graph.output_node()
+    named = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    values = list(output.args[0])  # type: ignore[arg-type]
+    for position in sorted(taken, reverse=True):
+        value = values.pop(position)
+        if value is not named[taken[position]]:
+            with graph.inserting_before(output):
+                graph.call_function(aten.copy_.default, (named[taken[position]], value)).meta = dict(value.meta)
+    output.args = (tuple(values),)
+
+
+def mutates(node: fx.Node) -> bool:
+    """Whether the operator writes to an operand."""
+    schema = getattr(node.target, "_schema", None)
+    return node.op == "call_function" and schema is not None and schema.is_mutable
+
+
+def regions(graph: fx.Graph) -> list[fx.Graph]:
+    """The graphs of wrapped regions, and of those within."""
+    owner, found = graph.owning_module, []
+    for module in owner.modules() if owner is not None else ():
+        found += [module.graph] if isinstance(module, fx.GraphModule) and module.graph is not graph else []
+    return found
+
+
+def written(node: fx.Node) -> fx.Node | None:
+    """The operand that an in-place operator writes to."""
+    return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
+
+
+def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """The memory that each value lies in; equal numbers are shared memory."""
+    return {n: {v.untyped_storage()._cdata for v in tensors(n)} for n in graph.nodes}
+
+
+def _drop_inert_dropouts(graph: fx.Graph) -> None:
+    """Dropout outside training returns its operand itself; fake tensors believe that it makes a copy."""
+    for n in list(graph.nodes):
+        if n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"]):
+            n.replace_all_uses_with(n.args[0])
+            graph.erase_node(n)
+
+
+class _Memory:
+    """Which values of a graph share memory, while in-place operators are rewritten."""
+
+    def __init__(self, graph: fx.Graph, state: Set[str]) -> None:
+        self.order = {n: i for i, n in enumerate(graph.nodes)}
+        self.of, self.state = memory(graph), state
+
+    def rewrite(self, node: fx.Node) -> bool:
+        """Make one in-place operator functional; False where another value sees what it writes."""
+        target, twin = written(node), _twin(node)
+        if target is None or twin is None or len(self.of[target]) != 1 or self._seen(target, node):
+            return False
+        node.target = twin
+        self._renew(target, node, node)
+        target.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[node])
+        return True
+
+    def rewrite_part(self, write: fx.Node) -> bool:
+        """Make `x[...].add_(y)` functional: the new part is put into its whole, and other parts are cut out again.
+
+        Every later use of a name for the old memory becomes a use of what is made here.
+        """
+        part = whole = written(write)
+        twin, cuts = _twin(write), []
+        while whole is not None and whole.target in PARTS:
+            cuts.append(whole)
+            whole = written(whole)
+        if twin is None or whole is None or whole.op != "call_function" or self._leaf(whole, write):
+            return False
+        stale = {n: self._path(n, whole) for n in self._later(whole, write)}
+        if None in stale.values():
+            return False
+        with write.graph.inserting_before(write):
+            made = new = self._call(write, twin, part, *write.args[1:], **write.kwargs)
+            for cut in cuts:
+                made = self._call(write, PARTS[cut.target], cut.args[0], made, *cut.args[1:])
+            fresh = {whole: made, **{n: self._replay(write, made, path or []) for n, path in stale.items()}}
+        self._renew(whole, write, made)
+        for old, node in fresh.items():
+            old.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[write])
+        write.replace_all_uses_with(new)
+        write.graph.erase_node(write)
+        del self.order[write]
+        return True
+
+    def _path(self, name: fx.Node, whole: fx.Node) -> list[fx.Node] | None:
+        """The views that lead from the whole to this name of its memory; None where others than views do."""
+        path: list[fx.Node] = []
+        while name is not whole:
+            base = written(name)
+            if base is None or mutates(name) or not self.of[base] & self.of[name] or len(self.of[name]) != 1:
+                return None
+            path.insert(0, name)
+            name = base
+        return path
+
+    def _replay(self, write: fx.Node, made: fx.Node, path: list[fx.Node]) -> fx.Node:
+        memory = self.of[made]
+        for view in path:
+            made = self._call(write, view.target, made, *view.args[1:], **view.kwargs)
+            self.of[made] = memory
+        return made
+
+    def _renew(self, target: fx.Node, write: fx.Node, made: fx.Node) -> None:
+        """What lay in the target's memory and comes later lies in new memory, that only this write fills."""
+        for later in (n for n, i in self.order.items() if i >= self.order[write] and self.of[n] & self.of[target]):
+            self.of[later] = {*(self.of[later] - self.of[target]), id(made)}
+
+    def _call(self, write: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        """A new node in place of `write`, with memory of its own."""
+        node = write.graph.call_function(target, args, kwargs)
+        val = target(*fx.map_arg(args, lambda n: n.meta["val"]), **fx.map_arg(kwargs, lambda n: n.meta["val"]))
+        node.meta = {**write.meta, "val": val}
+        self.order[node], self.of[node] = self.order[write], {id(node)}
+        return node
+
+    def _names(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
+        """Other names of the target's memory from before the write."""
+        at = self.order[write]
+        return [n for n, i in self.order.items() if i < at and n is not target and self.of[n] & self.of[target]]
+
+    def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
+        """Those of the names that are read after the write."""
+        at = self.order[write]
+        return [n for n in self._names(target, write) if any(self.order[user] > at for user in n.users)]
+
+    def _leaf(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether an input or a weight has the memory of `target`, but for a buffer itself."""
+        leaves = [n for n in [*self._names(target, write), target] if n.op in ("placeholder", "get_attr")]
+        if target.op == "placeholder":  # one buffer may have several names
+            leaves = [n for n in leaves if n.name not in self.state]
+        return bool(leaves)
+
+    def _seen(self, target: fx.Node, write: fx.Node) -> bool:
+        """Whether a leaf has the memory of `target`, or another of its names is read later."""
+        return self._leaf(target, write) or bool(self._later(target, write))
+
+
+def _twin(node: fx.Node) -> Any:
+    """The functional operator that makes the same values in the same dtype; None where there is none."""
+    name, overload = str(node.target).split(".")[1], str(node.target).split(".")[-1]
+    packet = getattr(aten, name.removesuffix("_"), None) if name.endswith("_") else None
+    twin = getattr(packet, overload, None)
+    try:
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+        same = twin is not None and twin(*args, **kwargs).dtype == node.meta["val"].dtype
+    except (RuntimeError, TypeError, AttributeError):
+        return None
+    return twin if same else None

@@ -1,0 +1,178 @@
+"""Live random operators drawn by counters, so that each rank draws its part and the numbers depend on no degree.
+
+A captured program that draws gets one more input: a seed for each drawing operator, made from one number of torch's
+default generator (`seeds`). What is drawn then depends on the seed and on the index of an element in the whole value:
+not on tp, nor on what is split, nor on whether it is drawn again for a recomputed activation.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.ir.graph import Capture, Leaf, caller, draws
+from autotp.kernels.operators import GOLDEN, OPS, mixed
+from autotp.rules.core import Op, aten, expression, sizes
+from autotp.rules.local import Sizes
+
+SEEDS = "seeds"
+
+
+def seeds(count: int, place: int = 0) -> Tensor:
+    """A seed for each of `count` operators, from one number of torch's default generator.
+
+    Args:
+        place: on the data-parallel axis: slices of a batch are drawn for independently.
+    """
+    base = torch.randint(2**62, (), dtype=torch.int64)
+    return mixed(torch.arange(count) + mixed(base + place * GOLDEN))
+
+
+def by_counter(program: Capture) -> Capture:
+    """The program with its live random operators drawn by counters, where there is a form for them."""
+    found = [n for n in program.graph.nodes if draws(n) and packet(n) in FORMS]
+    if not found:
+        return program
+    graph = program.graph
+    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+    fake = next(v for n in found if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
+    with graph.inserting_after(last):
+        leaf = graph.placeholder(SEEDS)
+    leaf.meta["val"] = fake.new_empty((len(found),), dtype=torch.int64).detach()
+    drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
+    apart = sum(packet(n) == "scaled_dot_product_attention" for n in found)
+    for i, node in enumerate(found):
+        drawer.replace(node, i)
+    if apart:
+        program.notes.append(
+            f"{apart} attentions drop weights, and are taken apart for that: the weights are kept for the backward"
+        )
+    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS)])
+
+
+def packet(node: fx.Node) -> str:
+    """Name of an operator without its overload."""
+    return str(getattr(node.target, "overloadpacket", node.target)).removeprefix("aten.")
+
+
+@dataclass
+class _Drawer:
+    """Writes what stands for a drawing operator in its place."""
+
+    program: Capture
+    sizes: Sizes
+    leaf: fx.Node
+
+    def replace(self, node: fx.Node, place: int) -> None:
+        graph = self.program.graph
+        with graph.inserting_after(self.leaf):  # outside of every module: equal blocks stay equal
+            seed = graph.call_function(aten.select.int, (self.leaf, 0, place))
+        seed.meta["val"] = self.leaf.meta["val"].new_empty(())
+        with graph.inserting_before(node):
+            new = FORMS[packet(node)](_Call(self, node, seed), Op.of(node))
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+@dataclass
+class _Call:
+    """Writes calls before a node, in its module, with their fake values."""
+
+    drawer: _Drawer
+    node: fx.Node
+    seed: fx.Node
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return caller(self.drawer.program.graph, self.node)(function, *args, **kwargs)
+
+    def shape(self, value: Tensor) -> list[Any]:
+        """The sizes of a value, with nodes for symbolic ones."""
+        out = []
+        for n in value.shape:
+            found = self.drawer.sizes.of(expression(n))
+            if isinstance(found, fx.Node):
+                found.meta.setdefault("val", n)
+            out.append(found)
+        return out
+
+    def dropped(self, x: fx.Node, p: float) -> fx.Node:
+        """Dropout of a value."""
+        return self(OPS.counter_dropout.default, x, self.seed, None, 0, self.shape(x.meta["val"]), float(p))
+
+    def uniform(self, like: Tensor, dtype: torch.dtype) -> fx.Node:
+        """Uniform numbers in the shape of a value."""
+        shape = self.shape(like)
+        return self(OPS.counter_uniform.default, shape, self.seed, None, 0, shape, dtype)
+
+
+def _dropout(call: _Call, op: Op) -> fx.Node:
+    return call.dropped(op.slots[0], op.args["p"])
+
+
+def _channels(call: _Call, op: Op) -> fx.Node:
+    """Whole channels at once: the first two dimensions have a mask."""
+    x = op.slots[0]
+    thin = x
+    for _ in range(2, len(op.ins[0])):
+        thin = call(aten.select.int, thin, 2, 0)
+    noise = call.dropped(call(aten.ones_like.default, thin), op.args["p"])
+    for _ in range(2, len(op.ins[0])):
+        noise = call(aten.unsqueeze.default, noise, -1)
+    return call(aten.mul.Tensor, x, noise)
+
+
+def _attention(call: _Call, op: Op) -> fx.Node:
+    """Attention taken apart, as its weights are dropped: softmax(q kᵀ + mask), dropout, v."""
+    query, key, value = (op.args[name] for name in ("query", "key", "value"))
+    scale = op.args["scale"] or 1 / math.sqrt(op.ins[0][-1])
+    if op.args["enable_gqa"]:
+        key, value = (_repeated(call, x, query) for x in (key, value))
+    scores = call(aten.matmul.default, call(aten.mul.Tensor, query, scale), call(aten.transpose.int, key, -2, -1))
+    mask = op.args["attn_mask"]
+    if op.args["is_causal"]:
+        lengths = call.shape(scores.meta["val"])[-2:]
+        device = scores.meta["val"].device
+        mask = call(aten.tril.default, call(aten.ones.default, lengths, dtype=torch.bool, device=device))
+    if mask is not None and mask.meta["val"].dtype == torch.bool:
+        scores = call(aten.where.ScalarOther, mask, scores, -math.inf)
+    elif mask is not None:
+        scores = call(aten.add.Tensor, scores, mask)
+    weights = call(aten.softmax.int if mask is None else aten._safe_softmax.default, scores, -1)
+    return call(aten.matmul.default, call.dropped(weights, op.args["dropout_p"]), value)
+
+
+def _repeated(call: _Call, x: fx.Node, query: fx.Node) -> fx.Node:
+    """Every key head once for each of its query heads."""
+    heads, kv = sizes(query.meta["val"])[-3], sizes(x.meta["val"])[-3]
+    if heads == kv:
+        return x
+    shape = call.shape(x.meta["val"])
+    wide = call(aten.expand.default, call(aten.unsqueeze.default, x, -3), [*shape[:-2], heads // kv, *shape[-2:]])
+    return call(aten.reshape.default, wide, [*shape[:-3], heads, *shape[-2:]])
+
+
+def _bernoulli(call: _Call, op: Op) -> fx.Node:
+    dtype = op.node.meta["val"].dtype
+    drawn = call.uniform(op.node.meta["val"], torch.float32)
+    if op.target is aten.bernoulli.p:
+        return call(aten.to.dtype, call(aten.lt.Scalar, drawn, op.args["p"]), dtype)
+    return call(aten.to.dtype, call(aten.lt.Tensor, drawn, op.slots[0]), dtype)
+
+
+def _uniform(call: _Call, op: Op) -> fx.Node:
+    return call.uniform(op.node.meta["val"], op.node.meta["val"].dtype)
+
+
+FORMS: dict[str, Callable[[_Call, Op], fx.Node]] = {
+    "dropout": _dropout,
+    "feature_dropout": _channels,
+    "scaled_dot_product_attention": _attention,
+    "bernoulli": _bernoulli,
+    "rand": _uniform,
+    "rand_like": _uniform,
+}

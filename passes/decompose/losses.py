@@ -1,0 +1,164 @@
+"""Losses taken apart, so that examples and classes may be dealt out; and graphs that give the loss alone.
+
+A cross entropy over a vocabulary needs all scores of an example, and its mean how many examples count. Taken apart it
+is a maximum, sums over the classes (`autotp.kernels.operators.class_sums`) and a sum over the examples, for which
+the rules say how they split: with the classes dealt out a few numbers an example are sent, and never the scores.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.errors import InputError
+from autotp.ir.graph import Capture, Leaf, caller, tensors
+from autotp.kernels.operators import OPS
+from autotp.rules.core import Op, aten
+from autotp.rules.losses import MEAN, NONE
+
+CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+Call = Callable[..., fx.Node]
+
+
+def apart(program: Capture) -> Capture:
+    """The program with its cross entropies taken apart; itself where it has none."""
+    if not any(n.target in CROSS_ENTROPIES for n in program.graph.nodes):
+        return program
+    made = _copied(program)
+    take_sums_apart(made)
+    for node in list(made.graph.nodes):
+        if node.target is aten.cross_entropy_loss.default:
+            _classes_apart(made.graph, Op.of(node))
+    return made
+
+
+def take_sums_apart(program: Capture) -> None:
+    """A cross entropy that is a sum or a mean becomes the sum of its elements, over what counts: the targets say.
+
+    The sum is taken in float32 at least, as half precision cannot hold it.
+    """
+    for node in list(program.graph.nodes):
+        if node.target in CROSS_ENTROPIES:
+            op = Op.of(node)
+            if op.args["reduction"] != NONE and len(op.ins[0]) > 1:
+                _sum_apart(program.graph, op)
+
+
+def only_loss(program: Capture) -> Capture:
+    """The program that gives its loss and nothing else; what the forward writes to buffers stays.
+
+    Raises:
+        InputError: it has no loss, or several values that could be it.
+    """
+    given = list(compat.tree_leaves(program.graph.output_node().args[0]))
+    kept = [i for i in range(len(given)) if i in program.mutations]
+    found = [i for i, x in enumerate(given) if i not in kept and isinstance(x, fx.Node) and _is_loss(x)]
+    if len(found) != 1:
+        raise InputError(
+            f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(found)}. "
+            "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
+        )
+    made = _copied(program)
+    output = made.graph.output_node()
+    values = list(compat.tree_leaves(output.args[0]))
+    output.args = (tuple(values[i] for i in [*kept, *found]),)
+    made.graph.eliminate_dead_code()
+    mutations = {k: program.mutations[i] for k, i in enumerate(kept)}
+    return replace(made, mutations=mutations, out_spec=compat.tree_flatten(0)[1])
+
+
+def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
+    """The same modules and weights with `loss(model(...), targets)` as the forward's value; it takes `targets=` too."""
+    kind, signature = type(model), inspect.signature(model.forward)
+
+    def forward(self: nn.Module, *args: Any, targets: Any, **kwargs: Any) -> Tensor:
+        return loss(kind.forward(self, *args, **kwargs), targets)
+
+    given = list(signature.parameters.values())
+    rest = [p for p in given if p.kind is p.VAR_KEYWORD]
+    targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY)
+    own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=[own, *(p for p in given if p not in rest), targets, *rest]
+    )
+    made = copy.copy(model)
+    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return made
+
+
+def _is_loss(node: fx.Node) -> bool:
+    return [v.ndim for v in tensors(node)] == [0] and tensors(node)[0].is_floating_point()
+
+
+def _copied(program: Capture) -> Capture:
+    """The same program with a graph of its own."""
+    graph, env = fx.Graph(program.graph.owning_module), {}
+    graph.output(graph.graph_copy(program.graph, env))
+    return replace(
+        program,
+        graph=graph,
+        leaves=[Leaf(env[leaf.node], leaf.kind, leaf.name) for leaf in program.leaves],
+        symbols={symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()},
+    )
+
+
+def _sum_apart(graph: fx.Graph, op: Op) -> None:
+    node, dtype = op.node, op.node.meta["val"].dtype
+    wide, call = torch.promote_types(dtype, torch.float32), caller(graph, node)
+    with graph.inserting_before(node):
+        elements = call(op.target, *(NONE if k == "reduction" else v for k, v in op.args.items()))
+        found = call(aten.sum.default, elements, dtype=wide)
+        if op.args["reduction"] == MEAN:
+            found = call(aten.div.Tensor, found, call(aten.sum.default, _counting(call, op), dtype=wide))
+        found = call(aten.to.dtype, found, dtype) if wide != dtype else found
+    node.replace_all_uses_with(found)
+    graph.erase_node(node)
+
+
+def _counting(call: Call, op: Op) -> fx.Node:
+    """What each example counts in the mean: one, or its class's weight; nothing where it is to be ignored."""
+    target = op.args["target"]
+    if target.meta["val"].is_floating_point():  # probabilities of classes: every example counts
+        return call(aten.ones_like.default, call(aten.select.int, target, 1, 0))
+    counts = call(aten.ne.Scalar, target, op.args["ignore_index"])
+    return counts if op.args["weight"] is None else call(aten.mul.Tensor, _weights(call, op, counts), counts)
+
+
+def _weights(call: Call, op: Op, counts: fx.Node) -> fx.Node:
+    """The weight of every target's class."""
+    known = call(aten.where.ScalarOther, counts, op.args["target"], 0)
+    table = call(aten.unsqueeze.default, op.args["weight"], 1)
+    return call(aten.squeeze.dim, call(aten.embedding.default, table, known), -1)
+
+
+def _classes_apart(graph: fx.Graph, op: Op) -> None:
+    """The loss of each example, by sums over its classes."""
+    scores, target, smoothing = op.args["self"], op.args["target"], op.args["label_smoothing"]
+    weighted, soft = op.args["weight"] is not None, target.meta["val"].is_floating_point()
+    if soft or len(op.ins[0]) != 2 or not isinstance(op.ins[0][1], int) or (weighted and smoothing):
+        return
+    call = caller(graph, op.node)
+    with graph.inserting_before(op.node):
+        most = call(aten.amax.default, call(aten.detach.default, scores), [1])
+        sums = call(OPS.class_sums.default, scores, most, target, smoothing > 0)
+        row = [call(aten.select.int, sums, 0, i) for i in range(2 + (smoothing > 0))]
+        whole = call(aten.log.default, row[0])
+        loss = call(aten.sub.Tensor, whole, row[1])
+        if smoothing:
+            spread = call(aten.sub.Tensor, whole, call(aten.div.Tensor, row[2], op.ins[0][1]))
+            parts = [call(aten.mul.Tensor, x, share) for x, share in ((loss, 1 - smoothing), (spread, smoothing))]
+            loss = call(aten.add.Tensor, *parts)
+        counts = call(aten.ne.Scalar, target, op.args["ignore_index"])
+        if weighted:
+            loss = call(aten.mul.Tensor, loss, _weights(call, op, counts))
+        loss = call(aten.where.ScalarOther, counts, loss, 0.0)
+        loss = call(aten.to.dtype, loss, scores.meta["val"].dtype)
+    op.node.replace_all_uses_with(loss)
+    graph.erase_node(op.node)

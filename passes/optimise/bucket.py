@@ -1,0 +1,89 @@
+"""Bucket: the small all-reduces of a block's whole parameters' gradients become one.
+
+Where activations are dealt over the sequence, every norm weight is read whole and its gradient is a summand on each
+rank (f on the parameter). Sent one by one these take a collective's start each, and hardly any bytes.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from autotp.comm.bucket import f_bucket
+from autotp.comm.conversions import f
+from autotp.cost import call_seconds, tensor_bytes
+from autotp.ir.scopes import is_region, module_of, scope_path
+from autotp.runtime.tree import block_of
+
+from .base import Optimisation, Setting
+from .matching import placed
+from .products import over_tp
+
+Scope = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Bucket(Optimisation):
+    """One conversion for the small parameters of a block that are read whole."""
+
+    name: ClassVar[str] = "bucket"
+
+    def idle(self, setting: Setting) -> str:
+        """There is nothing to send in one process, or without gradients."""
+        if setting.place.size == 1:
+            return "nowhere: nothing is sent in one process"
+        return "" if setting.objective.training else f"nowhere: {setting.objective.name} has no gradients"
+
+    def run(self, graph: fx.Graph, setting: Setting) -> str:
+        """How many all-reduces became how many."""
+        units: dict[Scope, list[fx.Node]] = defaultdict(list)
+        for node in graph.nodes:
+            if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
+                units[unit_of(node)].append(node)
+        merged = {unit: nodes for unit, nodes in units.items() if len(nodes) > 1}
+        for unit, nodes in merged.items():
+            _merge(graph, unit, nodes)
+        if not merged:
+            return "nowhere: no block has two small parameters whose gradients are summed"
+        return f"{sum(map(len, merged.values()))} all-reduces of parameters' gradients became {len(merged)}"
+
+
+def _small(node: fx.Node, setting: Setting) -> bool:
+    """Whether to send its gradient takes less than to start sending."""
+    sizes, ranks = (0, tensor_bytes(node.meta["val"])), setting.place.size
+    start, whole = (call_seconds("all_reduce", size, ranks, setting.cluster) for size in sizes)
+    return whole < 2 * start
+
+
+def unit_of(node: fx.Node) -> Scope:
+    """The repeated block that it belongs to, or the checkpointed region in it; () where there is none."""
+    path = scope_path(node)
+    region = next((i for i in reversed(range(len(path))) if is_region(path[i])), -1)
+    block = next((i for i, p in enumerate(path) if block_of(module_of(p)) == module_of(p)), -1)
+    return path[: max(region, block) + 1]
+
+
+def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> None:
+    """One call in the place of these, where the unit begins: their operands are there from the start."""
+    with graph.inserting_before(_entry(nodes[0], len(unit))):
+        call = graph.call_function(f_bucket, ([n.args[0] for n in nodes],), dict(nodes[0].kwargs))
+        call.meta = {**placed(unit), "val": tuple(n.meta["val"] for n in nodes), "ranked": "tp"}
+        for i, node in enumerate(nodes):
+            item = graph.call_function(operator.getitem, (call, i))
+            item.meta = {**{k: v for k, v in node.meta.items() if k not in ("conversion", "ranked")}, **placed(unit)}
+            node.replace_all_uses_with(item)
+    for node in nodes:
+        graph.erase_node(node)
+
+
+def _entry(node: fx.Node, depth: int) -> fx.Node:
+    """The first node of the call that holds this one, among the calls that a unit so deep makes."""
+    child = scope_path(node)[: depth + 1]
+    while len(child) > depth and node.prev.op == "call_function" and scope_path(node.prev)[: depth + 1] == child:
+        node = node.prev
+    return node

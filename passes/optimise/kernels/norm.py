@@ -1,0 +1,119 @@
+"""Where norms are in a graph, as one operator or written out, with the residual that is added before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.ir.scopes import scope_path
+from autotp.kernels.common import DTYPES
+from autotp.passes.optimise.matching import (
+    Call,
+    Cast,
+    Either,
+    Name,
+    calls,
+    find,
+    one_region,
+    put,
+    scope_of,
+    summable,
+    value_of,
+    whole_along,
+)
+from autotp.rules.core import aten, is_tensor, sizes
+
+OPS: Any = torch.ops.autotp
+X = Cast(Name("x"))
+SQUARE = Either((Call(aten.pow, (X, 2.0)), Call(aten.square, (X,)), Call(aten.mul, (X, X))))
+MEAN = Call(aten.add, (Call(aten.mean, (SQUARE, [-1], True)), Name("eps", number=True)))
+ROOT = Either((Call(aten.rsqrt, (MEAN,)), Call(aten.pow, (MEAN, -0.5))))
+NORMAL = Cast(Call(aten.mul, (X, ROOT)))
+WRITTEN_OUT = (Cast(Call(aten.mul, (NORMAL, Name("weight")))), NORMAL)
+EPS = torch.finfo(torch.float32).eps  # of torch.rms_norm, where none is given
+
+
+@dataclass(frozen=True)
+class Found:
+    """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result."""
+
+    x: fx.Node
+    weight: fx.Node | None
+    bias: fx.Node | None
+    eps: float
+    centred: bool
+    nodes: tuple[fx.Node, ...]
+
+    @property
+    def options(self) -> tuple[Any, ...]:
+        return self.weight, self.bias, self.eps, self.centred
+
+
+def norm(node: fx.Node) -> fx.Node | None:
+    """LayerNorm or RMSNorm over the last dimension."""
+    found = _found(node)
+    return None if found is None else put(OPS.norm.default, (found.x, *found.options), found.nodes, node, None)
+
+
+def norm_of_sum(node: fx.Node) -> fx.Node | None:
+    """The same, with the addition before it where the module that calls the norm makes it."""
+    found = _found(node)
+    if found is None or not _added(found, node):
+        return None
+    x, residual = found.x.args[:2]
+    return put(OPS.add_norm.default, (x, residual, *found.options), (found.x, *found.nodes), node, found.x)
+
+
+def _found(node: fx.Node) -> Found | None:
+    found = _operator(node) or _written_out(node)
+    return found if found is not None and _fits(found, node) else None
+
+
+def _operator(node: fx.Node) -> Found | None:
+    if not calls(node, aten.layer_norm, aten.rms_norm) or node.kwargs or len(node.args[1]) != 1:  # type: ignore[arg-type]
+        return None
+    args: list[Any] = [*node.args, *[None] * 5]
+    if calls(node, aten.rms_norm):
+        return Found(args[0], args[2], None, EPS if args[3] is None else args[3], False, (node,))
+    return Found(args[0], args[2], args[3], 1e-5 if args[4] is None else args[4], True, (node,))
+
+
+def _written_out(node: fx.Node) -> Found | None:
+    for pattern in WRITTEN_OUT:
+        found = find(pattern, node)
+        if found is not None:
+            weight = found.named.get("weight")
+            return Found(found["x"], weight, None, float(found["eps"]), False, found.nodes)
+    return None
+
+
+def _fits(found: Found, node: fx.Node) -> bool:
+    """Whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
+    x, out = value_of(found.x), value_of(node)
+    vectors = [value_of(v) for v in (found.weight, found.bias) if v is not None]
+    return (
+        x.dtype in DTYPES
+        and x.dtype == out.dtype
+        and sizes(x) == sizes(out)
+        and all(v.dtype in DTYPES and sizes(v) == sizes(x)[-1:] for v in vectors)
+        and whole_along(found.x, -1)
+        and summable(found.x)
+    )
+
+
+def _added(found: Found, node: fx.Node) -> bool:
+    """Whether what is normalised is a sum of two values of its own shape, made where the norm is called.
+
+    A sum that another module makes stays there: it may be that module's output.
+    """
+    add = found.x
+    if not calls(add, aten.add) or add.kwargs or not all(is_tensor(a) for a in add.args):
+        return False
+    total = value_of(add)
+    alike = all(sizes(v) == sizes(total) and v.dtype == total.dtype for v in map(value_of, add.all_input_nodes))
+    later = all(user > node for user in add.users if user not in found.nodes)
+    nodes = [add, *found.nodes]
+    return alike and later and one_region(nodes) and scope_of(nodes) == scope_path(add)

@@ -1,0 +1,199 @@
+"""Find expressions in a rank's graph and put one call in their place: what the patterns of kernels are made of."""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.ir.graph import innermost
+from autotp.ir.layouts import Grouped, Partial, Shard
+from autotp.ir.scopes import is_region, scope_path
+from autotp.rules.core import aten, is_tensor
+
+CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
+COMMUTE = (aten.add, aten.mul)
+
+NOTHING = torch.empty(0, dtype=torch.bool, device="meta")
+
+
+@dataclass(frozen=True)
+class Name:
+    """Any argument; equal names are one value. `number`: a literal number, otherwise a node that is a tensor."""
+
+    name: str
+    number: bool = False
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of an operator, in any of its overloads, with these arguments and no others."""
+
+    operator: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Cast:
+    """What it holds, or a cast of it to another dtype."""
+
+    of: Any
+
+
+@dataclass(frozen=True)
+class Either:
+    """One of these."""
+
+    ways: tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Match:
+    """An expression that was found: its nodes, the outermost first, and what its names stand for."""
+
+    nodes: tuple[fx.Node, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.named[name]
+
+
+def find(pattern: Any, node: fx.Node) -> Match | None:
+    """The pattern as an expression that ends in this node and whose inner values nothing else reads."""
+    return next((m for m in _matches(pattern, node, Match()) if closed(m.nodes, (node,))), None)
+
+
+def closed(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> bool:
+    """Whether of these nodes nothing but `outs` is read by others, and a checkpointed region holds all or none."""
+    inner = set(nodes)
+    return one_region(nodes) and all(set(n.users) <= inner for n in inner if n not in outs)
+
+
+def one_region(nodes: Sequence[fx.Node]) -> bool:
+    """Whether these nodes are in the same checkpointed regions, if in any."""
+    return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
+
+
+def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
+    if isinstance(pattern, Name):
+        yield from _named(pattern, value, so_far)
+    elif isinstance(pattern, Either):
+        for way in pattern.ways:
+            yield from _matches(way, value, so_far)
+    elif isinstance(pattern, Cast):
+        yield from _matches(pattern.of, value, so_far)
+        if isinstance(value, fx.Node) and value.target in CASTS:
+            yield from _matches(pattern.of, value.args[0], _with(so_far, value))
+    elif isinstance(pattern, Call):
+        if isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) is pattern.operator:
+            yield from _calls(pattern, value, so_far)
+    elif isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        if math.isclose(pattern, value, rel_tol=1e-6):  # written with fewer digits
+            yield so_far
+    elif not isinstance(value, fx.Node) and pattern == value:
+        yield so_far
+
+
+def _named(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
+    fits = isinstance(value, int | float) if pattern.number else is_tensor(value)
+    if fits and so_far.named.get(pattern.name, value) is value:
+        yield Match(so_far.nodes, {**so_far.named, pattern.name: value})
+
+
+def _calls(pattern: Call, node: fx.Node, so_far: Match) -> Iterator[Match]:
+    if len(node.args) != len(pattern.args) or dict(node.kwargs) != dict(pattern.kwargs):
+        return
+    orders = [node.args]
+    if pattern.operator in COMMUTE:
+        orders.append((node.args[1], node.args[0]))
+    for args in orders:
+        states = [_with(so_far, node)]
+        for inner, value in zip(pattern.args, args, strict=True):
+            states = [found for state in states for found in _matches(inner, value, state)]
+        yield from states
+
+
+def _with(so_far: Match, node: fx.Node) -> Match:
+    return so_far if node in so_far.nodes else Match((*so_far.nodes, node), so_far.named)
+
+
+def calls(node: Any, *operators: Any) -> bool:
+    """Whether this is a call of one of these operators, in any overload."""
+    return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in operators
+
+
+def value_of(node: fx.Node) -> Tensor:
+    """The (fake) whole value of a node: its dtype is a rank's, its shape is not.
+
+    What stands for no value of the captured graph, such as a rank's own mask, has none: that is `NOTHING`, of no type
+    that a kernel takes.
+    """
+    return node.meta.get("val", NOTHING)
+
+
+def whole_along(node: fx.Node, dim: int) -> bool:
+    """Whether every rank has this node's value, not a summand of it, whole along the dimension."""
+    layout = node.meta.get("layout")
+    if isinstance(layout, Partial):
+        return False
+    return not (isinstance(layout, Shard) and layout.dim == dim % value_of(node).ndim)
+
+
+def summable(node: fx.Node) -> bool:
+    """Whether all of the node's rows on a rank may be read: a kernel that sums gradients over rows reads them all."""
+    return not isinstance(node.meta.get("layout"), Grouped)
+
+
+def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
+    """The innermost module call or checkpointed region that holds all these nodes."""
+    return innermost(map(scope_path, nodes))
+
+
+def placed(scope: tuple[str, ...]) -> dict[str, Any]:
+    """Meta data of a node in this scope."""
+    return {"scope": scope, "path": tuple(p for p in scope if not is_region(p))}
+
+
+def put(
+    target: Callable[..., Any], args: tuple[Any, ...], nodes: Sequence[fx.Node], out: fx.Node, *others: fx.Node | None
+) -> fx.Node:
+    """A call in the place of these nodes, which are erased.
+
+    It belongs to the innermost module that holds them all, so that the module tree stays as it is.
+
+    Args:
+        target, args: of the call.
+        nodes: what it computes.
+        out: the last of them, whose value the call gives; with `others` its first result.
+        others: whose values its next results are; None for one that nothing reads.
+
+    Returns:
+        The call.
+    """
+    outs, own = [out, *others], placed(scope_of(nodes))
+    with out.graph.inserting_before(out):
+        new = out.graph.call_function(target, args)
+        items = [out.graph.call_function(operator.getitem, (new, i)) for i in range(len(outs) if others else 0)]
+    new.meta = {k: v for k, v in out.meta.items() if not (others and k == "layout")} | own
+    if others:
+        new.meta["val"] = [None if old is None else old.meta["val"] for old in outs]
+    for old, item in zip(outs, items or [new], strict=True):
+        if old is not None:
+            item.meta = new.meta if item is new else {**old.meta, **own}
+            old.replace_all_uses_with(item)
+        elif item is not new:
+            out.graph.erase_node(item)
+    erase(nodes)
+    return new
+
+
+def erase(nodes: Sequence[fx.Node]) -> None:
+    """Remove nodes that only each other read."""
+    for node in sorted(set(nodes), reverse=True):
+        node.graph.erase_node(node)

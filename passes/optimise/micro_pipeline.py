@@ -1,0 +1,35 @@
+"""The micro-pipeline of Inductor: g and g* in the form that it fuses with matmuls through symmetric memory."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from torch import fx
+
+from autotp import compat
+from autotp.comm import symmetric
+
+from .base import Optimisation, Setting
+from .products import over_tp
+
+
+class MicroPipeline(Optimisation):
+    """Where a compiled program runs on NVLink: every g and g*, for torch's fused operators."""
+
+    name: ClassVar[str] = "micro_pipeline"
+
+    def idle(self, setting: Setting) -> str:
+        """Only for Inductor on GPUs that share memory."""
+        if setting.backend != "inductor":
+            return "nowhere: it is a pass of backend='inductor'"
+        why = symmetric.unavailable(setting.device, setting.place.size)
+        return f"nowhere: {why}" if why else ""
+
+    def run(self, graph: fx.Graph, setting: Setting) -> str:
+        """Rewrite the conversions; what Inductor then fused is counted when it compiles (`symmetric.Fused`)."""
+        found = [n for n in graph.nodes if over_tp(n, *symmetric.FORMS)]
+        if found:
+            compat.use_symmetric_memory(setting.place.group)
+        for node in found:
+            node.target = symmetric.FORMS[node.target]  # type: ignore[index]
+        return f"{len(found)} conversions" if found else "nowhere: the plan has no g or g*"

@@ -1,0 +1,191 @@
+"""Products beside a conversion in a rank's graph: those that read what f or g gives, and those that g* deals out."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, fx
+
+from autotp.comm.conversions import f, g, g_star
+from autotp.comm.overlapped import ADDMM, LINEAR, MATMUL, grouped, scattered
+from autotp.ir.scopes import scope_path
+from autotp.rules.core import Op, aten
+
+from .matching import calls, one_region, placed
+
+# Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
+FORMS: dict[Any, tuple[str, str, str, str]] = {
+    aten.linear: (LINEAR, "input", "weight", "bias"),
+    aten.addmm: (ADDMM, "mat1", "mat2", "self"),
+    aten.mm: (MATMUL, "self", "mat2", ""),
+    aten.matmul: (MATMUL, "self", "other", ""),
+}
+VIEWS = (aten.reshape, aten.view)
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of a value by a matrix.
+
+    Attributes:
+        node: the call; `kind`: as `autotp.comm.overlapped` names it.
+        x, weight, bias: its operands.
+    """
+
+    node: fx.Node
+    kind: str
+    x: fx.Node
+    weight: fx.Node
+    bias: fx.Node | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """A conversion f or g, and the products that are all that reads it, or the view of it as a matrix."""
+
+    conversion: fx.Node
+    products: tuple[Product, ...]
+    view: fx.Node | None = None
+
+    @property
+    def gathers(self) -> bool:
+        return self.conversion.target is g
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """A product, the view of it where there is one, and the g* that deals it out."""
+
+    conversion: fx.Node
+    product: Product
+    view: fx.Node | None
+
+
+def product_of(node: Any) -> Product | None:
+    """The node as a product, if it is one by a matrix, of values that are not complex."""
+    form = FORMS.get(getattr(node.target, "overloadpacket", None)) if isinstance(node, fx.Node) else None
+    if form is None:
+        return None
+    kind, *names = form
+    args = Op.of(node).args
+    x, weight, bias = (args.get(name) for name in names)
+    if not isinstance(x, fx.Node) or not isinstance(weight, fx.Node) or args.get("alpha", 1) != 1:
+        return None
+    good = _ndim(x) > 1 and _ndim(weight) == 2 and (bias is None or _ndim(bias) == 1) and args.get("beta", 1) == 1
+    return Product(node, kind, x, weight, bias) if good and node.meta["val"].is_floating_point() else None
+
+
+def _ndim(node: Any) -> int:
+    val = value(node)
+    return val.ndim if val is not None else -1
+
+
+def value(node: Any) -> Tensor | None:
+    """The (fake) whole value of an operand."""
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
+
+
+def over_tp(node: fx.Node, *targets: Any) -> bool:
+    """Whether this is one of these conversions over the tp axis."""
+    return node.target in targets and "conversion" in node.meta and node.meta.get("ranked") == "tp"
+
+
+def groups(graph: fx.Graph) -> Iterator[Group]:
+    """The conversions f and g of the graph that only products read, all in the same checkpointed region."""
+    for node in list(graph.nodes):
+        if not over_tp(node, f, g):
+            continue
+        view: Any = next(iter(node.users), None)
+        alone = len(node.users) == 1 and calls(view, *VIEWS)
+        view = view if alone and _same_columns(view) and _ndim(view) == 2 else None
+        read = node if view is None else view
+        found = [product_of(user) for user in read.users]
+        products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
+        if found and len(products) == len(found) and one_region([node, *(p.node for p in products)]):
+            yield Group(node, products, view)
+
+
+def dealt(graph: fx.Graph) -> Iterator[Dealt]:
+    """The g* of the graph that deal out what only a product makes."""
+    for node in list(graph.nodes):
+        if not over_tp(node, g_star):
+            continue
+        made: Any = node.args[0]
+        view = made if calls(made, *VIEWS) and len(made.users) == 1 and _same_columns(made) else None
+        product = product_of(made if view is None else view.args[0])
+        dim: Any = node.args[2][1]  # type: ignore[index]
+        if product is None or len(product.node.users) > 1:
+            continue
+        if dim < _ndim(node) - 1 and one_region([node, product.node]):
+            yield Dealt(node, product, view)
+
+
+def _same_columns(view: fx.Node) -> bool:
+    before, after = value(view.args[0]), value(view)
+    return before is not None and after is not None and before.shape[-1] == after.shape[-1]
+
+
+def fuse(group: Group, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
+    """One call in the place of a conversion and its products; None where an operand is made too late.
+
+    The arguments are those of `linears.grouped`.
+    """
+    conversion, products = group.conversion, group.products
+    graph, first = conversion.graph, min(p.node for p in products)
+    operands = [t for p in products for t in (p.weight, p.bias) if t is not None]
+    late = _late(operands, first)
+    if late is None:
+        return None
+    for node in late:
+        first.prepend(node)
+    args = (
+        *conversion.args, [p.kind for p in products], [p.weight for p in products], [p.bias for p in products], chunks,
+        regather, least,
+    )  # fmt: skip
+    scope = scope_path(conversion)
+    with graph.inserting_before(first):
+        call = graph.call_function(grouped, args, dict(conversion.kwargs))
+        call.meta = {**placed(scope), "val": tuple(p.node.meta["val"] for p in products), "ranked": "tp"}
+        call.meta["conversion of"] = conversion.meta["conversion"]
+        for i, p in enumerate(products):
+            item = graph.call_function(operator.getitem, (call, i))
+            if group.view is not None:
+                item.meta = placed(scope)
+                item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))
+            item.meta = {**p.node.meta, **placed(scope)}
+            p.node.replace_all_uses_with(item)
+    for node in (*(p.node for p in products), group.view, conversion):
+        if node is not None:
+            graph.erase_node(node)
+    return call
+
+
+def fuse_dealt(found: Dealt, chunks: int, least: int = 1) -> fx.Node:
+    """One call in the place of a product and its g*, in the product's module, as `linears.scattered` takes it."""
+    conversion, product = found.conversion, found.product
+    graph = conversion.graph
+    view = list(found.view.args[1])[:-1] if found.view is not None else None  # type: ignore[arg-type]
+    args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks, least)
+    with graph.inserting_before(conversion):
+        call = graph.call_function(scattered, args, dict(conversion.kwargs))
+    kept = {k: v for k, v in conversion.meta.items() if k != "conversion"}
+    call.meta = {**kept, **placed(scope_path(product.node)), "conversion of": conversion.meta["conversion"]}
+    conversion.replace_all_uses_with(call)
+    for node in (conversion, found.view, product.node):
+        if node is not None:
+            graph.erase_node(node)
+    return call
+
+
+def _late(operands: Sequence[fx.Node], first: fx.Node) -> list[fx.Node] | None:
+    """What must move before a node for these to be there: made of parameters alone (casts); None where others are."""
+    late: dict[fx.Node, None] = {}
+    for operand in operands:
+        if not operand < first:
+            if any(i.op != "placeholder" for i in operand.all_input_nodes):
+                return None
+            late[operand] = None
+    return list(late)

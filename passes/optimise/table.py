@@ -1,0 +1,57 @@
+"""The optimisations in the order in which they run, and the switches for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from torch import fx
+
+from autotp.errors import InputError
+from autotp.log import dump, log
+from autotp.passes.optimise.kernels.place import Kernels
+
+from .base import Optimisation, Setting
+from .bucket import Bucket
+from .micro_pipeline import MicroPipeline
+from .overlap import Overlap
+from .regather import Regather
+
+OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather())
+
+Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
+Switches = bool | Mapping[str, bool] | None
+
+
+def read_switches(given: Switches) -> dict[str, bool]:
+    """What is switched on or off by name; what is not named decides by itself.
+
+    Args:
+        given: a mapping from names to on or off; True or False for all; None for none.
+
+    Raises:
+        InputError: a name is not known, or a switch is no bool.
+    """
+    names = [x.name for x in OPTIMISATIONS]
+    if given is None or isinstance(given, bool):
+        return {} if given is None else dict.fromkeys(names, given)
+    if not isinstance(given, Mapping) or not all(isinstance(on, bool) for on in given.values()):
+        raise InputError(f"optimise={given!r}: give True or False, or a mapping such as {{'overlap': False}}.")
+    if odd := [name for name in given if name not in names]:
+        raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
+    return dict(given)
+
+
+def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) -> Fired:
+    """Run the table over one rank's program, in place; says of each optimisation by name what became of it."""
+    lines = []
+    for each in OPTIMISATIONS:
+        start, why = time.process_time(), each.idle(setting)
+        on = switches.get(each.name, not why)
+        told = each.run(graph, setting) if on else why if each.name not in switches else "switched off"
+        graph.eliminate_dead_code()
+        graph.lint()
+        log.debug("optimisation %s: %s, %.1f ms", each.name, told, 1e3 * (time.process_time() - start))
+        lines.append((each.name, told))
+    dump("optimised", graph)
+    return tuple(lines)

@@ -1,0 +1,190 @@
+"""The batch axis of the mesh: the program that one data-parallel rank runs on its slice of the batch.
+
+The captured program speaks of the whole batch. Planned over the dp ranks by the rules and the solver that tp has, with
+inputs Shard(0) and weights Replicate, it becomes a program on local batches with the conversions that the dp ranks
+need, such as the reduction of a mean loss. That is an ordinary program again, and tensor parallelism plans it as any
+other: layouts are per mesh axis, one axis after the other. What a gradient of a weight lacks, the sum over the dp
+ranks, is no operator of the program: it comes with the backward (`autotp.runtime.data_parallel`).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import reduce
+from typing import Any, cast
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.cost import Cluster
+from autotp.errors import CaptureError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture, Leaf, shape_of, substitute
+from autotp.ir.layouts import Layout, Shard, Size
+from autotp.passes.decompose.losses import take_sums_apart
+from autotp.rules.core import expression, sizes
+from autotp.rules.local import ARITHMETIC
+
+from .batch_axis import BatchBuilder, BatchRewriter
+from .pins import listed, where
+from .planner import decide
+
+AXIS = "dp"
+
+
+def two_examples(inputs: Inputs, dp: int) -> Inputs:
+    """The inputs, their one example twice where they have only one: that would be captured as no batch at all."""
+    leaves = [x for x in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(x, Tensor) and x.ndim]
+    if dp == 1 or not leaves or leaves[0].shape[0] != 1:
+        return inputs
+
+    def repeat(x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.ndim or x.shape[0] != 1:
+            return x
+        return torch.cat([x.detach()] * 2).requires_grad_(x.requires_grad)
+
+    args, kwargs = compat.tree_map(repeat, (inputs.args, dict(inputs.kwargs)))
+    return Inputs(*args, **kwargs)
+
+
+def local_program(program: Capture, dp: int) -> Capture:
+    """The program of one dp rank, made from the whole batch's; its batch symbols then mean the local batch.
+
+    Raises:
+        CaptureError: the capture has no symbolic batch.
+    """
+    if dp == 1:
+        return program
+    batch = _one_batch(program)
+    take_sums_apart(program)
+    builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
+    sharded = BatchRewriter(decide(builder), builder, batch).run()
+    local = _Localised(program, sharded.graph, dp, batch).capture()
+    gathered = [n.args[0] for n in local.graph.nodes if n.meta.get(AXIS) and isinstance(n.meta[AXIS][0], Shard)]
+    if gathered:
+        told = listed(where(n) for n in gathered)
+        local.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
+    return local
+
+
+def _one_batch(program: Capture) -> sympy.Symbol:
+    """The symbol of the batch: the first input's first dimension. Sizes that are the same then become one symbol."""
+    firsts = [leaf for leaf in program.inputs if shape_of(leaf.node)]
+    batch = shape_of(firsts[0].node)[0] if firsts else None
+    if not isinstance(batch, sympy.Symbol):
+        raise CaptureError(
+            "with dp the first dimension of the first input is the batch, of any size, and this model was captured for "
+            f"one size of it ({batch}; the plan's notes say why). Use dp=1, and a data parallelism around the module."
+        )
+    for leaf in firsts[1:]:
+        batch, other = cast(sympy.Symbol, shape_of(firsts[0].node)[0]), shape_of(leaf.node)[0]
+        if isinstance(other, int) and other == program.hints[batch]:
+            raise CaptureError(
+                f"with dp the batch may have any size, and this model was captured for {other} of the input "
+                f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
+                "batch's dimension, example inputs with another batch size."
+            )
+        if other != batch and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[batch]:
+            _unify(program, other, batch)
+    while (found := next(_equal(program), None)) is not None:
+        _unify(program, *found)
+    return shape_of(firsts[0].node)[0]  # type: ignore[return-value]
+
+
+def _equal(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+    """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
+    for guard in program.guards:
+        if isinstance(guard, sympy.Eq):
+            sides: Any = guard
+            above, below = sympy.cancel(sides.lhs / sides.rhs).as_numer_denom()
+            if {above, below} <= program.symbols.keys():
+                yield below, above
+
+
+def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
+    """Two symbols of equal sizes become one of them, in all values of the program."""
+    sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
+    torch._check(sides[0] == sides[1])
+    kept: Any = expression(sides[0])
+    gone = other if kept == one else one
+    program.symbols.pop(gone)
+    program.hints.pop(gone)
+    program.guards[:] = [g for g in (g.subs(gone, kept) for g in program.guards) if g != sympy.true]
+
+
+class _Localised:
+    """Gives the nodes of a dp rank's graph their local values, and makes a capture of it."""
+
+    def __init__(self, program: Capture, graph: fx.Graph, dp: int, batch: sympy.Symbol) -> None:
+        self.program, self.graph, self.dp, self.batch = program, graph, dp, batch
+        self.whole: Mapping[Any, int] = {batch: dp * batch}  # type: ignore[dict-item]
+        self.symints = {s: node.meta["val"].shape[d] for s, (node, d) in program.symbols.items()}
+
+    def capture(self) -> Capture:
+        for node in self.graph.nodes:
+            self._value(node)
+        made = {n.meta.pop("origin"): n for n in self.graph.nodes if n.op == "placeholder"}
+        old = self.program
+        low, high = old.ranges.get(self.batch, (1, 2**62))
+        return replace(
+            old,
+            graph=self.graph,
+            leaves=[Leaf(made[leaf.node], leaf.kind, leaf.name) for leaf in old.leaves],
+            symbols={s: (made[node], d) for s, (node, d) in old.symbols.items()},
+            ranges={**old.ranges, self.batch: (-(-low // self.dp), high // self.dp)},
+            guards=[substitute(g, self.whole) for g in old.guards],
+        )
+
+    def _value(self, node: fx.Node) -> None:
+        layout, converted = node.meta.pop("layout", None), node.meta.pop("conversion", None)
+        for counted in ("flops", "saved"):
+            node.meta.pop(counted, None)
+        if node.meta.pop("ranked", False):
+            node.meta["ranked"] = AXIS
+        if converted is not None:
+            node.meta[AXIS] = (*converted, self.dp)
+        if node.op in ("placeholder", "output"):
+            return
+        val = node.meta.get("val")
+        if layout is not None and isinstance(val, Tensor):
+            node.meta["val"] = self._tensor(val, layout)
+        elif val is None:
+            args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])
+            node.meta["val"] = node.target(*args, **kwargs)  # type: ignore[operator]
+        elif isinstance(val, torch.SymInt):
+            node.meta["val"] = self._size(expression(val), True)
+        elif isinstance(val, list | tuple):
+            node.meta["val"] = self._results(node, list(val))
+
+    def _results(self, node: fx.Node, values: list[Any]) -> list[Any]:
+        """The results of a node with several; those that something reads have their layouts."""
+        for item in (u for u in node.users if u.target is operator.getitem):
+            self._value(item)
+            values[int(item.args[1])] = item.meta["val"]  # type: ignore[arg-type]
+        return values
+
+    def _tensor(self, val: Tensor, layout: Layout) -> Tensor:
+        shape = list(sizes(val))
+        local: list[Any] = [self._size(n, True) for n in shape]
+        if isinstance(layout, Shard):
+            share = substitute(sympy.sympify(layout.partition.length), self.whole) / self.dp
+            local[layout.dim] = self._size(sympy.cancel(share), False)
+        same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
+        return val if same else val.new_empty(local)
+
+    def _size(self, size: Size, whole: bool) -> Any:
+        """The (symbolic) int of an expression; with `whole` of one that speaks of the whole batch."""
+        if isinstance(size, int) or size.is_Integer:
+            return int(size)
+        size = substitute(size, self.whole) if whole else size
+
+        def read(e: Any) -> Any:
+            if e.is_Integer:
+                return int(e)
+            return self.symints[e] if e in self.symints else reduce(ARITHMETIC[type(e).__name__], map(read, e.args))
+
+        return read(size)

@@ -1,0 +1,282 @@
+"""Pins: placements that the user decides, for parameters, module outputs, the model's ends, or a logical axis.
+
+A pin is strict. It takes away every choice that does not keep it, and where nothing is left it is an error that names
+the operator which forbids it.
+"""
+
+from __future__ import annotations
+
+import difflib
+import fnmatch
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+from torch.distributed.tensor.placement_types import Placement
+
+from autotp import compat
+from autotp.cost.solver.problem import Choice
+from autotp.errors import InputError, PlanError
+from autotp.ir.graph import Capture, floating, module_path, resolve, short_name, tensors
+from autotp.ir.layouts import I, Layout, R, Shard
+from autotp.passes.analysis.axes import AXES, find_axes
+from autotp.rules.core import Op, Rule
+
+Pins = Mapping[str, Placement]
+Dims = Mapping[str, int | None]  # key -> pinned dimension, None for whole
+INPUT, OUTPUT = ":input", ":output"
+Spot = tuple[str, int]  # "in" or "out", and the number of the operand or result
+
+
+@dataclass(frozen=True)
+class Ask:
+    """What one pin asks of one operand, result or parameter.
+
+    Attributes:
+        key: the pin's key; `what`: the value in words.
+        dims: of which one is to be dealt (`split`), or none. Of an axis, `axis`, the other dimensions stay free.
+    """
+
+    key: str
+    what: str
+    dims: tuple[int, ...]
+    split: bool
+    axis: bool = False
+
+    @property
+    def mark(self) -> tuple[Any, ...]:
+        """What equal blocks must have in common of it."""
+        return self.key, self.dims, self.split
+
+    def fits(self, layout: Layout) -> bool:
+        dealt = isinstance(layout, Shard) and layout.dim in self.dims
+        return dealt if self.split else not dealt if self.axis else layout in (I, R)
+
+    def __str__(self) -> str:
+        placement = f"Shard({self.dims[0]})" if self.split and not self.axis else "Shard(0)" if self.split else ""
+        return f"the pin {self.key!r}: {placement or 'Replicate()'}"
+
+
+@dataclass
+class Pinned:
+    """The pins of one captured graph.
+
+    Attributes:
+        parameters: name -> what is asked; `outputs`: the same by number among the graph's tensor outputs.
+        spots: operator -> operand or result -> what is asked of it.
+        sequence: True or False where the sequence is pinned.
+    """
+
+    parameters: dict[str, Ask] = field(default_factory=dict)
+    outputs: dict[int, Ask] = field(default_factory=dict)
+    spots: dict[fx.Node, dict[Spot, list[Ask]]] = field(default_factory=lambda: defaultdict(dict))
+    sequence: bool | None = None
+
+    def marks(self, leaves: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
+        """What tells pinned nodes from their equals in other blocks."""
+        asked = {n: [(at, *(a.mark for a in asks)) for at, asks in spots.items()] for n, spots in self.spots.items()}
+        marks = {n: str(sorted(told)) for n, told in asked.items()}
+        return marks | {n: str(self.parameters[x.name].mark) for n, x in leaves.items() if x.name in self.parameters}
+
+    def keep(self, op: Op, choices: list[Choice]) -> list[Choice]:
+        """The choices of an operator that keep the pins.
+
+        Raises:
+            PlanError: there are none.
+        """
+        for (side, index), asks in self.spots.get(op.node, {}).items():
+            for ask in asks:
+                known = [(c.ins if side == "in" else c.outs)[index] for c in choices]
+                choices = [c for c, x in zip(choices, known, strict=True) if ask.fits(x)]
+                if not choices:
+                    verb = "read" if side == "in" else "make"
+                    raise PlanError(
+                        f"{ask} cannot be kept: {where(op.node)} cannot {verb} {ask.what} so; it can {verb} it as "
+                        f"{listed(known)}. Change or drop the pin."
+                    )
+        return choices
+
+
+def read_pins(pins: Any) -> dict[str, int | None]:
+    """Pins as the user gives them, checked: key -> dimension, None for whole."""
+    if pins is not None and not isinstance(pins, Mapping):
+        raise InputError(f"pins is {type(pins).__name__}; give a mapping, such as {{'*.up_proj.weight': Shard(0)}}.")
+    dims: dict[str, int | None] = {}
+    for key, placement in (pins or {}).items():
+        if not isinstance(placement, Split | Whole):
+            raise InputError(f"the pin {key!r} is {placement!r}; give torch's Shard(dim) or Replicate().")
+        dims[key] = placement.dim if isinstance(placement, Split) else None
+        if key in AXES and dims[key] not in (None, 0):
+            raise InputError(
+                f"the pin {key!r} is {placement!r}: an axis is one dimension; give Shard(0) or Replicate()."
+            )
+    return dims
+
+
+def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None]) -> Pinned:
+    """Where the pins lie in a captured graph; of several that fit one parameter or module, the first counts.
+
+    Raises:
+        InputError: a key fits nothing. PlanError: a value has no such dimension.
+    """
+    finder = _Finder(program, ops, Pinned())
+    known = {n: (op, rules[n]) for n, op in ops.items()}
+    axes = find_axes(program, known) if set(pins) & set(AXES) else {}
+    for key, dim in pins.items():
+        if key in AXES:
+            finder.axis(key, dim, axes)
+        elif key.startswith(INPUT):
+            finder.input(key, dim)
+        elif key.startswith(OUTPUT):
+            finder.output(key, dim)
+        elif key.endswith(OUTPUT):
+            finder.module(key, dim)
+        else:
+            finder.parameter(key, dim)
+    return finder.pinned
+
+
+@dataclass
+class _Finder:
+    program: Capture
+    ops: Mapping[fx.Node, Op]
+    pinned: Pinned
+
+    def parameter(self, key: str, dim: int | None) -> None:
+        leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind == "parameter"}
+        names = {alias: first for alias, first in self.program.aliases.items() if first in leaves}
+        found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, key))
+        if not found:
+            raise InputError(f"the pin {key!r} fits no parameter's name. Names are like {near(key, names)}.")
+        for name in found:
+            self.pinned.parameters.setdefault(name, ask(key, name, dim, leaves[name]))
+
+    def axis(self, key: str, dim: int | None, axes: Mapping[str, list[Any]]) -> None:
+        split = dim is not None
+        if key == "sequence":
+            self.pinned.sequence = split
+            return
+        if not axes[key]:
+            known = [name for name, spots in axes.items() if spots]
+            raise InputError(f"this model has no axis {key!r} that the patterns find; it has {', '.join(known)}.")
+        for node, side, index, dims in axes[key]:
+            self._ask((node, (side, index)), Ask(key, f"the axis {key} (dim {_dims(dims)})", dims, split, axis=True))
+
+    def input(self, key: str, dim: int | None) -> None:
+        names = [x.name for x in self.program.inputs if tensors(x.node)]
+        found = [x.node for x in self.program.inputs if f"{INPUT}.{x.name}" == key and tensors(x.node)]
+        if not found:
+            raise InputError(f"the pin {key!r} fits no input. The keys are {listed(f'{INPUT}.{n}' for n in names)}.")
+        self._readers(key, dim, found, lambda n: False)
+
+    def output(self, key: str, dim: int | None) -> None:
+        names = self._outputs()
+        found = [i for i, name in names.items() if key in (OUTPUT, f"{OUTPUT}.{name}")]
+        if not found:
+            known = listed(f"{OUTPUT}.{n}" for n in names.values())
+            raise InputError(f"the pin {key!r} fits no output. The keys are {known}.")
+        values = outputs_of(self.program)
+        for i in found:
+            ndim = len(tensors(resolve(values[i])[0])[resolve(values[i])[1]].shape)
+            self.pinned.outputs.setdefault(i, ask(key, f"the output {names[i]}", dim, ndim))
+
+    def module(self, key: str, dim: int | None) -> None:
+        inside: dict[str, list[fx.Node]] = defaultdict(list)
+        for n in self.ops:
+            for path in dict.fromkeys(p.split("@")[0] for p in module_path(n)):
+                inside[path].append(n)
+        pattern = key.removesuffix(OUTPUT)
+        found = [path for path in inside if fnmatch.fnmatchcase(path, pattern)]
+        if not found:
+            raise InputError(f"the pin {key!r} fits no module that runs. Modules are like {near(pattern, inside)}.")
+        asked = sum(self._readers(key, dim, inside[p], set(inside[p]).__contains__) for p in found)
+        if not asked:
+            raise InputError(f"the pin {key!r}: nothing outside of {found[0]} reads a floating-point value of it.")
+
+    def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], own: Callable[[fx.Node], bool]) -> int:
+        """Ask all readers of these values, but those that are `own`."""
+        asked, values = 0, {resolve(x): i for i, x in enumerate(outputs_of(self.program))}
+        for maker in makers:
+            what = where(maker) if maker in self.ops else f"the input {maker.name}"
+            for user, slot, value in read(maker, self.ops):
+                if not own(user) and (floating(value) or key.startswith(INPUT)):
+                    self._ask((user, ("in", slot)), ask(key, f"what {what} gives", dim, value.ndim))
+                    asked += 1
+            for i, value in enumerate(tensors(maker)):
+                if (maker, i) in values and floating(value):
+                    self.pinned.outputs.setdefault(values[maker, i], ask(key, f"what {what} gives", dim, value.ndim))
+                    asked += 1
+        return asked
+
+    def _ask(self, at: tuple[fx.Node, Spot], asked: Ask) -> None:
+        """Add a demand; of those that are not for axes, the first counts."""
+        asks = self.pinned.spots[at[0]].setdefault(at[1], [])
+        if asked.axis or not any(not a.axis for a in asks):
+            asks.append(asked)
+
+    def _outputs(self) -> dict[int, str]:
+        """Number among the graph's tensor outputs -> name, such as `logits`; a number where the model gives none."""
+        spec = self.program.out_spec
+        named = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
+        by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in named.items()}
+        leaves = compat.tree_leaves(self.program.graph.output_node().args[0])
+        theirs = [i for i in range(len(leaves)) if i not in self.program.mutations]
+        values = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node) and tensors(x)]
+        return {k: by_place[str(theirs.index(i))] for k, i in enumerate(values) if i in theirs}
+
+
+def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
+    """The demand of a pin on a value of `ndim` dimensions."""
+    if dim is None:
+        return Ask(key, what, (), False)
+    if not -ndim <= dim < ndim:
+        raise PlanError(
+            f"the pin {key!r} asks for Shard({dim}) of {what}, which has {ndim} dimensions. Change the pin."
+        )
+    return Ask(key, what, (dim % ndim,), True)
+
+
+def outputs_of(program: Capture) -> list[fx.Node]:
+    """The graph's tensor outputs, in order."""
+    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
+
+
+def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:
+    """Operators that read a node's values, the operand slot, and the value."""
+    work = [maker]
+    while work:
+        node = work.pop()
+        for user in node.users:
+            if user in ops:
+                slots = enumerate(ops[user].slots) if tensors(user) else ()  # its size is no use of a value
+                yield from ((user, i, s.meta["val"]) for i, s in slots if s is node)
+            elif resolve(user)[0] is maker:
+                work.append(user)
+
+
+def where(node: fx.Node) -> str:
+    """An operator with its module."""
+    path = module_path(node)
+    return (
+        f"{short_name(node.target)} in {path[-1] if path else 'the model'}" if node.op == "call_function" else node.name
+    )
+
+
+def listed(items: Iterable[Any]) -> str:
+    """The items as text, each once."""
+    return ", ".join(dict.fromkeys(map(str, items)))
+
+
+def near(key: str, names: Iterable[str]) -> str:
+    """The names that are most like a key."""
+    names = list(names)
+    return ", ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.3) or names[:5])
+
+
+def _dims(dims: Iterable[int]) -> str:
+    return ", ".join(map(str, dims))

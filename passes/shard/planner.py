@@ -1,0 +1,289 @@
+"""From a captured graph to a decision problem and back: items, choices with their costs, and what was chosen."""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from autotp.cost import Cluster
+from autotp.cost.objective import TRAINING, Objective
+from autotp.cost.prices import Prices
+from autotp.cost.saved_tensors import Keepers
+from autotp.cost.solver.problem import Choice, Item, Problem, Solution, Use
+from autotp.cost.solver.solve import Infeasible, feasible, solve
+from autotp.errors import PlanError
+from autotp.ir.graph import Capture, Value, differentiable, resolve, shape_of, tensors
+from autotp.ir.layouts import Grouped, I, Layout, Partition, R, Shard
+from autotp.passes.analysis.fold import fold
+from autotp.plans.plan import Decision
+from autotp.rules.core import Op, Rule, rule_of, sizes
+
+from .pins import Ask, Dims, listed, outputs_of, read, where
+from .pins import find as find_pins
+from .strategies import Candidates, penalty, signatures
+
+OUTPUT_SLOT = "output"
+
+
+@dataclass
+class Planned:
+    """A captured graph with a decision for every node."""
+
+    program: Capture
+    tp: int
+    decisions: dict[fx.Node, Decision]
+    ops: dict[fx.Node, Op]
+    rules: dict[fx.Node, Rule | None]
+    same: dict[fx.Node, fx.Node]
+    grads: set[fx.Node]
+    solution: Solution | None = None
+
+
+@dataclass
+class Builder:
+    """Builds the problem of one captured graph."""
+
+    program: Capture
+    tp: int
+    cluster: Cluster
+    pinned: Mapping[str, Layout] = field(default_factory=dict)
+    pins: Dims = field(default_factory=dict)
+    sequence: bool | None = None
+    objective: Objective = TRAINING
+    memory: float | None = None
+
+    def __post_init__(self) -> None:
+        self.grads = differentiable(self.program)
+        nodes = list(self.program.graph.nodes)
+        self.calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and _planned(n)]
+        self.order = {n.name: i for i, n in enumerate(nodes)}
+        self.ops = {n: Op.of(n) for n in self.calls}
+        self.rules: dict[fx.Node, Rule | None] = {}
+        alike = fold(self.program, self.grads)
+        for n in self.calls:  # equal nodes have equal rules
+            self.rules[n] = rule_of(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
+        self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
+        self.user = find_pins(self.program, self.pins, self.ops, self.rules)
+        marks = self.user.marks(self.leaves)
+        self.same = fold(self.program, self.grads, marks) if marks else alike
+        self.candidates = Candidates(self.tp)
+        sequence = self.sequence if self.user.sequence is None else self.user.sequence
+        self.prices = Prices(
+            self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
+            Keepers(self.ops, self.same, self.grads),
+        )  # fmt: skip
+
+    def value(self, node: fx.Node) -> Value:
+        producer, index = resolve(node)
+        return self.same[producer], index
+
+    def build(self) -> tuple[Problem, list[fx.Node]]:
+        """The problem, and the representative node of each item."""
+        members = Counter(self.same[n] for n in [*self.leaves, *self.calls])
+        slots: dict[fx.Node, list[set[Value]]] = {}
+        for n in self.calls:
+            sets = slots.setdefault(self.same[n], [set() for _ in self.ops[n].slots])
+            for held, operand in zip(sets, self.ops[n].slots, strict=True):
+                held.add(self.value(operand))
+        self._grow(slots)
+        heads = [n for n in members if n in self.leaves] + [n for n in members if n not in self.leaves]
+        items = [self._leaf(n, members[n]) if n in self.leaves else self._call(n, slots[n], members[n]) for n in heads]
+        outputs = outputs_of(self.program)
+        items.append(Item(OUTPUT_SLOT, [Choice(self.goals(), ())], [frozenset([self.value(n)]) for n in outputs]))
+        uses = self._uses({n: i for i, n in enumerate(heads)}, outputs)
+        problem = Problem(items, uses, self.prices.convert, self.memory)
+        names = {n: self.leaves[n].name for n in heads if n in self.leaves}
+        asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
+        asked |= {i: next(iter(self.user.spots[n].values()))[0] for i, n in enumerate(heads) if n in self.user.spots}
+        check_neighbours(problem, heads, asked)
+        return problem, heads
+
+    def goals(self) -> tuple[Layout, ...]:
+        """How the graph's outputs leave it: whole, but where the user pinned them."""
+        out: list[Layout] = []
+        for i, x in enumerate(outputs_of(self.program)):
+            node, index = resolve(x)
+            asked, shape = self.user.outputs.get(i), sizes(tensors(node)[index])
+            split = asked is not None and asked.split
+            whole = I if node in self.grads else R
+            out.append(Shard(d := asked.dims[0], Partition.plain(shape[d], self.tp)) if asked and split else whole)
+        return tuple(out)
+
+    def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
+        """Seed the candidates and let them spread until nothing changes."""
+        work = [n for n in slots if self.rules[n] is not None]
+        self._seed(work)
+        self.candidates.changed = True
+        while self.candidates.changed:
+            self.candidates.changed = False
+            for n in (*work, *reversed(work)):
+                rule = self.rules[n]
+                assert rule is not None
+                for factor in rule.factors:
+                    self.candidates.spread(factor, [frozenset(s) for s in slots[n]], self._results(n))
+
+    def _seed(self, work: list[fx.Node]) -> None:
+        """The partitions that dimensions may have by themselves; those of others follow from them."""
+        for node, leaf in self.leaves.items():
+            if node is self.same[node]:
+                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
+        for n in work:
+            self._seed_view(n)
+
+    def _seed_view(self, node: fx.Node) -> None:
+        """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size.
+
+        The innermost part (the head size) is not seeded: dealing it out would cut every head.
+        """
+        rule = self.rules[node]
+        assert rule is not None
+        for factor in rule.factors:
+            split, new = factor.ins[0] if factor.ins else None, factor.outs[0] if len(factor.outs) == 1 else None
+            if split is None or new is None or split.unit == 1 or new.unit != 1 or new.repeat != 1:
+                continue
+            if isinstance(factor.size, int) and factor.size > 1:
+                self.candidates.add(((node, 0), new.dim), Partition.plain(factor.size, self.tp))
+
+    def _results(self, node: fx.Node) -> list[Any]:
+        return [(node, i) for i in range(len(self.ops[node].outs))]
+
+    def _leaf(self, node: fx.Node, count: int) -> Item:
+        leaf, val = self.leaves[node], node.meta["val"]
+        whole = I if node in self.grads else R
+        layouts: list[Layout] = [whole]
+        if leaf.kind == "parameter":
+            dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
+            layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
+            layouts = self._pinned(node, layouts)
+            if not node.users:  # nothing to decide: every rank holds its part
+                layouts = [min(layouts, key=self.prices.share)]
+        size, choices = self.prices.bytes(val), []
+        for x in layouts:
+            part = size * self.prices.share(x)
+            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind == "parameter" else (0.0, part)
+            choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
+        return Item(leaf.name, choices, [], [(node, 0)], count)
+
+    def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
+        """What pins leave of a parameter's layouts: those of an earlier plan, or what the user's pin asks for."""
+        name = self.leaves[node].name
+        if name in self.pinned:
+            return [self.pinned[name]]
+        asked = self.user.parameters.get(name)
+        kept = [x for x in layouts if asked is None or asked.fits(x)]
+        if not kept:
+            readers = dict.fromkeys(where(n) for n, _, _ in read(node, self.ops))
+            raise PlanError(
+                f"{asked} of {name} cannot be kept: no operator that uses it splits there ({listed(readers)}); it can "
+                f"be {listed(layouts)}. Change or drop the pin."
+            )
+        return kept
+
+    def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
+        op, results = self.ops[node], self._results(node)
+        held: list[frozenset[Any]] = [frozenset(s) for s in slots]
+        ins = [resolve(s)[0] in self.grads for s in op.slots]
+        outs = [node in self.grads] * len(op.outs)
+        choices: dict[tuple, Choice] = {}
+        for got in signatures(self.rules[node], ins, outs, held, results, self.candidates):
+            if got[:2] not in choices and self._knows_ends(node, *got[:2]):
+                rule = self.rules[node]
+                split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
+                seconds, saved = self.prices.operator(op, *got[:2], split)
+                ties = penalty([*got[0], *got[1]], self.tp)
+                choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, saved, ties, *got[2:])
+        kept = self.user.keep(op, list(choices.values()))
+        return Item(node.name, kept, held, results, count, f"activations of {where(node)}")
+
+    def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
+        """Whether rows dealt by group are so where it is known already where the groups end."""
+        ends = {x.partition.ends for side in layouts for x in side if isinstance(x, Grouped)}
+        return all(self.order[name] < self.order[node.name] for name in ends)
+
+    def conflict(self) -> PlanError | None:
+        """The error that names the fewest pins which together leave no plan; None where it is not the pins' doing."""
+        pins = dict(self.pins)
+        for key in self.pins:
+            fewer = {k: v for k, v in pins.items() if k != key}
+            pins = pins if self._feasible(fewer) else fewer
+        if not pins or not self._feasible({}):
+            return None
+        told = " and ".join(f"{k!r}: {'Replicate()' if d is None else f'Shard({d})'}" for k, d in pins.items())
+        return PlanError(
+            f"no legal plan keeps {'these pins together' if len(pins) > 1 else 'this pin'}: {told}. Drop one."
+        )
+
+    def _feasible(self, pins: Dims) -> bool:
+        try:
+            feasible(replace(self, pins=pins, memory=None).build()[0])
+        except PlanError:
+            return False
+        return True
+
+    def _uses(self, index: dict[fx.Node, int], outputs: list[fx.Node]) -> list[Use]:
+        """Instances of a value grouped by who consumes them."""
+        consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
+        for n in self.calls:
+            for slot, operand in enumerate(self.ops[n].slots):
+                consumers[resolve(operand)].add((index[self.same[n]], slot))
+        for slot, n in enumerate(outputs):
+            consumers[resolve(n)].add((len(index), slot))
+        groups: Counter[tuple[Value, tuple[tuple[int, int], ...]]] = Counter()
+        for (node, i), users in consumers.items():
+            groups[(self.same[node], i), tuple(sorted(users))] += 1
+        return [Use(value, users, count) for (value, users), count in groups.items()]
+
+
+def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
+    """Refuse a pin that no operator beside the pinned one can live with, naming it.
+
+    Args:
+        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
+
+    Raises:
+        PlanError: nothing that the pinned item makes can become anything that the other one reads.
+    """
+    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
+    for use in problem.uses:
+        i, k = makers[use.value]
+        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
+        for j, slot in use.consumers:
+            pin = asked.get(i) or asked.get(j)
+            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
+            ways = ((a, b) for a in made for b in wanted)
+            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
+                continue
+            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
+            name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
+            raise PlanError(
+                f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
+            )
+
+
+def _planned(node: fx.Node) -> bool:
+    """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
+    return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
+
+
+def decide(builder: Builder) -> Planned:
+    """Solve, and spread each item's choice over the nodes it stands for."""
+    problem, heads = builder.build()
+    try:
+        solution = solve(problem)
+    except Infeasible as e:
+        raise builder.conflict() or e from None
+    chosen: dict[fx.Node, Decision] = {}
+    for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
+        c = item.choices[k]
+        chosen[node] = Decision(c.ins, c.outs, c.factor, c.loop)
+    decisions = {n: chosen[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
+    if builder.user.outputs:
+        decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
+    return Planned(
+        builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution
+    )

@@ -1,0 +1,274 @@
+"""Rewrite: the captured graph becomes the program of one rank, with the conversions inserted.
+
+The result is one template for all ranks: calls that depend on the rank are marked, and `specialise` fills it in.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm import conversions as convert
+from autotp.comm.slices import to_runtime
+from autotp.cost.solver.problem import conversions
+from autotp.errors import PlanError
+from autotp.ir.graph import Value, innermost, module_path, resolve, tensors
+from autotp.ir.layouts import Grouped, I, Layout, P, Partition, R, Shard
+from autotp.ir.scopes import scope_path
+from autotp.plans.plan import Decision
+from autotp.rules.core import Op, sizes
+from autotp.rules.local import Local, Sizes
+
+from .pins import outputs_of
+from .planner import Planned
+
+
+class Place(NamedTuple):
+    """A rank's place on a mesh axis: its rank there, the axis's size, and the name of the process group."""
+
+    rank: int
+    size: int
+    group: str
+
+
+@dataclass
+class Sharded:
+    """A per-rank program before the rank is known.
+
+    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
+    """
+
+    graph: fx.Graph
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    origin: dict[fx.Node, Value] = field(default_factory=dict)
+    ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def result(self, position: int) -> tuple[Layout, Tensor]:
+        """How the output at this position lies, and the (fake) whole value."""
+        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        found = output.args[0][position]  # type: ignore[index]
+        node, index = self.origin[found]  # type: ignore[index]
+        return self.layouts[found], tensors(node)[index]  # type: ignore[index]
+
+
+class Rewriter:
+    """Copies the captured graph node by node, converting operands to the decided layouts."""
+
+    def __init__(self, planned: Planned, price: Any, outputs: str) -> None:
+        self.planned, self.price, self.sharded_outputs = planned, price, outputs == "sharded"
+        self.old = planned.program.graph
+        self.new = fx.Graph()
+        self.out = Sharded(self.new)
+        self.env: dict[fx.Node, Any] = {}
+        self.held: dict[tuple[Value, Layout], fx.Node] = {}
+        self.routes = self._routes()
+        self.sizes = Sizes(self.new, {})
+        self.ends: fx.Node | None = None  # of the operator that is being written
+
+    def run(self) -> Sharded:
+        for node in self.old.nodes:
+            if node.op == "placeholder":
+                self._placeholder(node)
+            elif node.op == "output":
+                self.new.output(self._outputs(node))
+            elif node in self.planned.decisions:
+                self._call(node)
+            elif node.target is operator.getitem and resolve(node)[0] in self.planned.decisions:
+                continue
+            else:
+                self._other(node)
+        self.new.eliminate_dead_code()
+        return self.out
+
+    def _placeholder(self, node: fx.Node) -> None:
+        new = self.new.node_copy(node)
+        self.env[node] = new
+        if node in self.planned.decisions:
+            self._hold(node, 0, new, self.planned.decisions[node].outs[0])
+        for symbol, (owner, dim) in self.planned.program.symbols.items():
+            if owner is node:
+                self.sizes.symbols[symbol] = (new, dim)
+
+    def _other(self, node: fx.Node) -> None:
+        """Arithmetic on sizes, which is the same on every rank."""
+        self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
+        self.sizes.note(self.env[node])
+
+    def _call(self, node: fx.Node) -> None:
+        op, decision = self.planned.ops[node], self.planned.decisions[node]
+        self.ends = self._ends(op, decision)
+        operands = [self.value(x, layout, node) for x, layout in zip(op.slots, decision.ins, strict=True)]
+        target, args, kwargs = self._local(op, decision, operands)
+        new = target if isinstance(target, fx.Node) else self.new.call_function(target, args, kwargs)
+        new.meta = {**node.meta, **{k: v for k, v in new.meta.items() if k == "ranked"}}
+        self.env[node] = new
+        self.sizes.note(new)
+        if isinstance(node.meta.get("val"), list | tuple):
+            for i, layout in enumerate(decision.outs):
+                item = self.new.call_function(operator.getitem, (new, i))
+                item.meta = {**node.meta, "val": node.meta["val"][i]}
+                self._hold(node, i, item, layout)
+        elif tensors(node):
+            self._hold(node, 0, new, decision.outs[0])
+
+    def _local(self, op: Op, decision: Decision, operands: list[fx.Node]) -> Any:
+        rule = self.planned.rules[op.node]
+        factor = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
+        local = Local(
+            self.new,
+            self.sizes,
+            self.env,
+            operands,
+            decision.ins,
+            decision.outs,
+            factor,
+            decision.loop if isinstance(decision.loop, Partition) else None,
+            rule,
+            self.planned.tp,
+        )
+        got = rule.localise(op, local) if rule is not None and rule.localise is not None else local.unchanged(op)
+        return (got, (), {}) if isinstance(got, fx.Node) else got
+
+    def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
+        self.held[(node, index), layout] = new
+        self.out.layouts[new] = new.meta["layout"] = layout
+        self.out.origin[new] = (node, index)
+        if isinstance(layout, Grouped) and self.ends is not None:
+            self.out.ends[new] = self.ends
+
+    def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
+        """The value in this layout, converted before its first consumer and shared by all."""
+        value = resolve(operand)
+        if (value, layout) not in self.held:
+            source = next(a for a, b in self.routes[value] if b == layout)
+            before = self.value(operand, source, consumer)
+            self._convert(value, source, layout, before, consumer)
+        return self.held[value, layout]
+
+    def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
+        ends = self.out.ends.get(before, self.ends)
+
+        def size(n: Any) -> Any:
+            return _known(ends) if isinstance(n, str) else self.sizes.of(n)
+
+        src, dst = to_runtime(source, size), to_runtime(layout, size)
+        node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
+        users = self._users(value, layout)
+        common = innermost([module_path(u) for u in users]) if users else ()
+        scope = innermost([scope_path(u) for u in users])
+        node.meta = {
+            **before.meta, "conversion": (source, layout), "path": common, "scope": scope, "ranked": "tp",
+        }  # fmt: skip
+        self._hold(value[0], value[1], node, layout)
+
+    def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
+        """Where the groups end by which this operator's operands or results are dealt: of its own block, in a fold."""
+        rule, found = self.planned.rules[op.node], {}
+        if rule is not None and decision.factor is not None:
+            factor = rule.factors[decision.factor]
+            slots = {c.groups for c in (*factor.ins, *factor.outs) if c is not None and c.groups is not None}
+            found = {self.value(op.slots[s], decision.ins[s], op.node): None for s in slots}
+        for operand, layout in zip(op.slots, decision.ins, strict=True):
+            held = self.held.get((resolve(operand), layout))
+            if held in self.out.ends:
+                found[self.out.ends[held]] = None
+        names = {x.partition.ends for x in (*decision.ins, *decision.outs) if isinstance(x, Grouped)}
+        if not found and names:
+            found = {self.value(self._twin(name, op.node), R, op.node): None for name in names}
+        if len(found) > 1:
+            raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
+        return next(iter(found), None)
+
+    def _twin(self, name: str, node: fx.Node) -> fx.Node:
+        """Of the nodes that stand folded under `name`, the one in the block of `node`."""
+        same = self.planned.same
+        peers = [n for n in self.old.nodes if same.get(n) is same[node]]
+        found = [n for n in self.old.nodes if n in same and same[n].name == name]
+        if len(found) != len(peers):
+            raise PlanError(f"it is not known where the groups end by which the rows of {node.name} are dealt.")
+        return found[peers.index(node)]
+
+    def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
+        return [n for n, slot in self.consumers[value] if slot == layout]
+
+    def _outputs(self, node: fx.Node) -> Any:
+        out = []
+        for i, x in enumerate(compat.tree_leaves(node.args[0])):
+            if isinstance(x, fx.Node):
+                out.append(self.value(x, self._goal(i, x), node) if tensors(x) else self.env[x])
+            else:
+                out.append(x)
+        return tuple(out)
+
+    def _goal(self, position: int, x: fx.Node) -> Layout:
+        """Whole, or where sharded outputs are asked for, as it is made if DTensor has a word for that."""
+        node, index = resolve(x)
+        graded = node in self.planned.grads
+        whole = I if graded else R
+        if not self.sharded_outputs or position in self.planned.program.mutations:
+            return whole
+        pinned = self.planned.decisions.get(self.old.output_node())
+        if pinned is not None:
+            return pinned.ins[outputs_of(self.planned.program).index(x)]
+        made, val = self.planned.decisions[node].outs[index], tensors(node)[index]
+        if isinstance(made, Shard):
+            plain = Partition.plain(sizes(val)[made.dim], self.planned.tp)
+            return made if made.partition == plain else whole
+        return made if graded and made == P else whole
+
+    def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
+        """For every value the conversions that serve all its consumers at least cost."""
+        self.consumers: dict[Value, list[tuple[fx.Node, Layout]]] = defaultdict(list)
+        for node, decision in self.planned.decisions.items():
+            if node in self.planned.ops:
+                for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
+                    self.consumers[resolve(operand)].append((node, layout))
+        output = next(n for n in self.old.nodes if n.op == "output")
+        for i, x in enumerate(compat.tree_leaves(output.args[0])):
+            if isinstance(x, fx.Node) and tensors(x):
+                self.consumers[resolve(x)].append((output, self._goal(i, x)))
+        routes = {}
+        for (node, index), users in self.consumers.items():
+            produced = self.planned.decisions[node].outs[index]
+            key = (self.planned.same.get(node, node), index)
+            routes[node, index] = (
+                conversions(produced, {x for _, x in users}, lambda a, b, k=key: self.price(k, a, b)) or []
+            )
+        return routes
+
+
+def _known(ends: fx.Node | None) -> fx.Node:
+    if ends is None:
+        raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
+    return ends
+
+
+def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
+    """The per-rank program of a planned graph.
+
+    Args:
+        planned: the graph with its decisions.
+        price: `price(value, a, b)` gives a conversion's seconds.
+        outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
+    """
+    return Rewriter(planned, price, outputs).run()
+
+
+def specialise(sharded: Sharded, axes: Mapping[str, Place]) -> fx.Graph:
+    """The program of one rank, which has this place on each mesh axis, "tp" and where there is one "dp"."""
+    graph = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for node in sharded.graph.nodes:
+        new = graph.node_copy(node, lambda n: copied[n])
+        copied[node] = new
+        if axis := node.meta.get("ranked"):
+            rank, size, group = axes[axis]
+            extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
+            new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
+    return graph

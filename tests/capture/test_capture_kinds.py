@@ -1,0 +1,112 @@
+"""Capture of plain modules: containers as inputs, `torch.vmap`, random numbers, sizes told by the data alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.inputs import Inputs
+from tests.capture.test_capture import Net, Words, X, same
+
+IDS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]])
+
+
+class Nested(Net):
+    """Takes and gives containers, numbers, strings and None."""
+
+    def forward(self, x: Tensor, more: Any = None, *rest: Any, kind: str = "add", **named: Any) -> dict[str, Any]:
+        y = self.up(x)
+        for z in [*(more or {}).get("list", []), *rest, *named.values()]:
+            y = y + z if kind == "add" else y * z
+        return {"y": y, "parts": (y[:1], [None, kind, 3, 1.5, True])}
+
+
+@pytest.mark.parametrize(
+    "inputs",
+    [
+        Inputs(X),
+        Inputs(X, None, X, kind="mul"),
+        Inputs(X, {"list": [X, 2.0], "other": None}),
+        Inputs(X, {"list": (X,), "flag": True}, 3, X, last=X),
+        Inputs(X.clone().requires_grad_()),
+    ],
+)
+def test_inputs_and_outputs_of_every_kind(inputs):
+    model, sharded = Nested(), autotp.compile(Nested(), 1, example_inputs=inputs)
+    found, wanted = sharded(*inputs.args, **inputs.kwargs), model(*inputs.args, **inputs.kwargs)
+    assert torch.equal(found["y"], wanted["y"]) and torch.equal(found["parts"][0], wanted["parts"][0])
+    assert found["parts"][1] == wanted["parts"][1]
+    assert autotp.verify(model, 2, inputs)
+
+
+def test_a_module_moved_to_where_it_is_already():
+    class Mover(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            self.up = self.up.to(x.dtype)
+            return self.up.to(torch.float32)(x)
+
+    same(Mover(), X, X)
+
+
+class Mapped(Words):
+    """A mask from a function of two positions, as libraries of attention make it."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        at = torch.arange(ids.shape[1])
+        ahead = torch.vmap(torch.vmap(lambda i, j: i >= j, (None, 0)), (0, None))(at, at)
+        return ahead.to(torch.float32) @ self.up(self.table(ids))
+
+
+def test_vmap():
+    more = torch.randint(2, 9, (3, 9), generator=torch.Generator().manual_seed(0))
+    same(Mapped(), IDS, IDS, more)
+    assert autotp.verify(Mapped(), 2, IDS)
+
+
+class Noisy(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.up(x) + torch.randn_like(x)
+        return hidden[torch.rand(len(x)).argsort()]
+
+
+def test_random_numbers_are_the_same_on_all_ranks(monkeypatch):
+    assert autotp.verify(Noisy(), 2, X)
+    monkeypatch.setattr("autotp.proof.simulate.draws", lambda node: False)
+    assert not autotp.verify(Noisy(), 2, X), "the negative control"
+
+
+class Chosen(Net):
+    """How many rows there are is known when they are chosen."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.up(x[x[:, 0] > 0])
+        filled = torch.zeros_like(rows)
+        filled[:, :2] = rows[:, 2:4]
+        filled.copy_(filled + rows)
+        return filled
+
+
+def test_sizes_that_only_the_data_tell():
+    same(Chosen(), X, X, -X)
+    assert autotp.verify(Chosen(), 2, X)
+
+
+class Spare(Net):
+    """Most of its weights are not used by this call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down, self.spare = nn.Linear(8, 8), nn.Linear(512, 512)
+
+    def forward(self, x: Tensor, everything: bool = False) -> Tensor:
+        return self.down(self.up(x).relu()) + (self.spare.weight.sum() if everything else 0)
+
+
+def test_weights_that_are_not_used_are_held_in_parts_and_leave_no_room_for_whole_ones():
+    totals = autotp.plan(Spare(), 2, example_inputs=X).totals
+    assert totals.local_flops <= 0.5 * totals.flops
+    assert totals.local_parameters <= 0.51 * totals.parameters

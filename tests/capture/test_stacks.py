@@ -1,0 +1,204 @@
+"""Stacks of equal blocks are traced once, and the graph is that of the flat trace."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.capture import export, repeated_blocks
+from autotp.driver.pipeline import capture_model
+from autotp.inputs import normalise
+from autotp.ir.graph import module_path, short_name
+from tests.helpers.models import inputs_of, transformer
+
+DEPTH, WIDTH = 6, 8
+X = torch.randn(3, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Block(nn.Module):
+    """A gated residual block; `place` is its number in the stack."""
+
+    outer: list[nn.Module]
+
+    def __init__(self, place: int, scale: float = 1.0) -> None:
+        super().__init__()
+        self.place, self.scale = place, scale
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("shift", torch.full((WIDTH,), float(place)))
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        gate, value = self.up(x + self.get_buffer("shift")).chunk(2, -1)
+        y = self.down(gate.sigmoid() * value) * self.scale
+        return x + (y if mask is None else y * mask)
+
+
+class Reads(Block):
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(x, mask) if self.place % 2 else super().forward(x, mask).relu()
+
+
+class Writes(Block):
+    """Changes what it is given, which the caller sees."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, mask)
+        x.mul_(0.5)
+        return y
+
+
+class Owns(Block):
+    """Changes only what it made."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        y = super().forward(x, mask)
+        y[..., :2] += 1
+        return y.mul_(0.5)
+
+
+class Keeps(Block):
+    """Writes to its buffer."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        self.get_buffer("shift").add_(1)
+        return super().forward(x, mask)
+
+
+class Closed(Block):
+    """Reads a weight that is not its own."""
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        return super().forward(self.outer[0](x), mask)
+
+
+class Stack(nn.Module):
+    """Runs its blocks; what happens between them is by number."""
+
+    def __init__(self, kind: type[Block] = Block, scales: tuple[float, ...] = (1.0,) * DEPTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(WIDTH, WIDTH)
+        blocks = [kind(i, scale) for i, scale in enumerate(scales)]
+        for block in blocks:
+            block.outer = [self.first]  # in a list, which hides it from `parameters()`
+        self.layers = nn.ModuleList(blocks)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        x = self.first(x)
+        kept = []
+        for i, block in enumerate(self.layers):
+            before, x = x, block(x, mask=torch.ones_like(x[..., :1]) if i == 2 else None)
+            kept += [before * i] if i in (1, 4) else []
+        return x, *kept
+
+
+def rows(captured: Any) -> list[Any]:
+    """Operators in order, wired by position, with shapes, literals, modules and names of leaves; what is written to."""
+    named = {leaf.node: leaf.name for leaf in captured.leaves}
+    place = {n: i for i, n in enumerate(captured.graph.nodes)}
+
+    def told(x: Any) -> Any:
+        return (named.get(x) or place[x]) if isinstance(x, torch.fx.Node) else repr(x)
+
+    def shape(n: Any) -> str:
+        return str(getattr(n.meta.get("val"), "shape", None))
+
+    return [*captured.mutations.items()] + [
+        (short_name(n.target), torch.fx.map_arg(n.args, told), shape(n), module_path(n))
+        for n in captured.graph.nodes
+        if n.op in ("call_function", "output")
+    ]
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """How many calls of blocks were traced in full, and how many were short."""
+    made = {"full": 0, "short": 0}
+    call = repeated_blocks.Repeats._call
+
+    def counting(self: Any, own: Any, block: int, kind: int, *rest: Any) -> Any:
+        made["short" if kind in repeated_blocks._results else "full"] += 1
+        return call(self, own, block, kind, *rest)
+
+    monkeypatch.setattr(repeated_blocks.Repeats, "_call", counting)
+    return made
+
+
+def captured_flat(model: nn.Module, inputs: Any, monkeypatch: Any) -> Any:
+    with monkeypatch.context() as patch:
+        patch.setattr(repeated_blocks, "stacks", lambda model: {})
+        return capture_model(model, normalise(inputs), torch.device("cpu"))[0]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_a_transformer_is_the_same_graph_and_plan(name, counted, monkeypatch):
+    model = transformer(name, num_hidden_layers=DEPTH)
+    inputs = inputs_of(model)
+    once = capture_model(model, normalise(inputs), torch.device("cpu"))[0]
+    assert counted == {"full": 1, "short": DEPTH - 1}
+    flat = captured_flat(model, inputs, monkeypatch)
+    assert rows(once) == rows(flat)
+    plan = autotp.plan(model, 2, example_inputs=inputs)
+    monkeypatch.setattr(repeated_blocks, "stacks", lambda model: {})
+    other = autotp.plan(model, 2, example_inputs=inputs)
+    assert plan.placements == other.placements and plan.totals == other.totals
+    assert list(plan.decisions.values()) == list(other.decisions.values())
+    assert [replace(c, value="", first="") for c in plan.collectives] == [
+        replace(c, value="", first="") for c in other.collectives
+    ], "but for the names of values"
+
+
+@pytest.mark.parametrize("kind", [Block, Owns])
+def test_what_happens_between_blocks_is_kept(kind, counted, monkeypatch):
+    model = Stack(kind)
+    once = capture_model(model, normalise(X), torch.device("cpu"))[0]
+    assert counted == {"full": 2, "short": DEPTH - 2}, "with a mask and without are two kinds of call"
+    assert rows(once) == rows(captured_flat(model, X, monkeypatch))
+    assert autotp.verify(model, 2, X)
+
+
+def test_blocks_that_differ_are_traced_apart(counted):
+    model = Stack(scales=(1.0, 2.0, 1.0, 2.0, 1.0, 3.0))
+    assert autotp.verify(model, 2, X)
+    assert counted == {"full": 3, "short": 2}, "the third has a mask; the last is alone of its kind"
+
+
+@pytest.mark.parametrize("kind", [Reads, Writes, Keeps, Closed])
+def test_blocks_that_cannot_stand_for_each_other_are_traced_one_by_one(kind, monkeypatch):
+    model = Stack(kind)
+    once = capture_model(model, normalise(X), torch.device("cpu"))[0]
+    assert rows(once) == rows(captured_flat(model, X, monkeypatch))
+    assert autotp.verify(model, 2, X)
+
+
+GUARDS = {
+    "unread": (repeated_blocks, "unread", lambda stack: nullcontext()),
+    "writes": (export, "refuse_writes", lambda graph: None),
+}
+
+
+@pytest.mark.parametrize(("kind", "guard"), [(Reads, "unread"), (Writes, "writes"), (Keeps, "writes")])
+def test_without_its_guards_the_capture_would_be_wrong(kind, guard, monkeypatch):
+    """The negative controls; the self-check would notice, so it is left out here."""
+    model = Stack(kind)
+    flat = captured_flat(model, X, monkeypatch)
+    assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) == rows(flat)
+    monkeypatch.setattr(*GUARDS[guard])
+    assert rows(capture_model(model, normalise(X), torch.device("cpu"), check=False)[0]) != rows(flat)
+
+
+def test_a_forward_of_the_blocks_own_is_put_back():
+    def own(x: Tensor) -> Tensor:
+        return 2 * x
+
+    model = nn.Sequential(*(Block(i) for i in range(DEPTH)))
+    for block in model:
+        block.forward = own
+    with repeated_blocks.Repeats(model).tracing():
+        assert all(block.forward is not own for block in model), "they are not called as repeats"
+    assert all(vars(block).get("forward") is own for block in model)

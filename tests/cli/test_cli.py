@@ -1,0 +1,381 @@
+"""The command line: what each command prints, writes and answers with, run in this process."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.distributed.tensor import Shard
+from typer.testing import CliRunner, Result
+
+import autotp
+from autotp.cli import app
+from autotp.cost import Cluster
+from autotp.cost.machines.calibrate import SIZES
+from autotp.plans.plan import Plan
+from tests.helpers.custom_ops import Turned, registered, turn
+from tests.helpers.models import DECODER
+
+UP = "model.layers.0.mlp.up_proj.weight"
+Run = Callable[..., Result]
+
+
+def small() -> tuple[nn.Module, torch.Tensor]:
+    """A factory."""
+    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4, 6, 16)
+
+
+def noisy() -> tuple[nn.Module, torch.Tensor]:
+    print("a factory that prints")
+    return small()
+
+
+def broken() -> nn.Module:
+    raise RuntimeError("no such weights\non this machine")
+
+
+def bare() -> nn.Module:
+    return nn.Linear(8, 8)
+
+
+def turned() -> tuple[nn.Module, torch.Tensor]:
+    return Turned(), torch.randn(4, 16)
+
+
+class Branch(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input if super().forward(input).sum() > 0 else super().forward(input + 1)
+
+
+def branch() -> tuple[nn.Module, torch.Tensor]:
+    return Branch(8, 8), torch.randn(2, 8)
+
+
+SMALL = "tests.cli.test_cli:small"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder of transformers, with a config and no weights."""
+    path = tmp_path_factory.mktemp("llama")
+    transformers.LlamaConfig(**DECODER, architectures=["LlamaForCausalLM"]).save_pretrained(path)
+    return str(path)
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch) -> Run:
+    """A command in an empty folder; it must never leave with a traceback of ours."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(*args: object, columns: int = 110) -> Result:
+        result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def plan(folder) -> Plan:
+    """What the library itself plans for the folder."""
+    return autotp.plan(transformers.AutoModelForCausalLM.from_config(_config(folder)), 4, check_capture=False)
+
+
+def _config(folder: str) -> Any:
+    return transformers.AutoConfig.from_pretrained(folder)
+
+
+# plan
+
+
+def test_plan_of_a_folder_prints_the_table_and_writes_the_plan(run, folder, plan, tmp_path):
+    done = run("plan", folder, "--tp", 4, "--save", "plan.json")
+    assert done.exit_code == 0 and "LlamaForCausalLM over 4 ranks (h100, training)" in done.stdout
+    assert re.search(r"up_proj.weight +column-parallel, dim 0", done.stdout)
+    assert "priced for input_ids (2 x 16)" in done.stderr and "wrote plan.json" in done.stderr
+    saved = Plan.load(tmp_path / "plan.json")
+    assert saved.placements == plan.placements and saved.totals == plan.totals
+
+
+def test_a_saved_plan_is_shown_and_takes_nothing_else(run, plan):
+    plan.save("plan.json")
+    done = run("plan", "plan.json")
+    assert done.exit_code == 0 and [x.rstrip() for x in done.stdout.splitlines()] == str(plan).splitlines()
+    refused = run("plan", "plan.json", "--tp", 4)
+    assert refused.exit_code == 2 and "plan.json is a saved plan, which is complete" in refused.stderr
+
+
+def test_json_is_the_plan_and_nothing_else(run):
+    done = run("plan", "tests.cli.test_cli:noisy", "--tp", 2, "--json")
+    assert done.exit_code == 0 and Plan.from_json(done.stdout).tp == 2
+    assert "a factory that prints" in done.stderr and done.stdout.startswith("{")
+    assert "a factory that prints" in run("plan", "tests.cli.test_cli:noisy", "--tp", 2).stdout  # who else reads stdout
+
+
+def test_what_steers_planning_arrives(run, folder):
+    cluster = replace(Cluster.preset("l40s"), name="mine")
+    cluster.save("mine.toml")
+    done = run(
+        "plan", folder, "--mesh", "1x2", "--cluster", "mine.toml", "--objective", "prefill", "--batch", 3, "--seq", 8,
+        "--dtype", "bfloat16", "--pin", f"{UP}=replicate", "--memory", "1GB", "--no-sequence-parallel", "--json",
+    )  # fmt: skip
+    made, freely = Plan.from_json(done.stdout), Plan.from_json(run("plan", folder, "--tp", 2, "--json").stdout)
+    assert (made.tp, made.cluster, made.objective) == (2, "mine", "prefill")
+    assert made.placements[UP] != freely.placements[UP]
+    assert {p.dtype for p in made.parameters} == {"bfloat16"} != {p.dtype for p in freely.parameters}
+    assert "priced for input_ids (3 x 8)" in done.stderr
+
+
+def test_auto_takes_a_degree_and_shows_all(run):
+    done = run("plan", SMALL)
+    assert done.exit_code == 0 and "tp='auto' took tp=1" in done.stdout and "largest batch" in done.stdout
+
+
+def test_a_mesh_of_two_axes_is_passed_on(run, monkeypatch):
+    asked: dict[str, Any] = {}
+
+    def keep(model: nn.Module, **given: Any) -> None:
+        asked.update(given)
+        raise autotp.AutoTPError("enough")
+
+    monkeypatch.setattr(autotp, "plan", keep)
+    assert run("plan", SMALL, "--mesh", "2x4").exit_code == 4 and (asked["dp"], asked["tp"]) == (2, 4)
+    assert "fully_shard" not in asked
+    assert run("plan", SMALL, "--mesh", "2x4", "--fully-shard").exit_code == 4 and asked["fully_shard"] is True
+    asked.clear()
+    assert run("plan", SMALL, "--mesh", "1x4").exit_code == 4 and asked["tp"] == 4 and "dp" not in asked
+
+
+def test_a_mesh_of_two_axes_is_planned(run):
+    done = run("plan", SMALL, "--mesh", "2x4", "--fully-shard", "--save", "plan.json", "--json")
+    made = Plan.from_json(done.stdout)
+    assert (made.batch.size, made.batch.fully_shard, made.tp) == (2, True, 4) and "on each dp rank" in done.stderr
+    assert json.loads(run("explain", "plan.json", "0.weight", "--json").stdout)["dp"] == 2
+    assert "over 2 x 4 ranks" in run("explain", "plan.json", "0.weight").stdout
+    assert "2 x 4 ranks" in run("explain", SMALL, "0.weight", "--mesh", "2x4").stderr
+    assert run("plan", SMALL, "--tp", 2, "--fully-shard").exit_code == 2  # there is one axis
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "start"), [("--html", "page.html", "<!doctype html"), ("--trace", "trace.json", "{")]
+)
+def test_drawings_are_written(run, folder, flag, name, start, tmp_path):
+    done = run("plan", folder, "--tp", 2, flag, name)
+    assert done.exit_code == 0, done.stderr
+    assert (tmp_path / name).read_text().lower().startswith(start) and f"wrote {name}" in done.stderr
+
+
+@pytest.mark.parametrize("columns", [60, 80, 95, 160])
+def test_tables_fit_the_console(run, plan, columns):
+    plan.save("plan.json")
+    lines = run("plan", "plan.json", columns=columns).stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    if columns >= 80:  # no word is cut there
+        assert any(
+            re.search(r"gate_proj.weight +column-parallel, dim 0 +128 x 64 +32 x 64$", x.rstrip()) for x in lines
+        )
+        assert any(re.search(r"gather +S\(2\) -> I", line) for line in lines)
+
+
+# sweep
+
+
+def test_sweep_compares_degrees(run, folder):
+    done = run("sweep", folder, "--tp", "1,2", columns=80)
+    rows = [line.split() for line in done.stdout.splitlines() if re.match(r" +\d+ ", line)]
+    assert done.exit_code == 0 and [row[0] for row in rows] == ["1", "2"]
+    assert max(map(len, done.stdout.splitlines())) <= 80 and "tokens/s" in done.stdout
+    told = json.loads(run("sweep", SMALL, "--tp", "1,2", "--json").stdout)
+    assert [row["tp"] for row in told["rows"]] == [1, 2] and told["best"] == 1
+
+
+def test_a_sweep_in_which_nothing_fits_says_no(run):
+    done = run("sweep", SMALL, "--tp", "1,2", "--memory", "1KB")
+    assert done.exit_code == 1 and "too much" in done.stdout and "no degree fits" in done.stderr
+    assert run("sweep", SMALL, "--tp", "1,2", "--memory", "1GB").exit_code == 0
+
+
+def test_sweep_draws_curves(run, tmp_path):
+    done = run("sweep", SMALL, "--tp", "1,2", "--plot", "out.svg")
+    assert done.exit_code == 0, done.stderr
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+
+
+# explain
+
+
+def test_explain_says_what_else_there_was(run, folder):
+    done = run("explain", folder, UP, "--tp", 4)
+    assert done.exit_code == 0 and "chosen" in done.stdout and "binds:" in done.stdout
+    told = json.loads(run("explain", SMALL, "0.weight", "--tp", 4, "--json").stdout)
+    assert told["tp"] == 4 and told["alternatives"][0]["chosen"] and len(told["alternatives"]) > 1
+
+
+def test_explain_where_the_degree_is_chosen(run):
+    done = run("explain", SMALL, "0.weight")
+    assert done.exit_code == 0 and "chosen" in done.stdout
+
+
+def test_explain_a_saved_plan_as_far_as_it_knows(run, plan):
+    plan.save("plan.json")
+    told = json.loads(run("explain", "plan.json", UP, "--json").stdout)
+    assert (told["layout"], told["role"], told["local"], told["equals"]) == ("S(0)", "column-parallel", [32, 64], 2)
+    done = run("explain", "plan.json", "model.norm.weight")
+    assert done.exit_code == 0 and "whole" in done.stdout and "autotp explain MODEL" in done.stderr
+    assert run("explain", "plan.json", "model.norm.wait").exit_code == 2
+
+
+# verify
+
+
+def test_verify_proves_a_model(run, folder):
+    done = run("verify", folder, "--tp", 4)
+    assert done.exit_code == 0 and re.search(r"^equal$", done.stdout, re.MULTILINE) and "4, simulated" in done.stdout
+    assert re.search(r"captured graph against the model +\d\.\de", done.stdout)  # small enough for real weights
+
+
+def test_verify_a_saved_plan(run):
+    assert run("plan", SMALL, "--tp", 4, "--save", "plan.json").exit_code == 0
+    told = json.loads(run("verify", SMALL, "--plan", "plan.json", "--json").stdout)
+    assert told["ok"] and told["tp"] == 4 and told["difference"] is None and told["output_error"] < told["tolerance"]
+    assert run("verify", SMALL, "--plan", "plan.json", "--tp", 2).exit_code == 2
+
+
+def test_verify_notices_a_wrong_rule(run):
+    with registered(turn, rule="...n->...n"):  # it turns along n, which must not be split
+        done, told = (
+            run("verify", "tests.cli.test_cli:turned", "--pin", "up.weight=shard:0", *x) for x in ([], ["--json"])
+        )
+    assert done.exit_code == told.exit_code == 1 and "differs (forward)" in done.stdout
+    found = json.loads(told.stdout)
+    assert not found["ok"] and "turn" in found["difference"]["op"]
+
+
+def test_what_json_has_no_word_for_is_null(run, folder, monkeypatch):
+    monkeypatch.setattr("autotp.cli.models.LARGEST", 1)
+    told = json.loads(run("verify", folder, "--json").stdout)
+    assert told["ok"] and told["capture_error"] is None
+
+
+def test_verify_says_that_a_model_is_too_large(run, monkeypatch):
+    assert "the proof needs" not in run("verify", SMALL).stderr
+    monkeypatch.setattr("autotp.cost.machines.this_machine.memory", lambda: 1e3)
+    assert "the proof needs about 0 GiB" in run("verify", SMALL).stderr
+
+
+# calibrate
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.005))
+
+
+def test_calibrate_writes_a_cluster(run, quick):
+    done = run("calibrate", "--out", "here.toml", "--name", "here", "--json")
+    assert done.exit_code == 0 and asdict(Cluster.load("here.toml")) == json.loads(done.stdout)
+    assert run("plan", SMALL, "--tp", 2, "--cluster", "here.toml").exit_code == 0
+    assert "mean error of the fit" in run("calibrate").stdout
+
+
+def test_calibrate_refuses_before_it_measures(run, monkeypatch):
+    monkeypatch.setattr(autotp, "calibrate", lambda **given: pytest.fail("it measured"))
+    done = run("calibrate", "--out", "here.yaml")
+    assert done.exit_code == 2 and "here.yaml must end in .json or .toml" in done.stderr
+
+
+# errors
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "said"),
+    [
+        (["plan", "nowhere"], 2, "nowhere: no such file or folder"),
+        (["plan", "."], 2, "holds no config.json"),
+        (["plan", "no_module:make"], 2, "ModuleNotFoundError: No module named 'no_module'"),
+        (["plan", "tests.cli.test_cli:missing"], 2, "has no attribute 'missing'"),
+        (["plan", "tests.cli.test_cli:broken"], 2, "RuntimeError: no such weights (--debug shows where)"),
+        (["plan", "tests.cli.test_cli:bare"], 2, "return (module, example_inputs)"),
+        (["plan", "tests.helpers.models:BATCH"], 2, "TypeError: 'int' object is not callable"),
+        (["plan", SMALL, "--tp", "four"], 2, "--tp four: give a number of ranks"),
+        (["sweep", SMALL, "--tp", "1;2"], 2, "--tp 1;2: give numbers of ranks"),
+        (["plan", SMALL, "--mesh", "2by4"], 2, "--mesh 2by4: give dp x tp"),
+        (["plan", SMALL, "--mesh", "1x4", "--tp", "2"], 2, "--mesh 1x4 says tp=4, and --tp says 2"),
+        (["verify", SMALL, "--mesh", "2x2"], 2, "simulates the ranks of one tp group"),
+        (["plan", SMALL, "--pin", "0.weight"], 2, "--pin 0.weight: give NAME=PLACEMENT"),
+        (["plan", SMALL, "--pin", "0.weigt=shard:0"], 2, "Names are like 0.weight"),
+        (["plan", SMALL, "--cluster", "abacus"], 2, "'abacus' is not a preset"),
+        (["plan", SMALL, "--dtype", "int8"], 2, "--dtype int8: give a floating-point dtype"),
+        (["plan", SMALL, "--save", "none/plan.json"], 2, "there is no folder"),
+        (["plan", SMALL, "--save", "."], 2, "it is a folder"),
+        (["plan", SMALL, "--batch", "0"], 2, "See autotp plan --help"),
+        (["plan", SMALL, "--degree", "4"], 2, "No such option: --degree"),
+        (["paln", SMALL], 2, "No such command 'paln'"),
+        (["plan"], 2, "Missing argument 'MODEL'"),
+        (["plan", SMALL, "--tp", "2", "--memory", "1KB"], 1, "no plan fits into memory=1000 B per rank"),
+        (["plan", SMALL, "--tp", "16", "--within-node"], 1, "tp=16 leaves the node"),
+        (["plan", SMALL, "--tp", "2", "--pin", "0.weight=Shard(5)"], 1, "which has 2 dimensions"),
+        (["plan", "tests.cli.test_cli:branch", "--tp", "2"], 3, "Write it with torch.where"),
+    ],
+)
+def test_errors_are_one_line_with_a_code(run, args, code, said):
+    done = run(*args)
+    lines = done.stderr.strip().splitlines()
+    assert (done.exit_code, len(lines)) == (code, 1), done.stderr
+    assert lines[0].startswith("autotp: error: ") and said in lines[0] and not done.stdout
+
+
+def test_debug_shows_the_traceback(run):
+    shown, hidden = run("plan", "tests.cli.test_cli:broken", "--debug"), run("plan", "tests.cli.test_cli:broken")
+    assert "Traceback" in shown.stderr and "in broken" in shown.stderr and shown.exit_code == 2
+    assert "Traceback" not in hidden.stderr
+
+
+def test_programs_get_errors_as_json(run):
+    done = run("plan", SMALL, "--tp", 2, "--memory", "1KB", "--json")
+    told = json.loads(done.stdout)["error"]
+    assert done.exit_code == told["code"] == 1 and told["kind"] == "PlanError" and "no plan fits" in told["message"]
+    wrong = run("plan", SMALL, "--degree", 2, "--json")
+    assert json.loads(wrong.stdout)["error"]["kind"] == "UsageError" and wrong.exit_code == 2
+    assert not run("plan", SMALL, "--degree", 2).stdout
+
+
+def test_an_error_that_nobody_meant_is_one_line_too(run, monkeypatch):
+    monkeypatch.setattr(autotp, "plan", lambda *args, **given: {}["key"])
+    done = run("plan", SMALL)
+    assert done.exit_code == 4 and done.stderr.startswith("autotp: error: unexpected KeyError: 'key' (--debug")
+
+
+def test_other_ranks_are_silent(run, monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    for args in (["plan", SMALL, "--tp", 2], ["plan", "nowhere"], ["plan", "--degree", 3], ["doctor"]):
+        done = run(*args)
+        assert not done.stdout and not done.stderr, args
+    monkeypatch.setenv("RANK", "0")
+    assert run("plan", SMALL, "--tp", 2).stdout
+
+
+def test_help_and_version(run):
+    done = run("--help", columns=80)
+    assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
+    for name in ("plan", "sweep", "explain", "verify", "calibrate", "doctor"):
+        assert name in done.stdout and run(name, "--help").exit_code == 0
+    assert run("--version").stdout.strip() == f"autotp {autotp.__version__}"
+    assert "Exit codes" in done.stdout
+
+
+def test_pins_are_torch_placements():
+    from autotp.cli.options import read_pins  # noqa: PLC0415
+
+    forms = [f"x={text}" for text in ("shard:1", "Shard(1)", "S(1)", "s:1", "shard: 1")]
+    assert all(read_pins([form]) == {"x": Shard(1)} for form in forms)
+    assert read_pins(["a=b=shard:-1"]) == {"a=b": Shard(-1)}
+    with pytest.raises(autotp.AutoTPError, match="given twice"):
+        read_pins(["x=shard:0", "x=replicate"])

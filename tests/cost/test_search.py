@@ -1,0 +1,68 @@
+"""The branch and bound against enumeration, on random small programs."""
+
+import itertools
+
+import highspy
+import numpy as np
+import pytest
+
+from autotp.cost.solver import search
+from autotp.cost.solver.search import Search
+
+
+def random_program(seed: int, items: int = 5, choices: int = 3) -> tuple[highspy.HighsLp, np.ndarray, np.ndarray]:
+    """One choice per item, a knapsack over all of them, and random costs: its relaxation is fractional."""
+    rng = np.random.default_rng(seed)
+    n = items * choices
+    weight, cost = rng.integers(1, 100, n).astype(float), -rng.integers(1, 100, n).astype(float)
+    rows = np.zeros((items + 1, n))
+    for i in range(items):
+        rows[i, i * choices : (i + 1) * choices] = 1
+    rows[items] = weight
+    lp = highspy.HighsLp()
+    lp.num_col_, lp.num_row_ = n, items + 1
+    lp.col_cost_, lp.col_lower_, lp.col_upper_ = cost, np.zeros(n), np.ones(n)
+    lp.row_lower_ = np.array([1.0] * items + [0.0])
+    lp.row_upper_ = np.array([1.0] * items + [float(rng.integers(60, 45 * items))])
+    lp.a_matrix_.format_ = highspy.MatrixFormat.kRowwise
+    lp.a_matrix_.start_ = np.arange(0, n * (items + 1) + 1, n, dtype=np.int32)
+    lp.a_matrix_.index_ = np.tile(np.arange(n, dtype=np.int32), items + 1)
+    lp.a_matrix_.value_ = rows.ravel()
+    return lp, weight, cost
+
+
+def enumerated(lp: highspy.HighsLp, weight: np.ndarray, cost: np.ndarray, items: int = 5, choices: int = 3) -> float:
+    limit, best = lp.row_upper_[items], np.inf
+    for picked in itertools.product(range(choices), repeat=items):
+        columns = [i * choices + k for i, k in enumerate(picked)]
+        if weight[columns].sum() <= limit:
+            best = min(best, cost[columns].sum())
+    return best
+
+
+@pytest.mark.parametrize("most", [search.MOST_NODES, 0], ids=["own", "general"])
+def test_equal_to_enumeration(monkeypatch, most):
+    monkeypatch.setattr(search, "MOST_NODES", most)
+    found = 0
+    for seed in range(100):
+        lp, weight, cost = random_program(seed)
+        want, got = enumerated(lp, weight, cost), Search(lp, np.arange(len(cost)), weight).run()
+        if np.isinf(want):
+            assert got is None
+        else:
+            assert got is not None
+            x, value, bound = got
+            assert value == pytest.approx(want) and bound == pytest.approx(want)
+            assert cost @ np.round(x) == pytest.approx(want) and weight @ np.round(x) <= lp.row_upper_[5]
+            found += 1
+    assert 50 < found < 100, "the programs must be feasible and infeasible"
+
+
+def test_relaxations_are_not_enough():
+    """The negative control: without branching the random programs above would be wrong."""
+    fractional = []
+    for seed in range(20):
+        lp, weight, _ = random_program(seed)
+        got = Search(lp, np.array([], int), weight).run()
+        fractional.append(got is not None and np.abs(got[0] - np.round(got[0])).max() > 0.01)
+    assert any(fractional)

@@ -1,0 +1,223 @@
+"""Kernels against float64: by Triton's interpreter, with memory that starts as NaN, their twins, their operators."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from autotp.errors import InputError
+from autotp.kernels import bias_gelu, gated, norm_triton
+from tests.helpers.interpreter import interpreter as interpreter
+from tests.helpers.kernel_cases import CASES, EPS, error, errors
+from tests.helpers.kernel_compile import compiling
+
+RAGGED = ((5, 37), (2, 1030), (1, 3), (0, 8))
+NARROW = ((3, 0), (0, 0))  # a rank may have no columns
+OPS: Any = torch.ops.autotp
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_by_triton(interpreter, name):
+    found = interpreter.run(errors, name, "triton", RAGGED)
+    assert max(found.values()) <= 1, found
+
+
+def by_turns(name: str) -> dict[Any, float]:
+    """More rows than programs."""
+    with patch.object(norm_triton, "TILE", 64):
+        return errors(name, "triton", ((40, 37),))
+
+
+@pytest.mark.parametrize("name", ["layer norm, 2 vectors, added", "rms norm, 1 vectors"])
+def test_many_rows(interpreter, name):
+    found = interpreter.run(by_turns, name)
+    assert max(found.values()) <= 1, found
+
+
+def in_pieces(name: str) -> dict[Any, float]:
+    """Rows are longer than what a program holds."""
+    with patch.multiple(norm_triton, WHOLE=16, WHOLE_BACK=16, PIECE=16):
+        return errors(name, "triton", ((3, 37),))
+
+
+@pytest.mark.parametrize("way", ["triton", "twin"])
+def test_no_columns(interpreter, way):
+    for name in (n for n in CASES if "norm" not in n):
+        assert max(interpreter.run(errors, name, way, NARROW).values()) == 0
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if "norm" in n])
+def test_rows_of_any_length(interpreter, name):
+    found = interpreter.run(in_pieces, name)
+    assert max(found.values()) <= 1, found
+
+
+class Nothing:
+    """A kernel that does nothing."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: None
+
+
+def unwritten() -> dict[str, float]:
+    found = {}
+    for module, function, name in (
+        (gated, "_forward", "gated silu"),
+        (gated, "_backward", "gated_halves silu True"),
+        (bias_gelu, "_backward", "bias_gelu True"),
+        (norm_triton, "_forward", "rms norm, 1 vectors"),
+        (norm_triton, "_backward", "layer norm, 2 vectors, added"),
+    ):
+        with patch.object(module, function, Nothing()):
+            found[f"{name} {function}"] = error(name, "triton", torch.float32, (5, 37), "contiguous")
+    return found
+
+
+def test_what_is_not_written_is_noticed(interpreter):
+    assert set(interpreter.run(unwritten).values()) == {torch.inf}
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("bias_gelu True", "bias_gelu False"),
+        ("gated silu", "gated gelu"),
+        ("gated gelu_tanh", "gated gelu"),
+        ("layer norm, 0 vectors", "rms norm, 0 vectors"),
+    ],
+)
+def test_another_function_is_noticed(interpreter, name, other):
+    call = error, name, "triton", torch.float32, (5, 37), "contiguous"
+    assert interpreter.run(*call, name) <= 1 and interpreter.run(*call, other) > 10
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twins(name):
+    found = errors(name, "twin", RAGGED)
+    assert max(found.values()) <= 1, found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_twins_backward_is_the_derivative(name):
+    """In float64, against autograd through the reference."""
+    case, draw = CASES[name], torch.Generator().manual_seed(0)
+    inputs = [torch.randn(s, generator=draw, dtype=torch.float64) for s in case.shapes(4, 6)]
+    exact = [x.clone().requires_grad_() for x in inputs]
+    wanted = case.reference(exact, [exact[0], exact[0] + exact[min(1, len(exact) - 1)]])
+    grads = [torch.randn(x.shape, generator=draw, dtype=torch.float64) for x in wanted]
+    outputs, gradients = case.twin(inputs, grads)
+    back = torch.autograd.grad(wanted, exact, grads)
+    for got, want in zip([*outputs, *gradients], [*wanted, *back], strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+X, W = torch.randn(2, 3, 10), torch.randn(10)
+CALLS = {
+    "bias_gelu": (X, W, True),
+    "bias_gelu_backward": (X, X, W, False),
+    "gated": (X, X.sin(), "silu"),
+    "gated_backward": (X, X, X.sin(), "gelu"),
+    "gated_halves": (X, "gelu_tanh", True),
+    "gated_halves_backward": (X[..., :5], X, "silu", False),
+    "norm": (X, W, None, EPS, False),
+    "add_norm": (X, X.cos(), W, W, EPS, True),
+    "norm_backward": (X, None, X, torch.ones(2, 6), W, None, True),
+}
+
+
+def leaves(args: tuple[Any, ...]) -> list[Any]:
+    return [x.clone().requires_grad_() if isinstance(x, torch.Tensor) else x for x in args]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_operators_are_what_torch_wants(name):
+    given = CALLS[name] if "backward" in name else leaves(CALLS[name])
+    torch.library.opcheck(getattr(OPS, name).default, tuple(given))
+
+
+@pytest.mark.parametrize("name", [n for n in CALLS if "backward" not in n])
+def test_they_compile_whole(name):
+    def run(*args: Any) -> Any:
+        out = getattr(OPS, name)(*args)
+        return out if isinstance(out, torch.Tensor) else out[0] + (out[1] if name == "add_norm" else 0)
+
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    found = []
+    for function in (run, compiled):
+        given = leaves(CALLS[name])
+        out = function(*given)
+        out.sin().sum().backward()
+        found.append([out, *(x.grad for x in given if isinstance(x, torch.Tensor))])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=0)
+    torch._dynamo.reset()
+
+
+def test_only_the_sum_of_a_norm_may_have_a_gradient():
+    x, residual = (torch.randn(3, 5, requires_grad=True) for _ in range(2))
+    OPS.add_norm(x, residual, None, None, EPS, True)[1].sum().backward()
+    assert x.grad is not None and torch.equal(x.grad, torch.ones(3, 5))
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "why"),
+    [
+        ("bias_gelu", (X.double(), W.double(), True), "float64"),
+        ("bias_gelu", (X, W[:-1], True), "as long as"),
+        ("gated", (X.int(), X.int(), "silu"), "int32"),
+        ("gated", (X, X.half(), "silu"), "one shape and dtype"),
+        ("gated", (X, X[:1], "silu"), "one shape and dtype"),
+        ("gated", (X, X, "relu"), "'relu'"),
+        ("gated_halves", (X[..., 1:], "silu", True), "even size"),
+        ("norm", (X, W[1:], None, EPS, True), "as long as"),
+        ("norm", (X, W.double(), None, EPS, True), "float64"),
+        ("norm", (X[..., :0], None, None, EPS, True), "not empty"),
+        ("add_norm", (X, X[0], None, None, EPS, True), "one shape and dtype"),
+        ("norm", (X, W.to("meta"), None, EPS, True), "one device"),
+    ],
+)
+def test_refused(name, args, why):
+    with pytest.raises(InputError, match=why):
+        getattr(OPS, name)(*args)
+
+
+WITHOUT = """
+import sys
+sys.modules["triton"] = None
+import torch
+from autotp.kernels import common, norm
+assert not common.available()
+y, _ = torch.ops.autotp.norm(torch.ones(2, 4), None, None, 0.0, False)
+assert torch.equal(y, torch.ones(2, 4))
+"""
+
+
+def test_triton_is_optional():
+    subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=60)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_they_compile_for_a_device(name):
+    """To machine code of sm_90, without the device: the interpreter does not check types."""
+    pytest.importorskip("triton")
+    case = CASES[name]
+    for columns in (4096, 1, *((20001,) if "added" in name else ())):
+        inputs = [torch.empty(s, dtype=torch.bfloat16) for s in case.shapes(2, columns)]
+        grads = [torch.empty(2, columns, dtype=torch.bfloat16)] * 2
+        with compiling() as made:
+            case.triton(inputs, grads)
+        assert len(made) == 2
+
+
+# Triton 3.9 says of its own default that it will change; it does not matter here.
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.parametrize("name", CASES)
+def test_on_a_device(name):
+    found = errors(name, "triton", ((5, 37), (300, 4096), (3, 20001), (0, 8)), "cuda")
+    assert max(found.values()) <= 1, found

@@ -1,0 +1,166 @@
+"""Plans: as JSON and back, their totals, their collectives, and sequence parallelism at real sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from autotp.api import plan as make_plan
+from autotp.comm import conversions
+from autotp.cost import Cluster
+from autotp.driver.pipeline import Options
+from autotp.errors import PlanError
+from autotp.inputs import Inputs
+from autotp.ir.layouts import Partition, Shard
+from autotp.plans.describe.describe import describe
+from autotp.plans.plan import Plan
+from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
+from tests.helpers.plans import communicating, planned_for, stages
+
+# JSON
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
+def test_json_gives_the_same_plan(name, tmp_path):
+    plan = planned_for(name, 2)
+    assert Plan.from_json(plan.to_json()) == plan
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json") == plan
+    assert any("s" in json.dumps(d) for d in json.loads(plan.to_json())["decisions"].values())
+
+
+def damage(plan: Plan, **changed: Any) -> str:
+    return json.dumps(json.loads(plan.to_json()) | changed)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        lambda plan: "not JSON",
+        lambda plan: "[]",
+        lambda plan: damage(plan, schema=99),
+        lambda plan: plan.to_json().replace('"totals"', '"sums"'),
+        lambda plan: plan.to_json().replace('"count"', '"number"') if '"count"' in plan.to_json() else "{}",
+        lambda plan: damage(plan, parameters=[{"name": "x"}]),
+        lambda plan: damage(plan, decisions={"x": [["Q"], ["I"], None, None]}),
+        lambda plan: damage(plan, decisions={"x": [[], [], 0, size("__import__('os').getcwd()")]}),
+        lambda plan: damage(plan, decisions={"x": [[], [], 0, size("s0 s1")]}),
+    ],
+)
+def test_a_damaged_plan_is_refused(damaged):
+    with pytest.raises(PlanError, match=r"[Pp]lan again|Plan\.save"):
+        Plan.from_json(damaged(planned_for("llama", 2)))
+
+
+def size(text: str) -> dict[str, Any]:
+    return {"repeat": text, "segments": [[8, 1]]}
+
+
+def test_symbolic_sizes_are_read_back():
+    plan = planned_for("llama", 2)
+    read = Plan.from_json(damage(plan, decisions={"x": [[], [], 0, size("2*s0*(s1 + 3) - 1")]}))
+    loop = read.decisions["x"].loop
+    assert isinstance(loop, Partition) and str(loop.repeat) == "2*s0*(s1 + 3) - 1"
+    assert all(s.is_positive and s.is_integer for s in loop.repeat.free_symbols)  # type: ignore[union-attr]
+
+
+# totals
+
+
+@pytest.mark.parametrize(
+    ("name", "tp"), [("llama", 2), ("gpt2", 4), ("bert", 4), ("llama-uneven", 2), ("llama-tied", 4)]
+)
+def test_totals_are_sums(name, tp):
+    plan, model = planned_for(name, tp), transformer(name)
+    assert plan.totals.parameters == sum(p.numel() for p in model.parameters())
+    assert plan.totals.local_parameters == sum(math.prod(p.local) for p in plan.parameters)
+    assert plan.totals.forward_bytes == sum(c.forward_bytes for c in plan.collectives)
+    assert plan.totals.backward_bytes == sum(c.backward_bytes for c in plan.collectives)
+    for p in plan.parameters:
+        shares = [p.layout.partition.local(r, tp) for r in range(tp)] if isinstance(p.layout, Shard) else [0]
+        expected = list(p.shape)
+        if isinstance(p.layout, Shard):
+            expected[p.layout.dim] = max(shares)
+            assert sum(shares) == p.shape[p.layout.dim]
+        assert p.local == tuple(expected)
+    assert plan.totals.stored == pytest.approx(4 * plan.totals.local_parameters)
+    assert plan.totals.bound <= plan.totals.seconds * (1 + 1e-6)
+
+
+def test_every_collective_of_the_program_is_in_the_plan():
+    model = transformer("llama")
+    planned, sharded, builder = stages(model, Inputs(**inputs_of(model)), 2)
+    plan = describe(planned, sharded, builder, "Llama", "training", (), [])
+    assert len(plan.collectives) == communicating(sharded, planned) > 4
+    gone = next(
+        n
+        for n in sharded.graph.nodes
+        if "conversion" in n.meta and n.target is conversions.function_for(("P", "sum"), ("I",))
+    )
+    del gone.meta["conversion"]
+    fewer = describe(planned, sharded, builder, "Llama", "training", (), [])
+    assert len(fewer.collectives) == len(plan.collectives) - 1
+    assert fewer.totals.forward_bytes < plan.totals.forward_bytes
+
+
+def test_bytes_of_an_all_reduce():
+    plan = planned_for("llama", 4)
+    reduced = [c for c in plan.collectives if c.name == "f_star" and c.source.endswith("_proj")]
+    assert reduced and {c.forward for c in reduced} == {"all_reduce"}
+    for c in reduced:
+        assert c.bytes == BATCH * LENGTH * HIDDEN * 4
+        assert c.forward_bytes == 2 * (4 - 1) / 4 * c.bytes and c.backward is None and c.backward_bytes == 0
+
+
+# sequence parallelism at real sizes
+
+
+def llama_8b(batch: int, length: int) -> Plan:
+    config = transformers.LlamaConfig(
+        hidden_size=4096, num_hidden_layers=2, num_attention_heads=32, num_key_value_heads=8, intermediate_size=14336,
+        vocab_size=128256, use_cache=False,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).bfloat16()
+    ids = torch.zeros(batch, length, dtype=torch.long)
+    return make_plan(model, 8, example_inputs={"input_ids": ids}, cluster="h100")
+
+
+def per_block(plan: Plan) -> dict[str, set[tuple[str, ...]]]:
+    """Kind -> what the blocks of that kind send."""
+    out: dict[str, set[tuple[str, ...]]] = {}
+    for i, block in enumerate(plan.blocks):
+        sent = tuple(sorted(c.name for c in plan.collectives if c.block == i))
+        out.setdefault(block.kind, set()).add(sent)
+    return out
+
+
+def test_llama_8b_on_nvlink_is_megatrons_plan_with_sequence_parallelism():
+    plan = llama_8b(1, 4096)
+    sent = per_block(plan)
+    assert sent["attention"] == sent["mlp"] == {("g", "g_star")}
+    assert sent["norm"] == {("f",)}  # the weight's gradient, in the backward only
+    assert all(c.forward is None for c in plan.collectives if c.name == "f")
+    assert {c.change for c in plan.collectives if c.name == "g"} == {"S(1) -> R"}
+    assert all(c.block is not None for c in plan.collectives)
+    assert "32 heads, 8 kv heads, 128 wide; per rank 4 heads, 1 kv head" in str(plan)
+
+
+def test_short_sequences_are_not_split():
+    sent = per_block(llama_8b(1, 128))
+    assert sent["attention"] == sent["mlp"] == {("f", "f_star")}
+
+
+def test_a_plan_knows_the_machines_that_it_was_made_for():
+    """By the preset's name, or, where they are no preset or a changed one, by their numbers; in a file too."""
+    model, x = torch.nn.Linear(8, 8), torch.randn(4, 8)
+    a100 = Cluster.preset("a100")
+    for cluster in (a100, replace(a100, name="mine", intra_bandwidth=1e9), replace(a100, matmul_tile=32)):
+        plan = Plan.from_json(make_plan(model, 2, example_inputs=x, cluster=cluster).to_json())
+        assert Options.of_plan(plan).cluster == cluster and bool(plan.machines) == (cluster is not a100)

@@ -1,0 +1,41 @@
+"""The benchmark of bytes against other plans: what it counts, and what it writes."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan_quality import SIDES, found, ratios, section, sent, written
+from tests.helpers.models import inputs_of, transformer
+from tests.helpers.plans import planned_for
+
+ABOUT: dict[str, str] = dict.fromkeys(("autotp", "torch", "transformers", "python", "machine", "date"), "x")
+
+
+def side(forward: int, backward: int) -> dict[str, dict[str, int]]:
+    return {"forward": {"bytes": forward}, "backward": {"bytes": backward}}
+
+
+def test_ratios_are_of_both_directions():
+    counts = {"Megatron": 100, "autotp": side(60, 15), "DTensor": {"failed": "no"}}
+    assert ratios(counts) == {"autotp": 0.75, "DTensor": None, "transformers": None}
+    assert ratios({"failed": "no"}) == dict.fromkeys(SIDES)
+
+
+def test_the_section_has_a_row_for_each_degree():
+    counts = {"Megatron": 100, "autotp": side(60, 15), "DTensor": side(100, 67)}
+    text = section({"one": {"2": counts, "4": {"failed": "no"}}}, ABOUT)
+    assert "| one | 2 | 0.75 | 1.67 | - |" in text and "| one | 4 |" not in text
+
+
+def test_a_plan_sends_both_ways():
+    plan = planned_for("llama", 2)
+    assert sent(plan) == plan.totals.forward_bytes + plan.totals.backward_bytes > 0
+
+
+@pytest.mark.parametrize("roles", [written, lambda model: found(model, inputs_of(model), 2)], ids=["written", "found"])
+def test_roles_of_layers(roles):
+    got = roles(transformer("llama"))
+    inside = {name.rpartition(".")[2]: role for name, role in got.items() if ".layers.0." in name}
+    assert inside == dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), "column") | dict.fromkeys(
+        ("o_proj", "down_proj"), "row"
+    )

@@ -1,0 +1,117 @@
+"""The Python in README.md and docs/*.md runs: one script per document, some on four ranks.
+
+A block that opens with "```python small" is run with 2 layers where the page says 32. One that opens with "```python
+quoted" shows a piece of the source, and must stand there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import autotp
+
+ROOT = Path(__file__).resolve().parents[2]
+BLOCK = re.compile(r"^```python( small| quoted)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
+DOCUMENTS = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+# And more blocks than this:
+ON_RANKS = {"docs/elsewhere.md": 4, "docs/guide.md": 10, "docs/training.md": 5, "docs/two-axes.md": 4}
+
+
+def run_blocks(document: str, **given: Any) -> int:
+    """Run a document's blocks one after another, in one namespace; how many there were."""
+    text, names, count = (ROOT / document).read_text(), {"__name__": "document", **given}, 0
+    for found in BLOCK.finditer(text):
+        mark, block = found.group(1), found.group(2)
+        if mark == " quoted":
+            continue
+        block = block.replace("(32)", "(2)") if mark == " small" else block
+        lines = text[: found.start(2)].count("\n")  # so that a traceback shows the document's own line
+        exec(compile("\n" * lines + block, str(ROOT / document), "exec", dont_inherit=True), names)
+        count += 1
+    return count
+
+
+def on_a_rank(rank: int, world: int, group: Any, document: str, folder: str) -> int:
+    own = Path(folder, str(rank))
+    own.mkdir()
+    back = os.getcwd()
+    os.chdir(own)
+    try:
+        with open(os.devnull, "w") as quiet, contextlib.redirect_stdout(quiet):
+            return run_blocks(document, folder=f"{folder}/checkpoint")
+    finally:
+        os.chdir(back)
+
+
+def test_every_block_is_found():
+    for document in DOCUMENTS:
+        text = (ROOT / document).read_text()
+        assert len(BLOCK.findall(text)) == text.count("```python"), document
+        assert text.count("```") % 2 == 0, document
+
+
+@pytest.mark.parametrize("document", [d for d in DOCUMENTS if d not in ON_RANKS])
+def test_blocks_run(document, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_blocks(document)
+
+
+@pytest.mark.parametrize("document", ON_RANKS)
+def test_blocks_run_on_ranks(document, tmp_path, pool):
+    assert min(pool.run(on_a_rank, document, str(tmp_path), timeout=170)) > ON_RANKS[document]
+
+
+def test_a_wrong_block_is_noticed(tmp_path, monkeypatch):
+    (tmp_path / "wrong.md").write_text("```python\nx = 1\n```\n\n```python\nassert x == 2\n```\n")
+    monkeypatch.setattr("tests.project.test_docs.ROOT", tmp_path)
+    with pytest.raises(AssertionError) as error:
+        run_blocks("wrong.md")
+    assert error.traceback[-1].lineno == 5  # counted from 0
+
+
+def quoted(document: str) -> list[str]:
+    """The pieces of source that a document shows."""
+    blocks = [m.group(2) for m in BLOCK.finditer((ROOT / document).read_text()) if m.group(1) == " quoted"]
+    return [piece.strip("\n") for block in blocks for piece in block.split("\n\n\n")]
+
+
+def test_quoted_pieces_stand_in_the_source():
+    sources = [p.read_text() for folder in ("autotp", "tests") for p in (ROOT / folder).rglob("*.py")]
+    pieces = [piece for document in DOCUMENTS for piece in quoted(document)]
+    assert len(pieces) >= 4
+    assert [p for p in pieces if not any(p in text for text in sources)] == []
+    assert not any(pieces[0] + " " in text for text in sources)  # what is not there is not found
+
+
+def test_the_api_page_has_every_public_name():
+    shown = re.findall(r"^      heading: autotp\.(\w+)$", (ROOT / "docs/api.md").read_text(), re.MULTILINE)
+    assert {*shown, "AutoTPError", "__version__"} == set(autotp.__all__)  # the errors are shown as a module
+
+
+def test_every_page_is_on_the_site():
+    named = re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
+    assert sorted(named) == sorted(p.name for p in (ROOT / "docs").glob("*.md"))
+
+
+def _anchors(text: str) -> set[str]:
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("document", [*DOCUMENTS, "CONTRIBUTING.md"])
+def test_links_lead_somewhere(document):
+    path = ROOT / document
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for link in LINK.findall(prose):
+        if "://" not in link:
+            target, _, anchor = link.partition("#")
+            where = path.parent / target if target else path
+            assert where.exists(), link
+            assert not anchor or anchor in _anchors(where.read_text()), link

@@ -1,0 +1,211 @@
+"""The layer rule, the sizes, the public names, the words, and the wheel: what keeps the house in order."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import autotp
+
+ROOT = Path(__file__).resolve().parents[2]
+ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
+DATA_MODULES = {
+    "compat",
+    "errors",
+    "graph",
+    "layouts",
+    "log",
+    "plan",
+    "problem",
+    "rules",
+}  # what a room may take from autotp
+PRIVATE_TORCH = "autotp/compat.py"  # the one file that may touch torch's private modules
+MAX_FILE, MAX_FUNCTION, MAX_NAMES = 350, 60, 15
+# Each is written in two halves, so that this file does not hold it.
+FORBIDDEN = ["/wor" + "k/", "../sha" + "red", "/ro" + "ot/", "pypi" + ".org", "python" + "hosted.org"]
+
+
+def sources(*folders: str) -> list[Path]:
+    """The Python files of the folders, each once: the links autotp/passes and autotp/cost are not followed."""
+    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in files if path.resolve() == path]
+
+
+def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str, int]]:
+    """Line, absolute dotted name and relative level of each imported module or name; `package` holds the file."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name, 0) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            outer = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            base = ".".join([*outer, *filter(None, [node.module])])
+            yield from ((node.lineno, f"{base}.{alias.name}", node.level) for alias in node.names)
+
+
+def package_of(path: Path) -> str:
+    """The dotted package that holds the file, `passes/` being autotp.passes."""
+    parts = path.relative_to(ROOT).parts[:-1]
+    return ".".join([ROOMS.get(parts[0], parts[0]), *parts[1:]])
+
+
+def inside(name: str, package: str) -> bool:
+    return f"{name}.".startswith(f"{package}.")
+
+
+def packaged() -> list[str]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+
+
+def layer_faults(source: str, package: str) -> list[str]:
+    """What the imports of one file, which lies in `package`, break of the layer rule."""
+    faults = []
+    for line, name, level in imports(ast.parse(source), package):
+        if not inside(name, "autotp"):
+            continue
+        folder = max((p for p in packaged() if inside(name, p)), key=len)
+        if bool(level) != (folder == package):
+            faults.append(f"line {line}: {name}: imports are relative inside a folder and absolute across folders")
+        room = next((r for r in ROOMS.values() if inside(package, r)), None)
+        if room and not inside(name, room) and not set(name.split(".")[1:2]) & DATA_MODULES:
+            faults.append(f"line {line}: {room} may not import {name}: only {', '.join(sorted(DATA_MODULES))}")
+    return faults
+
+
+def private_torch(source: str) -> list[str]:
+    """The private torch modules and names that one file imports, or reaches by attributes."""
+    tree, faults = ast.parse(source), []
+    for line, name, _ in imports(tree, "file"):
+        if inside(name, "torch") and any(part.startswith("_") and part != "__future__" for part in name.split(".")):
+            faults.append(f"line {line}: {name}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
+            name = ast.unparse(node)
+            faults += [f"line {node.lineno}: {name}"] * (inside(name, "torch") and name in sys.modules)
+    return faults
+
+
+def names(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_passes_and_cost_keep_to_their_layer():
+    files = sources("autotp", *ROOMS)
+    faults = [f"{names(p)}: {fault}" for p in files for fault in layer_faults(p.read_text(), package_of(p))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("autotp.passes", "from autotp.cost import model"),
+        ("autotp.passes", "import autotp.api"),
+        ("autotp.passes", "import autotp"),
+        ("autotp.passes", "from autotp.passes.capture import capture"),
+        ("autotp.passes", "from ..cost import model"),
+        ("autotp.passes", "from ..layouts import Shard"),
+        ("autotp.cost", "from autotp import passes"),
+        ("autotp.rules", "from ..layouts import Shard"),
+        ("autotp.rules", "from autotp.rules.core import Rule"),
+        ("autotp", "from .passes import solve"),
+        ("autotp", "from autotp.ir.layouts import Shard"),
+    ],
+)
+def test_the_layer_rule_notices(package, line):
+    assert layer_faults(line, package)
+
+
+@pytest.mark.parametrize(
+    ("package", "line"),
+    [
+        ("autotp.passes", "from autotp.ir.layouts import Shard"),
+        ("autotp.passes", "from autotp import layouts, rules"),
+        ("autotp.passes", "from .capture import capture"),
+        ("autotp.cost", "from . import collectives"),
+        ("autotp", "from autotp.passes import solve"),
+        ("autotp", "from .layouts import Shard"),
+    ],
+)
+def test_the_layer_rule_allows(package, line):
+    assert not layer_faults(line, package)
+
+
+def test_private_torch_is_imported_in_one_file():
+    files = [p for p in sources("autotp", *ROOMS, "examples") if names(p) != PRIVATE_TORCH]
+    faults = [f"{names(p)}: {fault}" for p in files for fault in private_torch(p.read_text())]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("line", "private"),
+    [
+        ("import torch._dynamo", True),
+        ("from torch._subclasses import FakeTensorMode", True),
+        ("from torch.distributed._functional_collectives import all_reduce", True),
+        ("from torch.fx import _pytree", True),
+        ("x = torch.utils._pytree.tree_map", True),
+        ("from torch.fx import Graph", False),
+        ("torch.ops._c10d_functional.all_reduce(x)", False),
+        ("import torchvision._internally", False),
+    ],
+)
+def test_private_torch_is_noticed(line, private):
+    assert bool(private_torch(line)) is private
+
+
+def test_files_and_functions_stay_small():
+    large = []
+    for path in sources("autotp", *ROOMS):
+        text = path.read_text()
+        if len(text.splitlines()) > MAX_FILE:
+            large.append(f"{names(path)}: {len(text.splitlines())} lines")
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                length = (node.end_lineno or node.lineno) - node.lineno + 1
+                large += [f"{names(path)}:{node.lineno} {node.name}: {length} lines"] * (length > MAX_FUNCTION)
+    assert not large, "\n".join(large)
+
+
+def test_public_names_are_few_and_documented():
+    assert len(autotp.__all__) == len(set(autotp.__all__)) <= MAX_NAMES
+    objects = {name: getattr(autotp, name) for name in autotp.__all__ if not name.startswith("__")}
+    assert not [name for name, value in objects.items() if not (inspect.getdoc(value) or "").strip()]
+
+
+def test_no_file_names_a_machine_or_a_registry():
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True
+    )
+    if listed.returncode:
+        pytest.skip("not a git checkout: nothing says which files are the project's")
+    paths = [ROOT / line for line in listed.stdout.splitlines()]
+    texts = {names(p): p.read_bytes().decode(errors="ignore") for p in paths if p.is_file() and not p.is_symlink()}
+    faults = [f"{path}: {word}" for path, text in texts.items() for word in FORBIDDEN if word in text]
+    assert not faults, "\n".join(faults)
+
+
+def test_every_folder_with_code_is_packaged():
+    assert {package_of(p) for p in sources("autotp", *ROOMS)} == set(packaged())
+
+
+def test_the_wheel_holds_each_file_once_under_autotp(tmp_path):
+    for name in ["pyproject.toml", "LICENSE", "README.md"]:
+        if (ROOT / name).exists():
+            shutil.copy(ROOT / name, tmp_path)
+    for folder in ["autotp", *ROOMS]:
+        shutil.copytree(ROOT / folder, tmp_path / folder, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_wheel; build_wheel('dist')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("dist/*.whl")
+    held = [name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name]
+    wanted = [f"{package_of(p).replace('.', '/')}/{p.name}" for p in sources("autotp", *ROOMS)]
+    templates = [f"autotp/templates/{p.name}" for p in (ROOT / "autotp/templates").iterdir()]
+    assert templates and sorted(held) == sorted([*wanted, *templates, "autotp/py.typed"])

@@ -1,0 +1,85 @@
+"""A collective left out or done twice is noticed, and named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.comm.slices import to_runtime
+from autotp.driver.verify import Report, compare
+from autotp.ir.layouts import Layout
+from autotp.passes.shard.planner import Planned
+from autotp.passes.shard.rewrite import Sharded
+from tests.helpers.models import planned, values
+
+Mutation = Callable[[Sharded, fx.Node], None]
+
+
+def copied(sharded: Sharded) -> tuple[Sharded, dict[fx.Node, fx.Node]]:
+    """A copy of a program, and its node for each of the original's."""
+    graph, nodes = fx.Graph(), {}
+    for node in sharded.graph.nodes:
+        nodes[node] = graph.node_copy(node, lambda n: nodes[n])
+    layouts = {nodes[n]: x for n, x in sharded.layouts.items()}
+    return Sharded(graph, layouts, {nodes[n]: x for n, x in sharded.origin.items()}), nodes
+
+
+def delete(sharded: Sharded, node: fx.Node) -> None:
+    """Its readers take what it would convert."""
+    before = node.args[0]
+    assert isinstance(before, fx.Node)
+    node.replace_all_uses_with(before)
+    sharded.graph.erase_node(node)
+    del sharded.layouts[node], sharded.origin[node]
+
+
+def double(sharded: Sharded, node: fx.Node) -> None:
+    """It is applied to its own result."""
+    with sharded.graph.inserting_after(node):
+        again = sharded.graph.node_copy(node, lambda n: n)
+    node.replace_all_uses_with(again)
+    again.args = (node, *again.args[1:])
+    sharded.layouts[again], sharded.origin[again] = sharded.layouts[node], sharded.origin[node]
+
+
+def communicating(program: Planned, sharded: Sharded) -> Iterator[fx.Node]:
+    """The conversions that move data between the ranks, forward or backward."""
+    for node in sharded.graph.nodes:
+        if "conversion" in node.meta:
+            src, dst = node.meta["conversion"]
+            back = sharded.origin[node][0] in program.grads and moves(dst.dual, src.dual)
+            if moves(src, dst) or back:
+                yield node
+
+
+def moves(src: Layout, dst: Layout) -> bool:
+    kind = conversions.KINDS.get(conversions.key(to_runtime(src), to_runtime(dst)))
+    return kind is not None and kind.primitive is not None
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, True])
+def test_the_program_itself_passes(sequence_parallel):
+    _, program, sharded = planned("llama", 2, sequence_parallel)
+    for each in (sharded, copied(sharded)[0]):
+        report = compare(program, each, values("llama"))
+        assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("sequence_parallel", [None, True])
+@pytest.mark.parametrize("mutate", [delete, double])
+def test_every_mutation_is_noticed_and_named(mutate: Mutation, sequence_parallel):
+    _, program, sharded = planned("llama", 2, sequence_parallel)
+    weights = values("llama")
+    found: dict[str, tuple[str, Report]] = {}
+    for node in communicating(program, sharded):
+        mutated, nodes = copied(sharded)
+        mutate(mutated, nodes[node])
+        found[node.name] = sharded.origin[node][0].name, compare(program, mutated, weights)
+    names = {node.split("_")[0] for node in found}
+    assert len(found) >= 10 and ({"f", "g"} if sequence_parallel else {"f", "gather"}) <= names
+    assert not [name for name, (_, report) in found.items() if report.ok]
+    missed = {n: str(r) for n, (value, r) in found.items() if r.difference is None or r.difference.value != value}
+    assert len(missed) <= 0.05 * len(found), missed

@@ -1,0 +1,90 @@
+"""Mixtures of experts: split by expert or within each expert, as the cost says."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import autotp
+from autotp.comm.slices import mask
+from autotp.plans.plan import Plan
+from tests.helpers.models import redrawn
+
+TOKENS = {"input_ids": torch.arange(32).reshape(2, 16)}
+BY_EXPERT = {"*.gate_up_proj": Shard(0), "*.experts.down_proj": Shard(0)}
+
+
+SIZES = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "moe_intermediate_size": 16, "num_hidden_layers": 2,
+    "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 5, "num_experts_per_tok": 2,
+}  # fmt: skip
+
+
+def mixture(implementation: str = "grouped_mm", **changes: int) -> nn.Module:
+    sizes: dict[str, Any] = {**SIZES, **changes, "use_cache": False}
+    config = Qwen3MoeConfig(**sizes)
+    config._experts_implementation = implementation
+    return Qwen3MoeForCausalLM(config)
+
+
+def dims(plan: Plan) -> set[tuple[str, int]]:
+    """(last part of the name, split dimension) of the experts' weights."""
+    return {(p.name.split(".")[-1], p.layout.dim) for p in plan.parameters if ".experts." in p.name}  # type: ignore
+
+
+@pytest.mark.parametrize("tp", [2, 3, 5])
+@pytest.mark.parametrize("pins", [None, BY_EXPERT], ids=["as priced", "by expert"])
+def test_grouped_mm(tp: int, pins: dict | None):
+    """Router gradients too: every gradient is compared. Five experts on three ranks: two, two, one."""
+    report = autotp.verify(redrawn(mixture()), tp, TOKENS, pins=pins)
+    assert report, report
+    assert report.plan is not None
+    if pins:
+        assert dims(report.plan) == {("gate_up_proj", 0), ("down_proj", 0)}
+        assert {p.role for p in report.plan.parameters if ".experts." in p.name} == {"expert-parallel"}
+
+
+@pytest.mark.parametrize("pins", [None, BY_EXPERT], ids=["as priced", "by expert"])
+def test_experts_with_biases(pins: dict | None):
+    """A bias row is looked up for every token, before it is known where the groups end."""
+    sizes = {k: v for k, v in SIZES.items() if k not in ("moe_intermediate_size", "num_experts")}
+    config = GptOssConfig(**sizes, num_local_experts=4, use_cache=False, attn_implementation="eager")  # type: ignore
+    report = autotp.verify(redrawn(GptOssForCausalLM(config)), 2, TOKENS, pins=pins)
+    assert report, report
+
+
+def test_batched_mm():
+    report = autotp.verify(redrawn(mixture("batched_mm")), 2, TOKENS)
+    assert report, report
+    assert report.plan is not None and dims(report.plan) == {("gate_up_proj", 1), ("down_proj", 2)}
+
+
+def test_rows_of_other_ranks_are_masked(monkeypatch: pytest.MonkeyPatch):
+    """The control: without the mask on what goes out, rows of other ranks count."""
+    monkeypatch.setattr("autotp.comm.slices.mask", lambda x, spec, rank, tp: mask(x, spec, rank, tp) + 1e-3)
+    assert not autotp.verify(redrawn(mixture()), 2, TOKENS, pins=BY_EXPERT)
+
+
+@pytest.fixture(scope="module")
+def wide() -> nn.Module:
+    with torch.device("meta"):
+        return mixture(hidden_size=512, moe_intermediate_size=128, num_experts=32, num_experts_per_tok=8, head_dim=64)
+
+
+def test_two_clusters_choose_differently(wide: nn.Module):
+    """Split within, 16 of an expert's 128 columns are left to a rank: cheap where a product is computed in small tiles,
+    dear on a systolic array 256 wide with fast memory."""
+    tokens = {"input_ids": torch.zeros(4, 1024, dtype=torch.long)}
+    small = autotp.Cluster.preset("a100-pcie")
+    array = dataclasses.replace(small, name="systolic", matmul_tile=256, memory_bandwidth=8e12)
+    within, whole = (autotp.plan(wide, 8, example_inputs=tokens, cluster=c) for c in (small, array))
+    assert 0 not in {dim for _, dim in dims(within)}
+    assert dims(whole) == {("gate_up_proj", 0), ("down_proj", 0)}
+    again = Plan.from_json(whole.to_json())
+    assert again == whole and again.decisions == whole.decisions

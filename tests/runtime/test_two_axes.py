@@ -1,0 +1,276 @@
+"""Batch over dp and weights over tp, on one mesh: outputs, losses and gradients are those of one device."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import autotp
+from autotp.driver.pipeline import capture_model
+from autotp.errors import InputError, PlanError, StateError
+from autotp.passes.shard import batch_axis
+from autotp.passes.shard.batch_program import local_program
+from tests.helpers.models import inputs_of, redrawn, transformer
+from tests.runtime.test_module import difference, gradients_differ
+
+DP, TP = 2, 2
+ESM = {
+    "vocab_size": 33, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "position_embedding_type": "rotary", "token_dropout": False, "pad_token_id": 1, "mask_token_id": 32,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+IGNORED = -100
+
+
+class Contrastive(nn.Module):
+    """The loss of one example depends on all others of the batch, and a weight is a scalar (Radford et al. 2021)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(16, 32), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.norm = nn.BatchNorm1d(32, track_running_stats=False)
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        scores = self.scale * self.norm(self.left(x)) @ self.right(y).T
+        return nn.functional.cross_entropy(scores, torch.arange(x.shape[0])), scores
+
+
+def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A model in float64 with the inputs of a whole batch."""
+    if name == "contrastive":
+        torch.manual_seed(0)
+        model = Contrastive().double()
+        return model, {"x": torch.randn(4, 16).double(), "y": torch.randn(4, 16).double()}
+    if name == "esm":
+        torch.manual_seed(0)
+        made = transformers.EsmForMaskedLM(transformers.EsmConfig(**ESM)).eval()
+        return redrawn(made).double(), {"input_ids": torch.randint(4, 30, (4, 12))}
+    model = transformer(name).double()
+    inputs = inputs_of(model, 4)
+    labels = inputs["input_ids"].clone()
+    labels[0, :5] = IGNORED  # so that the slices do not count the same number of tokens
+    return model, {**inputs, "labels": labels}
+
+
+def slice_of(inputs: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
+    return {k: v.chunk(DP)[rank] for k, v in inputs.items()}
+
+
+def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[str, float]:
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of(name)
+    inputs = slice_of(whole, mine)
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=inputs)
+    found, wanted = sharded(**inputs), model(**whole)
+    scores, all_scores = (found[1], wanted[1]) if name == "contrastive" else (found["logits"], wanted["logits"])
+    losses = [out[0] if out[0].ndim == 0 else out[0].square().mean() for out in (found, wanted)]
+    inside = found[0].ndim == 0  # else each rank has the mean of its own slice
+    for loss in losses:
+        loss.backward()
+    return {
+        "loss": difference(losses[0], losses[1]) if inside else 0.0,
+        "scores": difference(scores, all_scores.chunk(DP)[mine].clone()),
+        "gradients": gradients_differ(sharded, model),
+        "part": sum(p.to_local().numel() for p in sharded.parameters()) / sum(p.numel() for p in model.parameters()),
+        "state": max(difference(t, model.state_dict()[n]) for n, t in sharded.full_state_dict().items()),
+    }
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+@pytest.mark.parametrize("name", ["llama", "bert", "esm", "contrastive"])
+def test_outputs_losses_and_gradients_are_those_of_one_device(pool, name, split):
+    close = 1e-5 if name == "llama" else 1e-10  # transformers takes the loss of a decoder in float32
+    for found in pool.run(two_axes, name, split, timeout=120):
+        assert max(found["loss"], found["scores"], found["gradients"]) < close, found
+        assert found["state"] == 0.0 and found["part"] < (0.3 if split else 0.56), found
+
+
+def filled(rank: int, world: int, group: Any) -> dict[str, float]:
+    """A model without weights, which come after its first capture; its scalar is averaged over dp by a hook."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("contrastive")
+    inputs = slice_of(whole, mine)
+    sharded: Any = autotp.compile(copy.deepcopy(model).to("meta"), dp=DP, mesh=mesh, example_inputs=inputs)
+    sharded.load_state_dict(model.state_dict())
+    for loss in (sharded(**inputs)[0], model(**whole)[0]):
+        loss.backward()
+    return {"gradients": gradients_differ(sharded, model)}
+
+
+def test_weights_that_come_after_the_capture_are_averaged_too(pool):
+    for found in pool.run(filled, timeout=120):
+        assert found["gradients"] < 1e-10, found
+
+
+def unscaled(rank: int, world: int, group: Any) -> dict[str, float]:
+    with patch.object(batch_axis, "scale_gradient", lambda x, factor: x):
+        return two_axes(rank, world, group, "bert", False)
+
+
+def test_a_loss_over_all_ranks_has_the_sum_of_their_gradients(pool):
+    """The negative control: without `scale_gradient` the gradients are half of what they should be."""
+    for found in pool.run(unscaled, timeout=120):
+        assert found["loss"] < 1e-10 and found["gradients"] > 0.4, found
+
+
+def accumulating(rank: int, world: int, group: Any, split: bool) -> dict[str, Any]:
+    """Two micro-batches, the first without a sum over dp; then the plan from a file, and no second wrapping."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    mine, (model, whole) = mesh["dp"].get_local_rank(), model_of("esm")
+    other = {"input_ids": whole["input_ids"].flip(1)}
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, fully_shard=split, example_inputs=slice_of(whole, mine))
+    sent: list[Any] = []
+    with patch.object(dist, "all_reduce", side_effect=dist.all_reduce) as reduced, sharded.no_sync():
+        sharded(**slice_of(whole, mine)).logits.square().mean().backward()
+        sent.append(reduced.call_count)
+    sharded(**slice_of(other, mine)).logits.square().mean().backward()
+    for inputs in (whole, other):
+        model(**inputs).logits.square().mean().backward()
+    found: dict[str, Any] = {"gradients": gradients_differ(sharded, model), "sent": sent[0]}
+    inputs = slice_of(whole, mine)
+    again: Any = autotp.compile(copy.deepcopy(model), plan=sharded.plan, mesh=mesh, example_inputs=inputs)
+    found["again"] = difference(again(**inputs).logits, sharded(**inputs).logits)
+    longer = torch.randint(4, 30, (2, 20), generator=torch.Generator().manual_seed(mine))
+    try:
+        fully_shard(again.esm.encoder.layer[0].attention, mesh=mesh["dp"])
+        again(longer)
+    except (StateError, RuntimeError) as error:
+        found["refused"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
+def test_gradients_accumulate_without_a_sum_over_dp(pool, split):
+    for found in pool.run(accumulating, split, timeout=120):
+        assert found["gradients"] < 1e-10 and found["again"] < 1e-12 and found["sent"] == 0, found
+        # Torch itself refuses to split over an axis what is split over it.
+        assert ("overlapping meshes" if split else "deals out the batch already") in found["refused"], found
+
+
+def refusing(rank: int, world: int, group: Any) -> list[str]:
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    model, whole = model_of("esm")
+    plan = autotp.plan(model, TP, example_inputs=whole)
+    told = []
+    asked: list[dict[str, Any]] = [
+        {"dp": 4, "mesh": mesh},
+        {"dp": 3},
+        {"dp": 2, "mesh": DeviceMesh("cpu", list(range(4)), mesh_dim_names=("tp",))},
+        {"dp": 2, "mesh": mesh, "plan": plan},
+        {"dp": 0},
+        {"fully_shard": True},
+        {"dp": 2, "tp": "auto"},
+    ]
+    for each in asked:
+        try:
+            autotp.compile(model, example_inputs=whole, **each)
+        except (InputError, PlanError) as error:
+            told.append(f"{type(error).__name__} {error}")
+    try:
+        autotp.compile(Contrastive(), dp=2, mesh=mesh)
+    except InputError as error:
+        told.append(str(error))
+    return told
+
+
+def test_what_does_not_fit_is_refused_on_every_rank(pool):
+    for told in pool.run(refusing, timeout=120):
+        for text, words in zip(
+            told,
+            ["dimension 'dp' of that size", "make up the world of 4", "none", "the plan is for dp=1", "at least 1",
+             "give dp", "Give tp as a number", "needs example_inputs"],
+            strict=True,
+        ):  # fmt: skip
+            assert words in text
+
+
+def test_a_plan_over_two_axes_prices_both():
+    model, whole = model_of("bert")
+    plan = autotp.plan(model, TP, dp=DP, example_inputs=whole)
+    split = autotp.plan(model, TP, dp=DP, fully_shard=True, example_inputs=whole)
+    alone = autotp.plan(model, TP, example_inputs=whole)
+    held = sum(torch.tensor(p.local).prod().item() for p in plan.parameters) * 8
+    assert plan.batch.sent == pytest.approx(held)  # an all-reduce over two ranks sends the value once
+    assert split.batch.sent == pytest.approx(1.5 * held)  # two gathers and a reduce-scatter: half of it each
+    assert split.memory.states == pytest.approx(plan.memory.states / 2)
+    assert split.totals.local_parameters == pytest.approx(plan.totals.local_parameters / 2, abs=1)
+    assert plan.placements == alone.placements and alone.batch.size == 1
+    assert "2 x 2 ranks (dp x tp)" in str(plan) and "over dp=2" in str(plan) and "over dp" not in str(alone)
+    assert autotp.Plan.from_json(split.to_json()).batch == split.batch
+
+
+def test_esm2_15b_over_eight_ranks():
+    """ESM-2's largest shape (Lin et al. 2023): 48 layers, hidden 5120, 40 heads."""
+    shape = {"hidden_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 40, "intermediate_size": 20480}
+    with torch.device("meta"):
+        model = transformers.EsmForMaskedLM(transformers.EsmConfig(**{**ESM, **shape})).bfloat16().eval()
+    ids = torch.zeros(4, 1024, dtype=torch.long)
+    plan = autotp.plan(model, 4, dp=2, example_inputs={"input_ids": ids})
+    assert 15.0e9 < plan.totals.parameters < 15.3e9 and plan.totals.local_parameters < 0.26 * plan.totals.parameters
+    shares = {part.name: part.share for part in plan.sublayers}
+    assert 0.01 < shares["attention"] < 0.6 and 0.01 < shares["feed-forward"] < 0.6
+    assert 0 < plan.batch.seconds < plan.batch.backward  # it can hide there
+    assert all(name in str(plan) for name in shares)
+
+
+def captured(model: nn.Module, *inputs: Tensor) -> Any:
+    return capture_model(model, autotp.Inputs(*inputs), torch.device("cpu"))[0]
+
+
+def test_what_mixes_examples_is_gathered_and_said():
+    model, whole = model_of("contrastive")
+    plan = autotp.plan(model, TP, dp=DP, example_inputs=whole)
+    assert any("mixes examples" in note for note in plan.notes)
+    apart = autotp.plan(nn.Linear(16, 32), TP, dp=DP, example_inputs=torch.randn(4, 16))
+    assert not any("mixes examples" in note for note in apart.notes)
+
+
+def test_a_batch_of_a_fixed_size_is_refused():
+    class Fixed(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input).view(4, -1)
+
+    with pytest.raises(autotp.AutoTPError, match="first dimension of the first input"):
+        autotp.plan(Fixed(16, 32), TP, dp=DP, example_inputs=torch.randn(4, 16))
+
+    class Half(nn.Linear):
+        def forward(self, x: Tensor, y: Tensor) -> Tensor:  # type: ignore[override]
+            return super().forward(x) + torch.cat(torch.unbind(y.view(4, -1)))[: self.out_features]
+
+    with pytest.raises(autotp.AutoTPError, match="of the input 'y' alone"):
+        autotp.plan(Half(16, 32), TP, dp=DP, example_inputs=(torch.randn(4, 16), torch.randn(4, 16)))
+    one = autotp.plan(nn.Linear(16, 32), TP, dp=DP, example_inputs=torch.randn(1, 16))  # of one example: any size
+    assert one.batch.size == DP
+
+
+def test_one_rank_on_the_batch_axis_changes_nothing():
+    program = captured(nn.Linear(4, 4), torch.randn(2, 4))
+    assert local_program(program, 1) is program
+
+
+def dropped(rank: int, world: int, group: Any) -> Tensor:
+    """The scores of one slice that all dp ranks pass, with live dropout."""
+    mesh = init_device_mesh("cpu", (DP, TP), mesh_dim_names=("dp", "tp"))
+    torch.manual_seed(0)
+    model = transformers.EsmForMaskedLM(transformers.EsmConfig(**{**ESM, "hidden_dropout_prob": 0.3})).train()
+    ids = torch.randint(4, 30, (2, 12))
+    sharded: Any = autotp.compile(model, dp=DP, mesh=mesh, example_inputs={"input_ids": ids})
+    assert not any("mixes examples" in note for note in sharded.plan.notes)
+    return sharded(ids).logits.detach()
+
+
+def test_every_slice_has_masks_of_its_own(pool):
+    scores = pool.run(dropped, timeout=120)
+    assert difference(scores[1], scores[0]) < 1e-5 and difference(scores[3], scores[2]) < 1e-5  # of one tp group
+    assert difference(scores[2], scores[0]) > 1e-2
