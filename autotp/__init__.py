@@ -10,7 +10,8 @@ if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
     from autotp.driver.verify import verify
-    from autotp.rules.register import prove_rule, register_rule
+    from autotp.proof.prove import prove_rule
+    from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
 
     from .api import Plan, Sweep, compile, parallelize, plan, sweep
@@ -29,7 +30,7 @@ HOMES = {
     "compile": "autotp.api",
     "parallelize": "autotp.api",
     "plan": "autotp.api",
-    "prove_rule": "autotp.rules.register",
+    "prove_rule": "autotp.proof.prove",
     "register_rule": "autotp.rules.register",
     "sweep": "autotp.api",
     "verify": "autotp.driver.verify",

@@ -3,8 +3,8 @@
 Parameters, gradients and states are there all the time. Everything else has a lifetime on one line of 2n moments, the n
 nodes of the rank's program forward and then backward: a value lives until its last reader, or, where autograd keeps it
 (`autotp.cost.saved_tensors`), until the backward of the first operator that keeps it; its gradient from the backward
-of its last reader until that of its maker. Views share the memory of what they view, so a value kept by several counts once. The
-peak is the fullest moment. Not counted: what the allocator loses, workspaces of kernels and collectives, and what an
+of its last reader until that of its maker. Views share the memory of what they view, so a value kept by several counts
+once. The peak is the fullest moment. Not counted: what the allocator loses, workspaces of kernels and collectives, and what an
 optimizer's step needs for itself.
 """
 
@@ -12,20 +12,19 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
-from autotp.ir.graph import Value, module_path, resolve, short_name, tensors
-from autotp.ir.layouts import Layout
-from autotp.passes.analysis.blocks import Found
-from autotp.passes.shard.planner import Planned
-from autotp.passes.shard.rewrite import Sharded
-from autotp.passes.shard.strategies import share
-from autotp.plans.estimates import Memory
-from autotp.rules.core import Op, aten
+from autotp.ir.graph import Value, resolve, short_name, tensors
+from autotp.ir.layouts import Layout, share
+from autotp.ir.op import Op, aten
+from autotp.ir.parts import Found
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import module_path
 
 from .objective import Objective
 from .prices import nbytes, sizer
@@ -231,3 +230,39 @@ class _Line:
 def _add(changes: list[float], start: int, end: int, size: float) -> None:
     changes[start] += size
     changes[end + 1] -= size
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that the fullest rank holds.
+
+    Attributes:
+        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
+        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
+        activations: what autograd keeps from the forward for the backward; 0 for inference.
+        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
+            for an attention in which every token sees every other (a fused one; others count).
+        working: what lives at the fullest moment beside all that.
+        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
+        optimizer: whose states these are.
+    """
+
+    parameters: float = 0.0
+    buffers: float = 0.0
+    gradients: float = 0.0
+    states: float = 0.0
+    activations: float = 0.0
+    cache: float = 0.0
+    working: float = 0.0
+    phase: str = "forward"
+    at: str = ""
+    optimizer: str = "adamw"
+
+    @property
+    def peak(self) -> float:
+        return self.steady + self.activations + self.working
+
+    @property
+    def steady(self) -> float:
+        """What is held whatever runs: all but activations and the working set."""
+        return self.parameters + self.buffers + self.gradients + self.states + self.cache

@@ -14,9 +14,8 @@ from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
-from autotp.ir.layouts import I, Layout, Partial, R, Shard, Size
-from autotp.passes.shard.strategies import share
-from autotp.rules.core import Factor, Op, aten, sizes
+from autotp.ir.layouts import I, Layout, Partial, R, Shard, Size, share
+from autotp.ir.op import Factor, Op, aten, sizes
 
 from . import Cluster, call_seconds, node_flops, op_seconds
 from .objective import TRAINING, Objective

@@ -19,7 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.comm.conversions import FUNCTIONS
 from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
-from autotp.rules.core import Op
+from autotp.ir.op import Op
 
 from . import size_hint
 

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-# MKL otherwise picks kernels by the machine, and on some the last bit then depends on where operands lie in memory
-# (Intel: "Conditional Numerical Reproducibility"): tests that compare bit by bit need one kernel. Before torch loads MKL.
+# MKL picks kernels by the machine, and on some the last bit then depends on where operands lie in memory. Tests that
+# compare bit by bit need one kernel (Intel: "Conditional Numerical Reproducibility"). Set before torch loads MKL.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 
 import torch

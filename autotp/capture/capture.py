@@ -18,7 +18,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf
-from autotp.rules.core import expression
+from autotp.ir.op import expression
 
 from .attempts import climb
 from .export import Attempt

@@ -12,8 +12,8 @@ from torch.export import ExportedProgram
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.op import aten
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
-from autotp.rules.core import aten
 
 from .messages import line_of
 

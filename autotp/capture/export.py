@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import io
+import itertools
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch.export import Dim, ExportedProgram
 
 from autotp import compat
 from autotp.errors import CaptureError
-from autotp.ir.scopes import regions_kept
+from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
 from .conditions import Conditions
@@ -172,3 +173,25 @@ def _silent() -> Iterator[None]:
     with redirect_stderr(written):
         yield
     sys.stderr.write(written.getvalue())
+
+
+def regions_kept() -> AbstractContextManager[None]:
+    """Within this context checkpointed regions are marked in the module stacks of a trace."""
+    numbers = itertools.count()
+
+    @contextmanager
+    def region() -> Iterator[None]:
+        stack = compat.module_stack()
+        if stack is None:  # nothing is traced
+            yield
+            return
+        parent = next(reversed(stack.values()))[0] if stack else ""
+        mark = f"{MARK}{next(numbers)}"
+        key = f"L['self']{mark}"  # as the keys of modules begin
+        stack[key] = parent + mark, "checkpoint"
+        try:
+            yield
+        finally:
+            del stack[key]
+
+    return compat.checkpoints_as(region)

@@ -18,8 +18,8 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.ir.graph import tensors
+from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
-from autotp.rules.core import expression
 
 from .stacks import PLAIN, kinds, stacks, unread
 

@@ -53,7 +53,7 @@ def explain(
 
 def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
     """What a plan says of a parameter by itself, without the problem that it was solved from."""
-    from autotp.passes.shard.pins import near  # noqa: PLC0415  it needs torch
+    from autotp.text import near  # noqa: PLC0415  it needs torch
 
     found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if found is None:

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.comm import conversions
 from autotp.errors import PlanError
+from autotp.ir.layouts import Layout
 
 from . import collectives, slices
 from .collectives import Exchange, Primitive
@@ -293,3 +295,10 @@ __all__ = [
     "kind_of", "local_size", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
     "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
 ]  # fmt: skip
+
+
+def primitive(src: Layout, dst: Layout) -> str | None:
+    """The primitive of a conversion; None where no bytes are sent."""
+    if src == dst:
+        return None
+    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive

@@ -11,11 +11,12 @@ from typing import Any
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Shard
+from autotp.ir.scopes import generic
 from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.shard.pins import Dims, listed
+from autotp.passes.shard.pins import Dims
 from autotp.plans.explain import KEPT
-from autotp.plans.export.boundaries import generic
 from autotp.plans.plan import Parameter, Plan
+from autotp.text import listed
 
 from .pipeline import Options
 

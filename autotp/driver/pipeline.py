@@ -15,11 +15,11 @@ from autotp.comm.ranks import check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import check_lengths
-from autotp.cost.solver.problem import read_bytes
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.program import Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
@@ -28,14 +28,15 @@ from autotp.passes.decompose.counter_random import by_counter
 from autotp.passes.decompose.losses import apart, only_loss
 from autotp.passes.shard.batch_program import local_program, two_examples
 from autotp.passes.shard.pins import Dims, read_pins
-from autotp.passes.shard.planner import Builder, Planned, decide
-from autotp.passes.shard.rewrite import Sharded, rewrite
+from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.rewrite import rewrite
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
 from autotp.runtime.data_parallel import described
+from autotp.text import read_bytes
 
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
 

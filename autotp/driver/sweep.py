@@ -12,15 +12,15 @@ from rich.console import RenderableType
 from torch import nn
 
 from autotp.cost import Cluster
-from autotp.cost.memory import lifetimes
+from autotp.cost.memory import Memory, lifetimes
 from autotp.cost.prices import lengths
-from autotp.cost.solver.problem import amount
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
-from autotp.plans.estimates import Degree, Memory
+from autotp.plans.estimates import Degree
 from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import plain, sweep_table
+from autotp.text import amount
 
 from .pipeline import Options, Staged, capture_model, needed, plan_stages
 

@@ -4,25 +4,30 @@ from __future__ import annotations
 
 import hashlib
 import operator
-import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import sympy
 import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.rules.core import Op, aten, expression, sizes
 
 from .layouts import Size
-
-if TYPE_CHECKING:
-    from autotp.capture.conditions import Conditions
+from .op import Op, aten, expression, sizes
+from .scopes import module_path
 
 Value = tuple[fx.Node, int]  # a node and which of its results
 CUTS = (aten.detach.default, aten.detach_.default)
+
+
+class Conditions(Protocol):
+    """What a capture decided by the values of its inputs (`autotp.capture.conditions`)."""
+
+    def broken(self, values: Sequence[Any]) -> str | None:
+        """The condition that these flat inputs break, in words, or None."""
+        ...
 
 
 @dataclass
@@ -200,30 +205,6 @@ def floating(val: Any) -> bool:
     return any(v.is_floating_point() or v.is_complex() for v in tensors_in(val))
 
 
-def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
-    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
-
-    With `regions`, checkpointed regions are levels too (`autotp.ir.scopes`).
-    """
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = []
-    for key, entry in stack.items():
-        if key.startswith("L__self__") or key.startswith("L['self']"):
-            call = re.search(r"@(\d+)$", key) if "@" in key else None
-            paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
-    return tuple(p for p in paths if p and (regions or "#" not in p))
-
-
-def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
-    """The innermost module, or checkpointed region, that all these paths share."""
-    shared = []
-    for level in zip(*paths, strict=False):
-        if len(set(level)) > 1:
-            break
-        shared.append(level[0])
-    return tuple(shared)
-
-
 def short_name(target: Any) -> str:
     """`aten.linear` for the overload `aten.linear.default`, a function's own name otherwise."""
     text = str(target)
@@ -241,3 +222,29 @@ def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
 def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
     """The expression with these sizes in place of their symbols."""
     return expression.subs(list(values.items()))
+
+
+def outputs_of(program: Capture) -> list[fx.Node]:
+    """The graph's tensor outputs, in order."""
+    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
+
+
+def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:
+    """Operators that read a node's values, the operand slot, and the value."""
+    work = [maker]
+    while work:
+        node = work.pop()
+        for user in node.users:
+            if user in ops:
+                slots = enumerate(ops[user].slots) if tensors(user) else ()  # its size is no use of a value
+                yield from ((user, i, s.meta["val"]) for i, s in slots if s is node)
+            elif resolve(user)[0] is maker:
+                work.append(user)
+
+
+def where(node: fx.Node) -> str:
+    """An operator with its module."""
+    path = module_path(node)
+    return (
+        f"{short_name(node.target)} in {path[-1] if path else 'the model'}" if node.op == "call_function" else node.name
+    )

@@ -264,3 +264,14 @@ class Grouped(Layout):
 
 
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters
+
+
+def share(layout: Layout, tp: int, hint) -> float:
+    """Largest part of a value that one rank holds."""
+    if not isinstance(layout, Shard):
+        return 1.0
+    held = total = 0
+    for s in layout.partition.segments:
+        count, unit = hint(s.count), hint(s.unit)
+        held, total = held + -(-count // tp) * unit, total + count * unit
+    return held / max(total, 1)

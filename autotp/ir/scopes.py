@@ -6,44 +6,16 @@ that asks for it: `model#3`. The tree of the sharded module runs what is in it u
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
-from autotp import compat
-
-from .graph import module_path
-
 MARK = "#"
 SUFFIX = re.compile(r"[@#][@#\d]*$")  # of a later call of one module, or of a region in it
-
-
-def regions_kept() -> AbstractContextManager[None]:
-    """Within this context checkpointed regions are marked in the module stacks of a trace."""
-    numbers = itertools.count()
-
-    @contextmanager
-    def region() -> Iterator[None]:
-        stack = compat.module_stack()
-        if stack is None:  # nothing is traced
-            yield
-            return
-        parent = next(reversed(stack.values()))[0] if stack else ""
-        mark = f"{MARK}{next(numbers)}"
-        key = f"L['self']{mark}"  # as the keys of modules begin
-        stack[key] = parent + mark, "checkpoint"
-        try:
-            yield
-        finally:
-            del stack[key]
-
-    return compat.checkpoints_as(region)
 
 
 def scope_path(node: fx.Node) -> tuple[str, ...]:
@@ -68,3 +40,44 @@ def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
         return checkpoint(function, *args, use_reentrant=False) if torch.is_grad_enabled() else function(*args)
 
     return region
+
+
+def module_path(node: fx.Node, regions: bool = False) -> tuple[str, ...]:
+    """Names of the modules whose forward made this node, outermost first; a later call of one module ends in `@k`.
+
+    With `regions`, checkpointed regions are levels too (`autotp.ir.scopes`).
+    """
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = []
+    for key, entry in stack.items():
+        if key.startswith("L__self__") or key.startswith("L['self']"):
+            call = re.search(r"@(\d+)$", key) if "@" in key else None
+            paths.append(entry[0] + (call.group(0) if call and "@" not in entry[0] else ""))
+    return tuple(p for p in paths if p and (regions or "#" not in p))
+
+
+def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
+    """The innermost module, or checkpointed region, that all these paths share."""
+    shared = []
+    for level in zip(*paths, strict=False):
+        if len(set(level)) > 1:
+            break
+        shared.append(level[0])
+    return tuple(shared)
+
+
+BLOCK = re.compile(r"\.\d+(\.|$)")
+
+
+def block_of(name: str) -> str:
+    """The path of the outermost repeated block that holds this parameter; empty where none does."""
+    found = BLOCK.search(name)
+    return name[: found.end() - (found.group(1) == ".")] if found else ""
+
+
+NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
+
+
+def generic(name: str) -> str:
+    """A path with `*` for its numbers."""
+    return NUMBER.sub("*", name)

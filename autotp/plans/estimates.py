@@ -37,42 +37,6 @@ class Totals:
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes that the fullest rank holds.
-
-    Attributes:
-        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
-        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
-        activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
-            for an attention in which every token sees every other (a fused one; others count).
-        working: what lives at the fullest moment beside all that.
-        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
-        optimizer: whose states these are.
-    """
-
-    parameters: float = 0.0
-    buffers: float = 0.0
-    gradients: float = 0.0
-    states: float = 0.0
-    activations: float = 0.0
-    cache: float = 0.0
-    working: float = 0.0
-    phase: str = "forward"
-    at: str = ""
-    optimizer: str = "adamw"
-
-    @property
-    def peak(self) -> float:
-        return self.steady + self.activations + self.working
-
-    @property
-    def steady(self) -> float:
-        """What is held whatever runs: all but activations and the working set."""
-        return self.parameters + self.buffers + self.gradients + self.states + self.cache
-
-
-@dataclass(frozen=True)
 class Axis:
     """The data-parallel axis of the mesh beside tp.
 

@@ -11,14 +11,15 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autotp.cost.solver.problem import Problem, Solution, amount
+from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I, Layout, Shard
+from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.shard.pins import near
 from autotp.passes.shard.planner import Builder, decide
 from autotp.plans.show.report import plain
+from autotp.text import amount, near
 
 if TYPE_CHECKING:
     from .plan import Parameter, Plan

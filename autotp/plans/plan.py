@@ -10,29 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
+from autotp.cost.memory import Memory
 from autotp.errors import PlanError
-from autotp.ir.layouts import Dealt, Layout
+from autotp.ir.layouts import Layout
 from autotp.ir.serial import plain, read_layout, read_loop
 from autotp.plans.show.report import render, renderable
 
-from .estimates import ALONE, Axis, Degree, Layer, Memory, Sublayer, Timed, Totals
+from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Timed, Totals
 
 if TYPE_CHECKING:
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
+from autotp.ir.program import Decision
 
 SCHEMA = 2
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How one operator runs: a layout per operand slot and per result, and the split factor with its loop."""
-
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-    factor: int | None = None
-    loop: Dealt | None = None
 
 
 @dataclass(frozen=True)

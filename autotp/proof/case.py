@@ -9,15 +9,14 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.capture.capture import Capture, Leaf
 from autotp.comm.slices import Spec, to_runtime
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.graph import differentiable, short_name
+from autotp.ir.graph import Capture, Leaf, differentiable, short_name
 from autotp.ir.layouts import Layout, Partition, Segment, divide
-from autotp.passes.shard.planner import Planned
+from autotp.ir.op import Factor, Op, Rule
+from autotp.ir.program import Decision, Planned
 from autotp.passes.shard.strategies import Candidates, place, signatures
-from autotp.plans.plan import Decision
-from autotp.rules.core import Factor, Op, Rule, rule_of
+from autotp.rules.core import rule_of
 
 TOLERANCE = 1e-10  # in float64
 RuleOf = Callable[[Op], Rule | None]

@@ -11,10 +11,10 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm.slices import Spec, split, to_runtime
-from autotp.ir.graph import Value, module_path, resolve, short_name
+from autotp.ir.graph import Value, resolve, short_name
 from autotp.ir.layouts import I, Layout, R, Size
-from autotp.passes.shard.planner import Planned
-from autotp.passes.shard.rewrite import Sharded
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import module_path
 from autotp.plans.plan import Plan
 
 from .numerics import backward, largest, layout_error, loss

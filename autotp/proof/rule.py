@@ -14,9 +14,10 @@ from autotp.comm import conversions, slices
 from autotp.errors import RuleError
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout, Partial
+from autotp.ir.op import Factor, Rule
+from autotp.ir.program import Decision
 from autotp.passes.shard.rewrite import Rewriter
-from autotp.plans.plan import Decision
-from autotp.rules.core import Factor, Rule, rule_of
+from autotp.rules.core import rule_of
 from autotp.rules.notation import letters, notation
 
 from . import simulate

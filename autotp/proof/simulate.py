@@ -14,9 +14,9 @@ from autotp import compat
 from autotp.comm import conversions
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.op import aten
+from autotp.ir.program import Sharded
 from autotp.passes.decompose.counter_random import SEEDS
-from autotp.passes.shard.rewrite import Sharded
-from autotp.rules.core import aten
 
 Ranks = list[Any]  # one value per rank
 Observer = Callable[[fx.Node, Ranks], None]

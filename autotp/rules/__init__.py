@@ -1,7 +1,9 @@
 """The table of operator rules: one small function for each shape of operator."""
 
+from autotp.ir.op import Carry, Factor, Op, Rule
+
 from . import experts, factories, images, lookup, losses, matmul, pointwise, random, reductions, updates, views
-from .core import RULES, Carry, Factor, Op, Rule, RuleFunction, einsum, loops, rule, rule_of
+from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",

@@ -8,138 +8,17 @@ mention ranks or layouts; strategies are made from them in `autotp.passes.shard.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
 
 from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
-from autotp.ir.layouts import Reduction, Size, simplify
 
 if TYPE_CHECKING:
     from .local import Local
-
-Shape = tuple[Size, ...]
-aten = torch.ops.aten
-EXPERTS = "experts"  # the label of a loop over experts
-
-
-@dataclass(frozen=True)
-class Carry:
-    """Where a slot carries a factor: dimension `dim` holds the loop `repeat` times, `unit` elements a step.
-
-    With `piece`, the dimension holds only that piece of a loop that is cut up (`Factor.pieces`). With `groups`, the
-    loop runs over groups, the dimension holds their rows, sorted by group, and operand slot `groups` where each ends.
-    """
-
-    dim: int
-    repeat: Size = 1
-    unit: Size = 1
-    piece: int | None = None
-    groups: int | None = None
-
-
-@dataclass(frozen=True)
-class Factor:
-    """One loop of an operator: its length, and per operand slot and per result the `Carry`, or None.
-
-    `contracted` says whether the loop may be split where results lack it; they are then partial, by `reduction`: sums,
-    or maxima, which carry no gradient. `label` is its letter in an einsum string, or its name. `copies`: how often
-    operands and results are copied to split it, beside what the operator itself reads and writes.
-    """
-
-    size: Size
-    ins: tuple[Carry | None, ...]
-    outs: tuple[Carry | None, ...]
-    pieces: tuple[Size, ...] = ()
-    contracted: bool = True
-    label: str = field(default="", compare=False)
-    copies: int = 0
-    reduction: Reduction = "sum"
-
-
-Localise = Callable[["Op", "Local"], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]
-
-
-@dataclass(frozen=True)
-class Rule:
-    """The factors of one call of an operator.
-
-    `linear`: sets of operand slots; with those partial (sums) and the others replicated, all results are partial.
-    `addends`: slots added to the result after the contraction (a bias): partial where the result is.
-    `localise`: rewrites target and arguments for a rank's shards, where the literals must change.
-    `empty`: whether the operator, and its backward, run on shards without elements; many of torch's kernels refuse.
-    """
-
-    factors: tuple[Factor, ...] = ()
-    linear: tuple[frozenset[int], ...] = ()
-    addends: frozenset[int] = frozenset()
-    localise: Localise | None = None
-    empty: bool = True
-
-
-def sizes(value: Any) -> Shape:
-    """The shape of a tensor (fake or real) as ints and sympy expressions."""
-    return tuple(expression(s) for s in value.shape)
-
-
-def expression(size: Any) -> Size:
-    """An int or SymInt as an int or sympy expression."""
-    return simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
-
-
-@dataclass
-class Op:
-    """One call in the captured graph, as rules see it: named arguments, tensor slots, and shapes."""
-
-    node: fx.Node
-    args: dict[str, Any] = field(default_factory=dict)
-    slots: list[fx.Node] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    ins: list[Shape] = field(default_factory=list)
-    outs: list[Shape] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, node: fx.Node) -> Op:
-        """Read a `call_function` node; every operator of torch has a schema, Python functions have none."""
-        op = cls(node)
-        schema = getattr(node.target, "_schema", None)
-        given = dict(enumerate(node.args))
-        if schema is None:
-            op.args = {f"arg{i}": a for i, a in given.items()} | dict(node.kwargs)
-        else:
-            for i, a in enumerate(schema.arguments):
-                op.args[a.name] = given.get(i, node.kwargs.get(a.name, a.default_value))
-        for name, value in op.args.items():
-            for item in value if isinstance(value, list | tuple) else (value,):
-                if is_tensor(item):
-                    op.slots.append(item)
-                    op.names.append(name)
-                    op.ins.append(sizes(item.meta["val"]))
-        result = node.meta.get("val")
-        results = result if isinstance(result, list | tuple) else (result,)
-        op.outs = [sizes(v) if isinstance(v, torch.Tensor) else () for v in results]
-        return op
-
-    @property
-    def target(self) -> Any:
-        return self.node.target
-
-    def slot(self, name: str) -> int | None:
-        """Slot of the (first) tensor given for the schema argument `name`."""
-        return self.names.index(name) if name in self.names else None
-
-    def dim(self, name: str = "dim", slot: int = 0) -> int:
-        """The dimension argument `name`, counted from the front."""
-        return self.args[name] % max(len(self.ins[slot]), 1)
-
-
-def is_tensor(item: Any) -> bool:
-    """Whether an argument of a node is a node with a tensor value."""
-    return isinstance(item, fx.Node) and isinstance(item.meta.get("val"), torch.Tensor)
-
+from autotp.ir.op import Carry, Factor, Localise, Op, Rule, Shape
 
 RuleFunction = Callable[[Op], Rule]
 RULES: dict[Any, RuleFunction] = {}

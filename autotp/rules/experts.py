@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from autotp.ir.layouts import chunk, divide
+from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
 
-from .core import EXPERTS, Carry, Factor, Op, Rule, aten, rule
+from .core import rule
 
 if TYPE_CHECKING:
     from .local import Local

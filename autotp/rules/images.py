@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autotp.ir.layouts import divide
+from autotp.ir.op import Carry, Factor, Op, Rule, aten
 
-from .core import Carry, Factor, Op, Rule, aten, einsum, local_count, rule, with_factors
+from .core import einsum, local_count, rule, with_factors
 from .views import THROUGH
 
 

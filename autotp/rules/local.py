@@ -13,8 +13,7 @@ from autotp import compat
 from autotp.comm.slices import local_size
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout, Partition, Shard, Size
-
-from .core import Factor, Op, Rule, expression
+from autotp.ir.op import Factor, Op, Rule, expression
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 

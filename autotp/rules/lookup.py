@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from autotp.ir.layouts import spans
+from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import Carry, Factor, Op, Rule, Shape, aten, loops, rule, with_factors
+from .core import loops, rule, with_factors
 
 if TYPE_CHECKING:
     from .local import Local

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from autotp.ir.layouts import Size, simplify
+from autotp.ir.op import Op, Rule, aten
 from autotp.kernels.operators import OPS
 
-from .core import Op, Rule, aten, einsum, rule
+from .core import einsum, rule
 from .lookup import local_index
 
 if TYPE_CHECKING:

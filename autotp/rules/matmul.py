@@ -5,8 +5,9 @@ from __future__ import annotations
 import string
 
 from autotp.ir.layouts import divide
+from autotp.ir.op import Carry, Factor, Op, Rule, aten
 
-from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, loops, rule, with_factors
+from .core import broadcast, einsum, loops, rule, with_factors
 
 
 @rule(aten.linear)

@@ -6,8 +6,7 @@ import string
 from collections.abc import Sequence
 
 from autotp.ir.layouts import Size, divide, simplify
-
-from .core import Carry, Op, Rule, Shape
+from autotp.ir.op import Carry, Op, Rule, Shape
 
 BELOW = str.maketrans("0123456789", "₀₁₂₃₄₅₆₇₈₉")
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .core import Op, Rule, aten, einsum, loops, rule
+from autotp.ir.op import Op, Rule, aten
+
+from .core import einsum, loops, rule
 
 if TYPE_CHECKING:
     from .local import Local

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from autotp.ir.layouts import Shard, spans
+from autotp.ir.op import Op, Rule
 from autotp.kernels.operators import OPS
 
-from .core import Op, Rule, loops, rule
+from .core import loops, rule
 
 if TYPE_CHECKING:
     from .local import Local

@@ -6,8 +6,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autotp.ir.layouts import Size, divide, simplify
+from autotp.ir.op import Carry, Factor, Op, Rule, aten
 
-from .core import Carry, Factor, Op, Rule, aten, broadcast, einsum, local_count, loops, rule, with_factors
+from .core import broadcast, einsum, local_count, loops, rule, with_factors
 
 if TYPE_CHECKING:
     from .local import Local

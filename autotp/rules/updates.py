@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from .core import Op, Rule, aten, einsum, loops, rule
+from autotp.ir.op import Op, Rule, aten
+
+from .core import einsum, loops, rule
 from .lookup import advanced
 
 

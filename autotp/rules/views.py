@@ -6,8 +6,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autotp.ir.layouts import Size, divide, simplify
+from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import Carry, Factor, Op, Rule, Shape, aten, einsum, loops, rule
+from .core import einsum, loops, rule
 
 if TYPE_CHECKING:
     from .local import Local

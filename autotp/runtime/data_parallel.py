@@ -21,15 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autotp import compat
+from autotp.comm.conversions import primitive
 from autotp.comm.ranks import Ranks
 from autotp.cost import call_seconds, collective_bytes
+from autotp.cost.memory import Memory
 from autotp.errors import InputError, StateError
-from autotp.passes.shard.planner import Builder, Planned
-from autotp.plans.describe.layer_times import primitive
-from autotp.plans.estimates import Axis, Memory
+from autotp.ir.program import Planned
+from autotp.ir.scopes import block_of
+from autotp.passes.shard.planner import Builder
+from autotp.plans.estimates import Axis
 from autotp.plans.plan import Parameter, Plan
 
-from .tree import Read, block_of
+from .tree import Read
 
 if TYPE_CHECKING:
     from .module import ShardedModule

@@ -19,10 +19,11 @@ from autotp.driver.pipeline import PLAIN, Mode, Want, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
+from autotp.ir.program import MeshPlace, Sharded
 from autotp.outputs import wrap
 from autotp.passes.decompose.counter_random import SEEDS, seeds
 from autotp.passes.optimise import Fired
-from autotp.passes.shard.rewrite import Place, Sharded, specialise
+from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime.lower.lower import Lowering
@@ -330,10 +331,10 @@ class ShardedModule(Part):
         )
 
 
-def _places(source: Source) -> dict[str, Place]:
+def _places(source: Source) -> dict[str, MeshPlace]:
     """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
     ranks = source.ranks
     if ranks is None:
-        return {"tp": Place(0, source.tp, ""), "dp": Place(0, 1, "")}
+        return {"tp": MeshPlace(0, source.tp, ""), "dp": MeshPlace(0, 1, "")}
     axes = {"tp": ranks, "dp": ranks.batch}
-    return {name: Place(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
+    return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}

@@ -2,8 +2,8 @@
 
 Both are one piece of code: `Llama(shape)` is the untouched model, `Llama(shape, Plain(...))` and `Llama(shape,
 Sequence(...))` hold one rank's slices as plain parameters and communicate by f, f*, g, g* (`benchmarks.helpers.ways`)
-around column- and row-parallel matrices, a vocabulary-parallel embedding and head, with one conversion for q, k, v and one for
-gate, up. Parameters have transformers' names, so that all speak one state dict.
+around column- and row-parallel matrices, a vocabulary-parallel embedding and head, with one conversion for q, k, v and
+one for gate, up. Parameters have transformers' names, so that all speak one state dict.
 """
 
 from __future__ import annotations

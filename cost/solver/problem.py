@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-import re
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 
 import networkx as nx
 
-from autotp.errors import InputError
 from autotp.ir.layouts import Dealt, Layout
 
 ValueId = Hashable
@@ -65,25 +62,6 @@ class Problem:
     limit: float | None = None
 
 
-@dataclass(frozen=True)
-class Solution:
-    """The chosen index per item, with what was proved of it.
-
-    Attributes:
-        chosen: index of each item's choice.
-        seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
-        stored: bytes of parameters; `least_stored`: the least that any assignment reaches.
-        held: bytes that count against the memory budget.
-    """
-
-    chosen: tuple[int, ...]
-    seconds: float
-    bound: float
-    least_stored: float
-    stored: float
-    held: float = 0.0
-
-
 def conversions(
     produced: Layout, wanted: set[Layout], cost: Callable[[Layout, Layout], float | None]
 ) -> list[tuple[Layout, Layout]] | None:
@@ -131,31 +109,3 @@ def _ordered(steps: list[Step]) -> list[Step]:
         out += [(i, j) for i, j in steps if i in have and j not in have]
         have |= {j for _, j in out}
     return out
-
-
-def amount(nbytes: float) -> str:
-    """Bytes with a binary unit."""
-    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if nbytes >= step:
-            return f"{nbytes / step:.1f} {unit}"
-    return f"{nbytes:.0f} B"
-
-
-UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
-
-
-def read_bytes(given: float | str) -> float:
-    """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
-
-    Raises:
-        InputError: it is neither, or not greater than 0.
-    """
-    found = re.fullmatch(r"([0-9.]+) *([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
-    number, unit = found.groups() if found else (given, "")
-    try:
-        nbytes = float(number) * UNITS[unit]
-    except (KeyError, TypeError, ValueError):
-        nbytes = math.nan
-    if isinstance(given, bool) or not (math.isfinite(nbytes) and nbytes > 0):
-        raise InputError(f"memory={given!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
-    return nbytes

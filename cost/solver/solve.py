@@ -15,8 +15,10 @@ import numpy as np
 
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
+from autotp.ir.program import Solution
+from autotp.text import amount
 
-from .problem import Problem, Solution, Use, amount
+from .problem import Problem, Use
 from .search import Search
 
 Terms = dict[int, float]

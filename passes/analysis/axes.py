@@ -8,9 +8,10 @@ from typing import NamedTuple
 from torch import fx
 
 from autotp.ir.graph import Capture, tensors
-from autotp.rules.core import Op, Rule
+from autotp.ir.op import Op, Rule
+from autotp.ir.parts import Found
 
-from .blocks import Found, find_blocks
+from .blocks import find_blocks
 from .dataflow import Dataflow
 
 AXES = ("heads", "mlp", "vocab", "embed", "batch", "sequence")

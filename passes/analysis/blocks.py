@@ -8,56 +8,22 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import networkx as nx
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, module_path, short_name
+from autotp.ir.graph import Capture, short_name
 from autotp.ir.layouts import Size, divide, simplify
-from autotp.rules.core import Op, Rule, Shape
+from autotp.ir.op import Op, Rule, Shape
+from autotp.ir.parts import Found, HeadDims, Heads
+from autotp.ir.scopes import module_path
 
 from .dataflow import Dataflow, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = "aten.scaled_dot_product_attention"
 LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
-Place = tuple[fx.Node, int, tuple[int, ...]]  # an operator, one of its operand slots, and the heads' dimensions there
-
-
-@dataclass(frozen=True)
-class Heads:
-    """Head counts of an attention, the width of a query head, and where query and kv heads can be seen in the graph."""
-
-    count: Size
-    kv: Size
-    width: Size
-    at: Place
-    kv_at: Place
-
-
-@dataclass(frozen=True)
-class Found:
-    """A part of the graph.
-
-    Attributes:
-        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
-        detail: what it is in words.
-        nodes: its operators, in the order of the graph.
-        module: the innermost module that holds those with parameters.
-        parameters: leaves that it reads.
-        first: the equal part in the first of the repeated blocks; itself where there is none.
-        heads: of an attention.
-    """
-
-    kind: str
-    detail: str
-    nodes: tuple[fx.Node, ...]
-    module: str
-    parameters: tuple[fx.Node, ...]
-    first: int
-    heads: Heads | None = None
 
 
 def find_blocks(
@@ -159,7 +125,7 @@ class _Finder:
         if not dims[0] and out is not None:  # heads lie in the batch dimension: the output projection says how many
             count = kv = divide(flow.width(out), value) or 1
             dims = ((0,), (0,))
-        kv_at: Place = (scores, 1, dims[1])
+        kv_at: HeadDims = (scores, 1, dims[1])
         whole = names(flow.roots.get(op.slots[1], ()))
         for n in (n for n in flow.back([op.slots[1]])[0] if names(flow.roots[n]) == whole):
             grown = divide(_times(flow.ops[n].outs[0]), _times(flow.ops[n].ins[0])) if self._view(n) else 1

@@ -15,7 +15,8 @@ from torch import fx
 
 from autotp.ir.graph import Capture, differentiable
 from autotp.ir.layouts import Size, simplify
-from autotp.rules.core import Factor, Op, Rule, Shape, is_tensor, rule_of
+from autotp.ir.op import Factor, Op, Rule, Shape, is_tensor
+from autotp.rules.core import rule_of
 
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 

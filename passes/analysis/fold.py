@@ -11,8 +11,9 @@ from typing import Any
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, module_path, tensors
-from autotp.rules.core import sizes
+from autotp.ir.graph import Capture, tensors
+from autotp.ir.op import sizes
+from autotp.ir.scopes import module_path
 
 INDEXED = re.compile(r"\.\d+(@\d+)?$")
 

@@ -15,8 +15,8 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.ir.graph import Capture
+from autotp.ir.op import aten
 from autotp.passes.base import Pass
-from autotp.rules.core import aten
 
 # Contractions: autocast lowers all operands, and fake tensors do not mind if they differ.
 LOWERED = frozenset(

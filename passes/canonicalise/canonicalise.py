@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autotp.ir.graph import Capture, differentiable
+from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Pass
-from autotp.rules.core import Op, aten, expression, is_tensor, sizes
 
 from .drop_examples import DropExamples
 from .strides import LayOut, Reshape

@@ -9,8 +9,8 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture
+from autotp.ir.op import Op, aten, is_tensor
 from autotp.passes.base import Pass
-from autotp.rules.core import Op, aten, is_tensor
 
 PLAIN: dict[Any, Any] = {
     aten.new_zeros.default: aten.zeros.default,

@@ -8,7 +8,7 @@ from typing import Any
 from torch import fx
 
 from autotp.ir.graph import tensors
-from autotp.rules.core import Op, aten
+from autotp.ir.op import Op, aten
 
 # What cuts a part out of a value -> what puts one in.
 PARTS: dict[Any, Any] = {aten.slice.Tensor: aten.slice_scatter.default, aten.select.int: aten.select_scatter.default}

@@ -8,8 +8,8 @@ from typing import ClassVar
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture
+from autotp.ir.op import aten, expression
 from autotp.passes.base import Pass
-from autotp.rules.core import aten, expression
 
 
 @dataclass(frozen=True)

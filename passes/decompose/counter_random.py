@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, Leaf, caller, draws
+from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
-from autotp.rules.core import Op, aten, expression, sizes
 from autotp.rules.local import Sizes
 
 SEEDS = "seeds"

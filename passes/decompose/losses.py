@@ -19,8 +19,8 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import InputError
 from autotp.ir.graph import Capture, Leaf, caller, tensors
+from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
-from autotp.rules.core import Op, aten
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)

@@ -10,7 +10,7 @@ from torch import fx
 
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
-from autotp.passes.shard.rewrite import Place
+from autotp.ir.program import MeshPlace
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Setting:
         held: bytes that the fullest rank holds, by the memory model.
     """
 
-    place: Place
+    place: MeshPlace
     cluster: Cluster
     objective: Objective
     device: torch.device

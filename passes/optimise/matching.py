@@ -11,10 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.ir.graph import innermost
 from autotp.ir.layouts import Grouped, Partial, Shard
-from autotp.ir.scopes import is_region, scope_path
-from autotp.rules.core import aten, is_tensor
+from autotp.ir.op import aten, is_tensor
+from autotp.ir.scopes import innermost, is_region, scope_path
 
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 COMMUTE = (aten.add, aten.mul)

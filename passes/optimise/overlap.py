@@ -27,7 +27,7 @@ from autotp.cost import (
     size_hint,
     tensor_bytes,
 )
-from autotp.plans.show.rows import seconds as told
+from autotp.text import seconds as told
 
 from .base import Optimisation, Setting
 from .products import Dealt, Group, Product, dealt, fuse, fuse_dealt, groups

@@ -11,8 +11,8 @@ from torch import Tensor, fx
 
 from autotp.comm.conversions import f, g, g_star
 from autotp.comm.overlapped import ADDMM, LINEAR, MATMUL, grouped, scattered
+from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
-from autotp.rules.core import Op, aten
 
 from .matching import calls, one_region, placed
 

@@ -15,7 +15,7 @@ from torch import fx
 from autotp.comm.conversions import g
 from autotp.comm.overlapped import grouped
 from autotp.cost import tensor_bytes
-from autotp.cost.solver.problem import amount
+from autotp.text import amount
 
 from .base import Optimisation, Setting
 from .products import fuse, groups, over_tp

@@ -14,13 +14,14 @@ from autotp import compat
 from autotp.comm import conversions
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
-from autotp.ir.graph import Leaf, draws, resolve, shape_of, substitute, tensors
+from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
-from autotp.rules.core import Factor, Op, Rule, expression, loops, rule_of, sizes
+from autotp.ir.op import Factor, Op, Rule, expression, sizes
+from autotp.ir.program import Planned
+from autotp.rules.core import loops, rule_of
 from autotp.rules.local import Sizes
 
-from .pins import outputs_of
-from .planner import Builder, Planned
+from .planner import Builder
 from .rewrite import Rewriter
 from .strategies import Candidates
 

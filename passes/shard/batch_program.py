@@ -23,14 +23,14 @@ from autotp import compat
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, Leaf, shape_of, substitute
+from autotp.ir.graph import Capture, Leaf, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.op import expression, sizes
 from autotp.passes.decompose.losses import take_sums_apart
-from autotp.rules.core import expression, sizes
 from autotp.rules.local import ARITHMETIC
+from autotp.text import listed
 
 from .batch_axis import BatchBuilder, BatchRewriter
-from .pins import listed, where
 from .planner import decide
 
 AXIS = "dp"

@@ -6,11 +6,10 @@ the operator which forbids it.
 
 from __future__ import annotations
 
-import difflib
 import fnmatch
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,10 +21,12 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp import compat
 from autotp.cost.solver.problem import Choice
 from autotp.errors import InputError, PlanError
-from autotp.ir.graph import Capture, floating, module_path, resolve, short_name, tensors
+from autotp.ir.graph import Capture, floating, outputs_of, read, resolve, tensors, where
 from autotp.ir.layouts import I, Layout, R, Shard
+from autotp.ir.op import Op, Rule
+from autotp.ir.scopes import module_path
 from autotp.passes.analysis.axes import AXES, find_axes
-from autotp.rules.core import Op, Rule
+from autotp.text import listed, near
 
 Pins = Mapping[str, Placement]
 Dims = Mapping[str, int | None]  # key -> pinned dimension, None for whole
@@ -239,43 +240,6 @@ def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
             f"the pin {key!r} asks for Shard({dim}) of {what}, which has {ndim} dimensions. Change the pin."
         )
     return Ask(key, what, (dim % ndim,), True)
-
-
-def outputs_of(program: Capture) -> list[fx.Node]:
-    """The graph's tensor outputs, in order."""
-    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
-
-
-def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:
-    """Operators that read a node's values, the operand slot, and the value."""
-    work = [maker]
-    while work:
-        node = work.pop()
-        for user in node.users:
-            if user in ops:
-                slots = enumerate(ops[user].slots) if tensors(user) else ()  # its size is no use of a value
-                yield from ((user, i, s.meta["val"]) for i, s in slots if s is node)
-            elif resolve(user)[0] is maker:
-                work.append(user)
-
-
-def where(node: fx.Node) -> str:
-    """An operator with its module."""
-    path = module_path(node)
-    return (
-        f"{short_name(node.target)} in {path[-1] if path else 'the model'}" if node.op == "call_function" else node.name
-    )
-
-
-def listed(items: Iterable[Any]) -> str:
-    """The items as text, each once."""
-    return ", ".join(dict.fromkeys(map(str, items)))
-
-
-def near(key: str, names: Iterable[str]) -> str:
-    """The names that are most like a key."""
-    names = list(names)
-    return ", ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.3) or names[:5])
 
 
 def _dims(dims: Iterable[int]) -> str:

@@ -14,34 +14,22 @@ from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
 from autotp.cost.saved_tensors import Keepers
-from autotp.cost.solver.problem import Choice, Item, Problem, Solution, Use
+from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.solve import Infeasible, feasible, solve
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Value, differentiable, resolve, shape_of, tensors
+from autotp.ir.graph import Capture, Value, differentiable, outputs_of, read, resolve, shape_of, tensors, where
 from autotp.ir.layouts import Grouped, I, Layout, Partition, R, Shard
+from autotp.ir.op import Op, Rule, sizes
+from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
-from autotp.plans.plan import Decision
-from autotp.rules.core import Op, Rule, rule_of, sizes
+from autotp.rules.core import rule_of
+from autotp.text import listed
 
-from .pins import Ask, Dims, listed, outputs_of, read, where
+from .pins import Ask, Dims
 from .pins import find as find_pins
 from .strategies import Candidates, penalty, signatures
 
 OUTPUT_SLOT = "output"
-
-
-@dataclass
-class Planned:
-    """A captured graph with a decision for every node."""
-
-    program: Capture
-    tp: int
-    decisions: dict[fx.Node, Decision]
-    ops: dict[fx.Node, Op]
-    rules: dict[fx.Node, Rule | None]
-    same: dict[fx.Node, fx.Node]
-    grads: set[fx.Node]
-    solution: Solution | None = None
 
 
 @dataclass

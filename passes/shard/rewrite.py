@@ -8,53 +8,21 @@ from __future__ import annotations
 import operator
 from collections import defaultdict
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
-from torch import Tensor, fx
+from torch import fx
 
 from autotp import compat
 from autotp.comm import conversions as convert
 from autotp.comm.slices import to_runtime
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
-from autotp.ir.graph import Value, innermost, module_path, resolve, tensors
+from autotp.ir.graph import Value, outputs_of, resolve, tensors
 from autotp.ir.layouts import Grouped, I, Layout, P, Partition, R, Shard
-from autotp.ir.scopes import scope_path
-from autotp.plans.plan import Decision
-from autotp.rules.core import Op, sizes
+from autotp.ir.op import Op, sizes
+from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
+from autotp.ir.scopes import innermost, module_path, scope_path
 from autotp.rules.local import Local, Sizes
-
-from .pins import outputs_of
-from .planner import Planned
-
-
-class Place(NamedTuple):
-    """A rank's place on a mesh axis: its rank there, the axis's size, and the name of the process group."""
-
-    rank: int
-    size: int
-    group: str
-
-
-@dataclass
-class Sharded:
-    """A per-rank program before the rank is known.
-
-    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
-    """
-
-    graph: fx.Graph
-    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
-    origin: dict[fx.Node, Value] = field(default_factory=dict)
-    ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
-
-    def result(self, position: int) -> tuple[Layout, Tensor]:
-        """How the output at this position lies, and the (fake) whole value."""
-        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        found = output.args[0][position]  # type: ignore[index]
-        node, index = self.origin[found]  # type: ignore[index]
-        return self.layouts[found], tensors(node)[index]  # type: ignore[index]
 
 
 class Rewriter:
@@ -260,7 +228,7 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
     return Rewriter(planned, price, outputs).run()
 
 
-def specialise(sharded: Sharded, axes: Mapping[str, Place]) -> fx.Graph:
+def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
     """The program of one rank, which has this place on each mesh axis, "tp" and where there is one "dp"."""
     graph = fx.Graph()
     copied: dict[fx.Node, fx.Node] = {}

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
-from autotp.rules.core import Carry, Factor, Rule, Shape
+from autotp.ir.op import Carry, Factor, Rule, Shape
 
 MOST = 5  # candidate partitions kept for one dimension of one value
 Dim = tuple[ValueId, int]
@@ -112,17 +112,6 @@ def penalty(layouts: Iterable[Layout], tp: int) -> int:
         if isinstance(x, Shard):
             total += len(x.partition.segments) - 1 + (x.partition.repeat != 1) + 2 * (not x.partition.even(tp))
     return total
-
-
-def share(layout: Layout, tp: int, hint) -> float:
-    """Largest part of a value that one rank holds."""
-    if not isinstance(layout, Shard):
-        return 1.0
-    held = total = 0
-    for s in layout.partition.segments:
-        count, unit = hint(s.count), hint(s.unit)
-        held, total = held + -(-count // tp) * unit, total + count * unit
-    return held / max(total, 1)
 
 
 Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Dealt | None]

@@ -14,7 +14,8 @@ import autotp
 from autotp.capture import export, repeated_blocks
 from autotp.driver.pipeline import capture_model
 from autotp.inputs import normalise
-from autotp.ir.graph import module_path, short_name
+from autotp.ir.graph import short_name
+from autotp.ir.scopes import module_path
 from tests.helpers.models import inputs_of, transformer
 
 DEPTH, WIDTH = 6, 8

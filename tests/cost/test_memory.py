@@ -23,10 +23,11 @@ from autotp.driver.pipeline import Options, Staged, plan_stages
 from autotp.driver.sweep import sweep
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import size_hint
-from autotp.passes.shard.rewrite import Place, specialise
+from autotp.ir.op import sizes
+from autotp.ir.program import MeshPlace
+from autotp.passes.shard.rewrite import specialise
 from autotp.plans.describe.describe import local_shape
 from autotp.plans.plan import Plan
-from autotp.rules.core import sizes
 from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.models import build, captured, inputs_of, transformer
 from tests.helpers.plans import planned_for
@@ -67,7 +68,7 @@ def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
 
 def kept_by_torch(name: str, stages: Staged, group: str) -> int:
     """Bytes that autograd keeps when rank 0 runs its program on the CPU; parameters and buffers are not counted."""
-    graph = specialise(stages.sharded, {"tp": Place(0, stages.planned.tp, group)})
+    graph = specialise(stages.sharded, {"tp": MeshPlace(0, stages.planned.tp, group)})
     values = rank_values(name, stages)
     inputs = {x.node.name for x in stages.planned.program.inputs}
     steady = {x.untyped_storage()._cdata for n, x in values.items() if n not in inputs}

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from autotp.driver.pipeline import Options, apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
-from autotp.passes.shard.planner import Planned
-from autotp.passes.shard.rewrite import Sharded
+from autotp.ir.program import Planned, Sharded
 from autotp.plans.plan import Plan
 from autotp.proof.simulate import Values
 

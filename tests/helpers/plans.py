@@ -14,8 +14,9 @@ from autotp.comm.slices import to_runtime
 from autotp.cost import Cluster
 from autotp.driver.pipeline import capture_model
 from autotp.inputs import Inputs
-from autotp.passes.shard.planner import Builder, Planned, decide
-from autotp.passes.shard.rewrite import Sharded, rewrite
+from autotp.ir.program import Planned, Sharded
+from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.rewrite import rewrite
 from autotp.plans.plan import Parameter, Plan
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 

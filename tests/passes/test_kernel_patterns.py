@@ -16,11 +16,11 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.ir import layouts
 from autotp.ir.graph import short_name
+from autotp.ir.op import aten
+from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import matching
 from autotp.passes.optimise.base import Setting
 from autotp.passes.optimise.kernels import norm, place
-from autotp.passes.shard.rewrite import Place
-from autotp.rules.core import aten
 from tests.helpers.models import inputs_of, redrawn, transformer
 from tests.runtime.test_module import difference, gradients_differ, mesh_of
 
@@ -79,7 +79,7 @@ def test_off_by_default_on_a_cpu_and_by_the_switch():
     ],
 )
 def test_on_by_default_on_a_cuda_device(backend, triton, why):
-    setting: Any = Setting(Place(0, 2, ""), None, None, torch.device("cuda"), backend)  # type: ignore[arg-type]
+    setting: Any = Setting(MeshPlace(0, 2, ""), None, None, torch.device("cuda"), backend)  # type: ignore[arg-type]
     with patch.object(place, "available", return_value=triton):
         assert place.Kernels().idle(setting).startswith(why) and bool(place.Kernels().idle(setting)) == bool(why)
 

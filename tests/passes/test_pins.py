@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import autotp
-from autotp.cost.solver.problem import read_bytes
 from autotp.driver.pipeline import Options, apply_plan, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
 from autotp.proof.compare import compare
+from autotp.text import read_bytes
 from tests.helpers.models import HIDDEN, build, captured, planned, values
 
 

@@ -15,8 +15,8 @@ import pytest
 from autotp.ir.layouts import Shard
 from autotp.plans.plan import Plan
 from autotp.plans.show.page import html, write_html
-from autotp.plans.show.rows import seconds
 from autotp.plans.show.timeline import timeline
+from autotp.text import seconds
 from tests.helpers.models import planned
 
 VOID = {"meta", "br", "wbr", "rect", "path", "circle", "link", "img"}

@@ -11,8 +11,7 @@ from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
 from autotp.driver.verify import Report, compare
 from autotp.ir.layouts import Layout
-from autotp.passes.shard.planner import Planned
-from autotp.passes.shard.rewrite import Sharded
+from autotp.ir.program import Planned, Sharded
 from tests.helpers.models import planned, values
 
 Mutation = Callable[[Sharded, fx.Node], None]

@@ -20,9 +20,10 @@ import torch
 
 from autotp import compat
 from autotp.ir.graph import short_name
+from autotp.ir.op import Rule
 from autotp.proof.case import Case, Program, choices, program, required
 from autotp.proof.rule import prove
-from autotp.rules.core import Rule, function_of, overloads
+from autotp.rules.core import function_of, overloads
 from autotp.rules.notation import letters, linear, notation
 from tests.rules.cases import CASES
 

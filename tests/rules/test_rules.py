@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from autotp.errors import RuleError
+from autotp.ir.op import Carry, Factor, Op, Rule
 from autotp.proof.case import Case, program, required
 from autotp.proof.rule import prove
-from autotp.rules.core import RULES, Carry, Factor, Op, Rule, function_of, loops, rule_of
+from autotp.rules.core import RULES, function_of, loops, rule_of
 from tests.rules.cases import CASES, aten, case, f, ints
 
 RANKS = (2, 3)

@@ -14,13 +14,14 @@ from autotp.cost import Cluster
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import I, R, Shard
+from autotp.ir.op import aten, sizes
+from autotp.ir.program import Decision, Planned, Sharded
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.canonicalise import CANONICAL
-from autotp.passes.shard.planner import Builder, Planned
-from autotp.passes.shard.rewrite import Sharded, rewrite
-from autotp.plans.plan import Decision
+from autotp.passes.shard.planner import Builder
+from autotp.passes.shard.rewrite import rewrite
 from autotp.proof import simulate
-from autotp.rules.core import RULES, aten, sizes
+from autotp.rules.core import RULES
 
 WIDTH = 12
 SIZES = ((3, 5), (2, 7), (5, 2))  # two positions: with three ranks one has none

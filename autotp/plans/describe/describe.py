@@ -10,18 +10,20 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
+from autotp.comm.conversions import primitive
 from autotp.comm.slices import to_runtime
 from autotp.cost import collective_bytes
 from autotp.cost.memory import measure
-from autotp.ir.graph import module_path, resolve, short_name
-from autotp.ir.layouts import Layout, Partial, Shard, Size
-from autotp.passes.analysis.blocks import Found, Place, counted, find_blocks
-from autotp.passes.shard.planner import Builder, Planned
-from autotp.passes.shard.rewrite import Sharded
-from autotp.passes.shard.strategies import share
+from autotp.ir.graph import resolve, short_name
+from autotp.ir.layouts import Layout, Partial, Shard, Size, share
+from autotp.ir.parts import Found, HeadDims
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import module_path
+from autotp.passes.analysis.blocks import counted, find_blocks
+from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Block, Collective, Parameter, Plan, Totals
 
-from .layer_times import Steps, layer, primitive
+from .layer_times import Steps, layer
 from .megatron import Sent, hand_plan, priced
 from .reasons import reason, role
 
@@ -124,7 +126,7 @@ def _limit(found: Found, planned: Planned) -> str:
     return "; ".join(x for x in told if x)
 
 
-def _held(count: Size, place: Place, planned: Planned) -> Size:
+def _held(count: Size, place: HeadDims, planned: Planned) -> Size:
     """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
     node, slot, dims = place
     layout = planned.decisions[node].ins[slot]

@@ -10,14 +10,16 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
+from autotp.comm.conversions import primitive
 from autotp.comm.slices import to_runtime
 from autotp.cost.prices import BACKWARD
-from autotp.ir.graph import module_path, short_name, tensors
+from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
-from autotp.passes.analysis.blocks import Found
+from autotp.ir.parts import Found
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import module_path
 from autotp.passes.analysis.fold import INDEXED
-from autotp.passes.shard.planner import Builder, Planned
-from autotp.passes.shard.rewrite import Sharded
+from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
 
 Place = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
@@ -149,10 +151,3 @@ class Steps:
 
 def _indexed(path: Sequence[str]) -> tuple[str, ...]:
     return tuple(p for p in path if INDEXED.search(p))
-
-
-def primitive(src: Layout, dst: Layout) -> str | None:
-    """The primitive of a conversion; None where no bytes are sent."""
-    if src == dst:
-        return None
-    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive

@@ -18,8 +18,9 @@ from torch import fx
 
 from autotp.cost import call_seconds, collective_bytes
 from autotp.ir.graph import resolve, tensors
-from autotp.passes.analysis.blocks import Found
-from autotp.passes.shard.planner import Builder, Planned
+from autotp.ir.parts import Found
+from autotp.ir.program import Planned
+from autotp.passes.shard.planner import Builder
 
 FEED_FORWARD = ("mlp", "experts")
 COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks for the count to apply

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from torch import fx
 
 from autotp.ir.graph import draws, resolve, short_name, tensors
-from autotp.passes.shard.planner import Planned
+from autotp.ir.op import EXPERTS, Carry, Factor
+from autotp.ir.program import Planned
 from autotp.passes.shard.strategies import Candidates
-from autotp.rules.core import EXPERTS, Carry, Factor
 
 CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
 

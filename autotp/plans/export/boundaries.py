@@ -9,7 +9,6 @@ gather their output or split their input, and weights stay split.
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,12 +16,12 @@ from typing import Any
 
 from torch import fx
 
-from autotp.ir.graph import Value, module_path, resolve
+from autotp.ir.graph import Value, outputs_of, resolve, where
 from autotp.ir.layouts import Grouped, Layout, Partial, Shard
-from autotp.passes.shard.pins import outputs_of, where
+from autotp.ir.op import Op, aten
+from autotp.ir.program import Decision
+from autotp.ir.scopes import generic, module_path
 from autotp.passes.shard.planner import Builder
-from autotp.plans.plan import Decision
-from autotp.rules.core import Op, aten
 from autotp.rules.views import local_shape
 
 from .regions import Port, Regions, Sums
@@ -32,7 +31,6 @@ SITES: dict[Any, tuple[str, int, int]] = {
     aten.linear.default: (LINEAR, 1, 0),
     aten.embedding.default: (EMBEDDING, 0, 1),
 }  # class, weight, input
-NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number
 SHARED = "it is tied, or read more than once, and a style is for the own weight of one module"
 
 
@@ -262,11 +260,6 @@ class Boundaries:
                 for port in ports if bad else ():
                     if self.regions.root(port) not in why:
                         self.regions.refuse(port, bad[0])
-
-
-def generic(name: str) -> str:
-    """A path with `*` for its numbers."""
-    return NUMBER.sub("*", name)
 
 
 def innermost(node: fx.Node) -> tuple[str, str]:

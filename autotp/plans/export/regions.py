@@ -10,8 +10,8 @@ from torch import fx
 
 from autotp.ir.graph import resolve
 from autotp.ir.layouts import Layout, Partial, Partition, Shard
-from autotp.plans.plan import Decision
-from autotp.rules.core import Op
+from autotp.ir.op import Op
+from autotp.ir.program import Decision
 
 Port = tuple[str, Any]  # ("op", node), or one side of a module: ("in", node), ("out", node)
 

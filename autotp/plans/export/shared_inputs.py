@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
-from autotp.ir.graph import Value, module_path
-from autotp.passes.shard.pins import read
+from autotp.ir.graph import Value, read
+from autotp.ir.scopes import module_path
 
 from .boundaries import Boundaries, Boundary
 from .fakerun import Trial

@@ -16,10 +16,11 @@ from torch.distributed.tensor.parallel import (
 )
 
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, module_path
+from autotp.ir.graph import Capture
+from autotp.ir.scopes import NUMBER, generic, module_path
 from autotp.plans.explain import KEPT
 
-from .boundaries import NUMBER, Boundaries, Boundary, generic
+from .boundaries import Boundaries, Boundary
 from .fakerun import Trial
 from .shared_inputs import once
 

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.solver.problem import amount
+from autotp.cost.memory import Memory
 from autotp.ir.layouts import Shard
-from autotp.plans.estimates import NAMED, REST, Degree, Memory
+from autotp.plans.estimates import NAMED, REST, Degree
 from autotp.plans.plan import Parameter, Plan
+from autotp.text import amount, round_seconds
 
 from . import rows
 from .drawing import template, ticks
@@ -137,9 +138,7 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         "boxes": [_box(e, scale, dict(tracks)[e.track]) for e in events],
         "passes": [(name, x, end, rows.seconds(took)) for name, x, end, took in passes],
         "tracks": tracks,
-        "ticks": [
-            (LEFT + scale * t, rows.round_seconds(t, marks[-1])) for t in marks if LEFT + scale * t <= WIDTH - RIGHT
-        ],
+        "ticks": [(LEFT + scale * t, round_seconds(t, marks[-1])) for t in marks if LEFT + scale * t <= WIDTH - RIGHT],
         "size": (WIDTH, bottom + 34),
         "bottom": bottom,
         "height": HEIGHT,

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.solver.problem import amount
 from autotp.driver.sweep import Sweep
 from autotp.errors import InputError
 from autotp.plans.estimates import Degree
+from autotp.text import amount, round_seconds
 
 from . import rows
 from .drawing import template, ticks
@@ -134,7 +134,7 @@ def _round_size(nbytes: float, most: float) -> str:
 
 
 def _round_each(x: float, most: float) -> str:
-    return rows.round_seconds(x, x)
+    return round_seconds(x, x)
 
 
 def _even(found: Sequence[float]) -> list[float]:
@@ -143,4 +143,4 @@ def _even(found: Sequence[float]) -> list[float]:
 
 TIME = Axis("step", lambda row: row.seconds, rows.seconds, _decimal, _round_each)
 MEMORY = Axis("memory per rank", lambda row: row.memory, amount, _binary, _round_size)
-EXPOSED = Axis("exposed communication", lambda row: row.exposed, rows.seconds, _even, rows.round_seconds, factors=False)
+EXPOSED = Axis("exposed communication", lambda row: row.exposed, rows.seconds, _even, round_seconds, factors=False)

@@ -12,10 +12,11 @@ from rich.table import Table
 from rich.text import Text
 from torch import fx
 
-from autotp.cost.solver.problem import amount
-from autotp.ir.graph import module_path, short_name
+from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.scopes import module_path
 from autotp.plans.estimates import OUTSIDE
+from autotp.text import amount
 
 from . import rows
 from .rows import MARKS, Part

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotp.cost.solver.problem import amount
 from autotp.ir.layouts import Shard, Size
+from autotp.text import amount
 
 if TYPE_CHECKING:
-    from autotp.plans.estimates import Axis, Memory
+    from autotp.cost.memory import Memory
+    from autotp.plans.estimates import Axis
     from autotp.plans.plan import Block, Collective, Parameter, Plan
+from autotp.text import number, seconds
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
@@ -206,25 +208,6 @@ def primitive(name: str | None) -> str:
 def shape(sizes: Sequence[int]) -> str:
     """`64 x 128`."""
     return " x ".join(map(str, sizes)) or "scalar"
-
-
-def number(x: float) -> str:
-    """A count with a decimal unit."""
-    for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
-        if x >= step:
-            return f"{x / step:.2f}{unit}"
-    return f"{x:.0f}"
-
-
-def seconds(x: float) -> str:
-    """A time in milliseconds or microseconds."""
-    return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
-
-
-def round_seconds(x: float, most: float) -> str:
-    """A round time, in a unit that suits all up to `most`."""
-    unit, factor = next((u, f) for u, f, least in (("s", 1, 1.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0)) if most >= least)
-    return f"{factor * x:g} {unit}" if x else "0"
 
 
 def of(local: float, whole: float) -> str:

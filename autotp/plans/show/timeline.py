@@ -11,8 +11,9 @@ from typing import Any
 from autotp.errors import PlanError
 from autotp.plans.estimates import Layer, Timed
 from autotp.plans.plan import Plan
+from autotp.text import seconds
 
-from .rows import MARKS, last, operator, primitive, seconds
+from .rows import MARKS, last, operator, primitive
 
 TRACKS = ("compute", "communication")
 

@@ -14,8 +14,8 @@ from autotp.comm import symmetric
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.errors import InputError
+from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import Fired, Setting, optimise, read_switches
-from autotp.passes.shard.rewrite import Place
 
 from .regional import Compiler
 
@@ -67,7 +67,7 @@ class Lowering:
         """The same, for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
-    def optimised(self, graph: fx.Graph, place: Place, device: torch.device, held: float) -> Fired:
+    def optimised(self, graph: fx.Graph, place: MeshPlace, device: torch.device, held: float) -> Fired:
         """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired."""
         setting = Setting(place, self.cluster, self.objective, device, self.name, held)
         return optimise(graph, setting, self.switches)

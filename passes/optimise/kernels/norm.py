@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ir.op import aten, is_tensor, sizes
 from autotp.ir.scopes import scope_path
 from autotp.kernels.common import DTYPES
 from autotp.passes.optimise.matching import (
@@ -24,7 +25,6 @@ from autotp.passes.optimise.matching import (
     value_of,
     whole_along,
 )
-from autotp.rules.core import aten, is_tensor, sizes
 
 OPS: Any = torch.ops.autotp
 X = Cast(Name("x"))

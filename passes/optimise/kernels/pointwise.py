@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ir.op import aten, sizes
 from autotp.kernels.common import DTYPES
 from autotp.passes.optimise.matching import (
     Call,
@@ -25,7 +26,6 @@ from autotp.passes.optimise.matching import (
     summable,
     value_of,
 )
-from autotp.rules.core import aten, sizes
 
 OPS: Any = torch.ops.autotp
 X = Name("x")

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
+from autotp.ir.op import aten, sizes
 from autotp.kernels.common import DTYPES, WIDE
 from autotp.kernels.rotary import MOST_DIMS
 from autotp.passes.optimise.matching import CASTS, calls, closed, put, value_of, whole_along
-from autotp.rules.core import aten, sizes
 
 OPS: Any = torch.ops.autotp
 

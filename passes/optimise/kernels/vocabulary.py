@@ -9,10 +9,10 @@ from torch import fx
 
 from autotp.comm import conversions as convert
 from autotp.ir.layouts import Partial, spans
+from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
 from autotp.kernels.common import DTYPES, WIDE
 from autotp.passes.optimise.matching import CASTS, calls, erase, placed, put, value_of
-from autotp.rules.core import aten
 from autotp.rules.lookup import vocabulary_embedding
 
 OPS: Any = torch.ops.autotp

@@ -1,0 +1,83 @@
+"""What the stages hand on: decisions, the planned capture, the program of the ranks, the solver's answer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from torch import Tensor, fx
+
+from .graph import Capture, Value, tensors
+from .layouts import Dealt, Layout
+from .op import Op, Rule
+
+
+@dataclass(frozen=True)
+class Decision:
+    """How one operator runs: a layout per operand slot and per result, and the split factor with its loop."""
+
+    ins: tuple[Layout, ...]
+    outs: tuple[Layout, ...]
+    factor: int | None = None
+    loop: Dealt | None = None
+
+
+@dataclass
+class Planned:
+    """A captured graph with a decision for every node."""
+
+    program: Capture
+    tp: int
+    decisions: dict[fx.Node, Decision]
+    ops: dict[fx.Node, Op]
+    rules: dict[fx.Node, Rule | None]
+    same: dict[fx.Node, fx.Node]
+    grads: set[fx.Node]
+    solution: Solution | None = None
+
+
+class MeshPlace(NamedTuple):
+    """A rank's place on a mesh axis: its rank there, the axis's size, and the name of the process group."""
+
+    rank: int
+    size: int
+    group: str
+
+
+@dataclass
+class Sharded:
+    """A per-rank program before the rank is known.
+
+    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
+    """
+
+    graph: fx.Graph
+    layouts: dict[fx.Node, Layout] = field(default_factory=dict)
+    origin: dict[fx.Node, Value] = field(default_factory=dict)
+    ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+
+    def result(self, position: int) -> tuple[Layout, Tensor]:
+        """How the output at this position lies, and the (fake) whole value."""
+        output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
+        found = output.args[0][position]  # type: ignore[index]
+        node, index = self.origin[found]  # type: ignore[index]
+        return self.layouts[found], tensors(node)[index]  # type: ignore[index]
+
+
+@dataclass(frozen=True)
+class Solution:
+    """The chosen index per item, with what was proved of it.
+
+    Attributes:
+        chosen: index of each item's choice.
+        seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
+        stored: bytes of parameters; `least_stored`: the least that any assignment reaches.
+        held: bytes that count against the memory budget.
+    """
+
+    chosen: tuple[int, ...]
+    seconds: float
+    bound: float
+    least_stored: float
+    stored: float
+    held: float = 0.0

@@ -1,0 +1,69 @@
+"""Numbers and names in words: bytes, seconds, lists, near misses."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterable
+from typing import Any
+
+from .errors import InputError
+
+
+def amount(nbytes: float) -> str:
+    """Bytes with a binary unit."""
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.1f} {unit}"
+    return f"{nbytes:.0f} B"
+
+
+UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def read_bytes(given: float | str) -> float:
+    """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
+
+    Raises:
+        InputError: it is neither, or not greater than 0.
+    """
+    found = re.fullmatch(r"([0-9.]+) *([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
+    number, unit = found.groups() if found else (given, "")
+    try:
+        nbytes = float(number) * UNITS[unit]
+    except (KeyError, TypeError, ValueError):
+        nbytes = math.nan
+    if isinstance(given, bool) or not (math.isfinite(nbytes) and nbytes > 0):
+        raise InputError(f"memory={given!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
+    return nbytes
+
+
+def number(x: float) -> str:
+    """A count with a decimal unit."""
+    for unit, step in (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
+        if x >= step:
+            return f"{x / step:.2f}{unit}"
+    return f"{x:.0f}"
+
+
+def seconds(x: float) -> str:
+    """A time in milliseconds or microseconds."""
+    return f"{1e3 * x:.3f} ms" if x >= 1e-4 else f"{1e6 * x:.1f} us"
+
+
+def round_seconds(x: float, most: float) -> str:
+    """A round time, in a unit that suits all up to `most`."""
+    unit, factor = next((u, f) for u, f, least in (("s", 1, 1.0), ("ms", 1e3, 1e-3), ("us", 1e6, 0.0)) if most >= least)
+    return f"{factor * x:g} {unit}" if x else "0"
+
+
+def listed(items: Iterable[Any]) -> str:
+    """The items as text, each once."""
+    return ", ".join(dict.fromkeys(map(str, items)))
+
+
+def near(key: str, names: Iterable[str]) -> str:
+    """The names that are most like a key."""
+    names = list(names)
+    return ", ".join(difflib.get_close_matches(key, names, n=3, cutoff=0.3) or names[:5])
