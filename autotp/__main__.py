@@ -1,6 +1,6 @@
 """`python -m autotp`."""
 
-from .cli import main
+from autotp.cli import main
 
 if __name__ == "__main__":
     main()

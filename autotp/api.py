@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.capture.capture import aliases, skeleton
 from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.cost import Cluster
 from autotp.driver.like import plan_like
 from autotp.driver.pipeline import (
     PLAIN,
@@ -34,15 +35,14 @@ from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
+from autotp.runtime import state
 from autotp.runtime.data_parallel import read_axis, refuse_late
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule, Source
 
-from .cost import Cluster
 from .errors import InputError, PlanError
 from .inputs import Inputs
-from .runtime import state
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 

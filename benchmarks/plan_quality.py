@@ -7,8 +7,8 @@
 Each plan runs a step forward and backward as rank 0 of torch's "fake" process group on fake tensors, and every
 collective that is called is counted (`benchmarks.hand_plans`). Megatron's bytes are counted from the model's blocks
 (`autotp.plans.describe.megatron`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
-`RowwiseParallel` on every `nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns
-with whole outputs.
+`RowwiseParallel` on every `nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns with
+whole outputs.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Step time on local gloo ranks beside a hand-written module: `python -m benchmarks.step_time [--write]`.
 
-Two processes of one thread each train the same Llama (`benchmarks.helpers.megatron`) made tensor-parallel by autotp, by
-hand, by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All compute the same
-loss and gradients, which is checked first; then each takes a step in turn.
+Two processes of one thread each train the same Llama (`benchmarks.helpers.megatron`) made tensor-parallel by autotp,
+by hand, by torch's `parallelize_module` and by transformers' `tp_plan`, eager and compiled by Inductor. All compute
+the same loss and gradients, which is checked first; then each takes a step in turn.
 """
 
 from __future__ import annotations

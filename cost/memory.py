@@ -1,11 +1,11 @@
 """What a rank holds: parameters, gradients, optimizer states, activations over time, keys and values of a cache.
 
-Parameters, gradients and states are there all the time. Everything else has a lifetime on one line of 2n moments, the n
-nodes of the rank's program forward and then backward: a value lives until its last reader, or, where autograd keeps it
-(`autotp.cost.saved_tensors`), until the backward of the first operator that keeps it; its gradient from the backward
-of its last reader until that of its maker. Views share the memory of what they view, so a value kept by several counts
-once. The peak is the fullest moment. Not counted: what the allocator loses, workspaces of kernels and collectives, and what an
-optimizer's step needs for itself.
+Parameters, gradients and states are there all the time. Everything else has a lifetime on one line of 2n moments, the
+n nodes of the rank's program forward and then backward: a value lives until its last reader, or, where autograd keeps
+it (`autotp.cost.saved_tensors`), until the backward of the first operator that keeps it; its gradient from the
+backward of its last reader until that of its maker. Views share the memory of what they view, so a value kept by
+several counts once. The peak is the fullest moment. Not counted: what the allocator loses, workspaces of kernels and
+collectives, and what an optimizer's step needs for itself.
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autotp.comm import conversions
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
 
@@ -289,16 +288,17 @@ ungroup_r = _function("G", "R")
 ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
-__all__ = [
-    "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
-    "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
-    "kind_of", "local_size", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
-    "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
-]  # fmt: skip
-
 
 def primitive(src: Layout, dst: Layout) -> str | None:
     """The primitive of a conversion; None where no bytes are sent."""
     if src == dst:
         return None
-    return conversions.KINDS[conversions.key(to_runtime(src), to_runtime(dst))].primitive
+    return KINDS[key(to_runtime(src), to_runtime(dst))].primitive
+
+
+__all__ = [
+    "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
+    "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
+    "kind_of", "local_size", "primitive", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
+    "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
+]  # fmt: skip

@@ -8,9 +8,8 @@ from torch import fx
 
 from .layouts import Size
 
-HeadDims = tuple[
-    fx.Node, int, tuple[int, ...]
-]  # an operator, one of its operand slots, and the heads' dimensions there
+# An operator, one of its operand slots, and the dimensions of that operand that hold the heads.
+HeadDims = tuple[fx.Node, int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,11 @@ from autotp.passes.optimise import Fired
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
+from autotp.runtime import checkpoint
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
-from . import checkpoint, data_parallel, state
+from . import data_parallel, state
 from .call_key import Form, form, signature
 from .storage import Storage
 from .tree import Assembler, Part, Read

@@ -14,9 +14,9 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import StateError
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
+from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
-from .lower import eager
 from .storage import Storage, unwrap
 
 
