@@ -299,6 +299,6 @@ def primitive(src: Layout, dst: Layout) -> str | None:
 __all__ = [
     "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
     "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
-    "kind_of", "local_size", "primitive", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate", "split",
-    "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
+    "kind_of", "local_size", "primitive", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate",
+    "split", "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
 ]  # fmt: skip

@@ -10,8 +10,9 @@ import sys
 import tomllib
 import zipfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import networkx as nx
 import pytest
@@ -91,7 +92,7 @@ def module_of(path: Path) -> str:
     return f"{package_of(path)}.{path.stem}"
 
 
-def circles(graph: dict[str, set[str]]) -> list[list[str]]:
+def circles(graph: Mapping[Any, Iterable[Any]]) -> list[list[str]]:
     """Files that import each other, directly or by way of others; the facade's circle with its views aside."""
     found = [sorted(c) for c in nx.strongly_connected_components(nx.DiGraph(graph)) if len(c) > 1]
     return [c for c in found if not set(FACADE) & set(c)]
