@@ -13,7 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,10 +29,8 @@ from autotp.plans.describe.layer_times import primitive
 from autotp.plans.estimates import Axis, Memory
 from autotp.plans.plan import Parameter, Plan
 
+from .shard_state import ShardState
 from .tree import Read, block_of
-
-if TYPE_CHECKING:
-    from .module import ShardedModule
 
 
 def read_axis(dp: Any, fully_shard: Any, tp: Any) -> Axis:
@@ -114,51 +112,51 @@ def _split(memory: Memory, axis: Axis, gathered: float) -> Memory:
     return replace(memory, **parts, working=memory.working + gathered)
 
 
-def spread(root: ShardedModule, reads: Iterable[Read]) -> None:
+def spread(shards: ShardState, reads: Iterable[Read]) -> None:
     """Hand the weights of each repeated block that alone reads them, and then the rest, to torch's data parallelism."""
-    ranks, axis = root._source.ranks, root._plan.batch
+    ranks, axis = shards.ranks, shards.axis
     assert ranks is not None and ranks.batch is not None
     units = {r.name: r.unit for r in reads if r.storage is not None}
-    if root._units:
-        moved = [n for n, unit in units.items() if root._units.get(n, "") not in (unit, "")]
+    if shards.units:
+        moved = [n for n, unit in units.items() if shards.units.get(n, "") not in (unit, "")]
         if moved:
             raise StateError(
-                f"{moved[0]} is gathered with {root._units[moved[0]]}, and for this call it is read outside of that. "
+                f"{moved[0]} is gathered with {shards.units[moved[0]]}, and for this call it is read outside of that. "
                 "Compile with example_inputs like this call's."
             )
         return
-    root._units.update(units)
-    scalars = average_scalars(root, root.parameters())
+    shards.units.update(units)
+    scalars = average_scalars(shards, shards.root.parameters())
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     for path in [*dict.fromkeys(unit for unit in units.values() if unit), ""]:
-        apply(root._parts[path], mesh=ranks.batch.mesh, ignored_params=scalars)
+        apply(shards.parts[path], mesh=ranks.batch.mesh, ignored_params=scalars)
 
 
-def average_scalars(root: ShardedModule, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
+def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """With dp: average the gradients of those that are scalars, which torch does not take, one by one."""
-    ranks = root._source.ranks
+    ranks = shards.ranks
     scalars = {p for p in parameters if p.ndim == 0}
     for p in scalars:
         if p.requires_grad and ranks is not None and ranks.batch is not None:
-            p.register_post_accumulate_grad_hook(functools.partial(_average, root, ranks.batch))
+            p.register_post_accumulate_grad_hook(functools.partial(_average, shards, ranks.batch))
     return scalars
 
 
-def _average(root: ShardedModule, ranks: Ranks, parameter: Tensor) -> None:
+def _average(shards: ShardState, ranks: Ranks, parameter: Tensor) -> None:
     """The mean of a gradient over dp, in place; of one that is the mean already it is the same."""
-    if root._summing:
+    if shards.summing:
         grad: Any = parameter.grad
         dist.all_reduce(grad.to_local(), group=ranks.group)
         grad.to_local().div_(ranks.tp)
 
 
-def refuse_others(root: ShardedModule) -> None:
+def refuse_others(shards: ShardState) -> None:
     """Refuse a data parallelism that was put around parts of the module beside its own."""
-    dp = root._plan.batch.size
+    dp = shards.axis.size
     if dp == 1:
         return
-    ours = {root._parts[path] for path in [*root._units.values(), ""]}
-    other = next((name for name, m in root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
+    ours = {shards.parts[path] for path in [*shards.units.values(), ""]}
+    other = next((name for name, m in shards.root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
         raise StateError(
             f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={dp}) deals out "
@@ -166,9 +164,9 @@ def refuse_others(root: ShardedModule) -> None:
         )
 
 
-def refuse_twice(root: ShardedModule, outputs: Iterable[Any]) -> None:
+def refuse_twice(shards: ShardState, outputs: Iterable[Any]) -> None:
     """Refuse to differentiate a backward with dp: by then torch has freed weights that it gathered."""
-    for value in outputs if root._plan.batch.size > 1 else ():
+    for value in outputs if shards.axis.size > 1 else ():
         if isinstance(value, Tensor) and value.grad_fn is not None:
             value.register_hook(_once)
 
@@ -182,16 +180,17 @@ def _once(grad: Tensor) -> None:
 
 
 @contextlib.contextmanager
-def no_sync(root: ShardedModule) -> Iterator[None]:
+def no_sync(shards: ShardState) -> Iterator[None]:
     """Backwards in this context leave gradients unsummed over dp; the next one outside sums them all."""
-    if root._plan.batch.size == 1:
+    if shards.axis.size == 1:
         yield
         return
+    root = shards.root
     assert isinstance(root, FSDPModule)
-    root._summing = False
+    shards.summing = False
     root.set_requires_gradient_sync(False)
     try:
         yield
     finally:
-        root._summing = True
+        shards.summing = True
         root.set_requires_gradient_sync(True)
