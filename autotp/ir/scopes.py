@@ -22,6 +22,7 @@ from .graph import module_path
 
 MARK = "#"
 SUFFIX = re.compile(r"[@#][@#\d]*$")  # of a later call of one module, or of a region in it
+BLOCK = re.compile(r"\.\d+(\.|$)")  # the place in a list of modules
 
 
 def regions_kept() -> AbstractContextManager[None]:
@@ -59,6 +60,12 @@ def is_region(path: str) -> bool:
 def module_of(path: str) -> str:
     """The module that a level of a path is a call of, or a region in."""
     return SUFFIX.sub("", path)
+
+
+def block_of(name: str) -> str:
+    """The path of the outermost repeated block that holds this parameter; empty where none does."""
+    found = BLOCK.search(name)
+    return name[: found.end() - (found.group(1) == ".")] if found else ""
 
 
 def recomputed(function: Callable[..., Any]) -> Callable[..., Any]:

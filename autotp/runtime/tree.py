@@ -13,13 +13,11 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import StateError
-from autotp.ir.scopes import is_region, module_of, recomputed, scope_path
+from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .lower import eager
 from .storage import Storage, unwrap
-
-BLOCK = re.compile(r"\.\d+(\.|$)")
 
 
 class Part(nn.Module):
@@ -138,12 +136,6 @@ def scopes(graph: fx.Graph) -> Scope:
             stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
         stack[-1].items.append(node)
     return root
-
-
-def block_of(name: str) -> str:
-    """The path of the outermost repeated block that holds this parameter; empty where none does."""
-    found = BLOCK.search(name)
-    return name[: found.end() - (found.group(1) == ".")] if found else ""
 
 
 @dataclass

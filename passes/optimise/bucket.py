@@ -17,8 +17,7 @@ from torch import fx
 from autotp.comm.bucket import f_bucket
 from autotp.comm.conversions import f
 from autotp.cost import call_seconds, tensor_bytes
-from autotp.ir.scopes import is_region, module_of, scope_path
-from autotp.runtime.tree import block_of
+from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 
 from .base import Optimisation, Setting
 from .matching import placed
