@@ -20,17 +20,16 @@ from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
-from autotp.passes.decompose.counter_random import SEEDS, seeds
 from autotp.passes.shard.rewrite import Sharded, specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 
 from . import checkpoint, data_parallel, state
 from .call_key import form, signature
-from .programs import Program, Source
+from .programs import Program, Source, taken
 from .shard_state import ShardState
-from .storage import Storage, wrap
-from .tree import Assembler, Part, Read
+from .storage import Storage
+from .tree import Assembler, Part
 
 
 class ShardedModule(Part):
@@ -84,14 +83,7 @@ class ShardedModule(Part):
         # A capture under autocast holds its casts already.
         autocast = program.capture.state[-1] is not None
         with torch.autocast(self._shards.device.type, enabled=False) if autocast else nullcontext():
-            return self._programs[program.key](*inputs, *self._seeds(program))
-
-    def _seeds(self, program: Program) -> list[Tensor]:
-        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
-        if not program.seeds:
-            return []
-        batch = self._source.ranks.batch if self._source.ranks is not None else None
-        return [seeds(program.seeds, batch.rank if batch is not None else 0).to(self._shards.device)]
+            return self._programs[program.key](*inputs, *program.random(self._shards))
 
     def _first(self, program: Program, inputs: list[Tensor]) -> Any:
         """Run it, and where it draws random numbers make sure that all ranks draw the same."""
@@ -132,14 +124,8 @@ class ShardedModule(Part):
         without_cache(self._source.bare, Inputs(*args, **kwargs))
         called, _ = form(self._source.bare, flat, spec)
         mode = self._mode()
-        for program in self._programs_made:
-            if program.form.key != called.key or program.capture.state != mode:
-                continue
-            at = dict(zip(program.form.order, called.order, strict=True))
-            values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(program.capture.inputs)]
-            if program.capture.accepts(values) is None:
-                return program, [at[i] for i in sorted(at)]
-        return None
+        orders = ((program, program.order(called, flat, mode)) for program in self._programs_made)
+        return next(((program, order) for program, order in orders if order is not None), None)
 
     @torch.inference_mode(False)
     def _capture(self, flat: list[Any], spec: Any) -> Capture:
@@ -155,15 +141,7 @@ class ShardedModule(Part):
         places = source.places()
         graph = specialise(sharded, places)
         fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
-        reads, inputs, count = [], [], 0
-        for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-            if leaf.kind == "input":
-                inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
-            elif leaf.kind == SEEDS:
-                inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
-            elif node.users:
-                name = source.aliases.get(leaf.name, leaf.name)
-                reads.append(Read(node, name, self._shards.storages.get(name) if leaf.kind == "parameter" else None))
+        inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
@@ -184,16 +162,9 @@ class ShardedModule(Part):
                     inputs[taker].copy_(value)
             else:
                 split = self._source.want.outputs == "sharded"
-                kept.append(self._left_sharded(program, i, value, inputs) if split else value)
+                kept.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
         data_parallel.refuse_twice(self._shards, kept)
         return compat.tree_unflatten(kept, captured.out_spec)
-
-    def _left_sharded(self, program: Program, position: int, value: Any, inputs: list[Tensor]) -> Any:
-        ranks = self._source.ranks
-        if ranks is None or not isinstance(value, Tensor):
-            return value
-        layout, whole = program.sharded.result(position)
-        return wrap(value, layout, program.capture.shape(whole, inputs), ranks.mesh)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

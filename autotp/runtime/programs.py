@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import fx, nn
+from torch import Tensor, fx, nn
 
 from autotp.comm.ranks import Ranks
-from autotp.driver.pipeline import PLAIN, Want
+from autotp.driver.pipeline import PLAIN, Mode, Want
 from autotp.ir.graph import Capture
+from autotp.passes.decompose.counter_random import SEEDS, seeds
 from autotp.passes.optimise import Fired
 from autotp.passes.shard.rewrite import Place, Sharded
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
 from .call_key import Form
+from .shard_state import ShardState
+from .storage import wrap
+from .tree import Read
 
 
 @dataclass
@@ -36,6 +41,28 @@ class Program:
     seeds: int = 0
     fired: Fired = ()
     compiler: Compiler | None = None
+
+    def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
+        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
+        if self.form.key != called.key or self.capture.state != mode:
+            return None
+        at = dict(zip(self.form.order, called.order, strict=True))
+        values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(self.capture.inputs)]
+        return [at[i] for i in sorted(at)] if self.capture.accepts(values) is None else None
+
+    def random(self, shards: ShardState) -> list[Tensor]:
+        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
+        if not self.seeds:
+            return []
+        batch = shards.ranks.batch if shards.ranks is not None else None
+        return [seeds(self.seeds, batch.rank if batch is not None else 0).to(shards.device)]
+
+    def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
+        """An output of this rank as a DTensor."""
+        if ranks is None or not isinstance(value, Tensor):
+            return value
+        layout, whole = self.sharded.result(position)
+        return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
 
 
 @dataclass
@@ -69,3 +96,18 @@ class Source:
             return {"tp": Place(0, self.tp, ""), "dp": Place(0, 1, "")}
         axes = {"tp": self.ranks, "dp": self.ranks.batch}
         return {name: Place(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
+
+
+def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
+    """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters."""
+    inputs: list[fx.Node] = []
+    reads, count = [], 0
+    for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+        if leaf.kind == "input":
+            inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
+        elif leaf.kind == SEEDS:
+            inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
+        elif node.users:
+            name = shards.aliases.get(leaf.name, leaf.name)
+            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind == "parameter" else None))
+    return inputs, reads, count
