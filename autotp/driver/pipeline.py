@@ -30,12 +30,12 @@ from autotp.passes.shard.batch_program import local_program, two_examples
 from autotp.passes.shard.pins import Dims, read_pins
 from autotp.passes.shard.planner import Builder, decide
 from autotp.passes.shard.rewrite import rewrite
+from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
-from autotp.runtime.data_parallel import described
 from autotp.text import read_bytes
 
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)

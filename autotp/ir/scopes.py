@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 MARK = "#"
 SUFFIX = re.compile(r"[@#][@#\d]*$")  # of a later call of one module, or of a region in it
+BLOCK = re.compile(r"\.\d+(\.|$)")  # the place in a list of modules
 
 
 def scope_path(node: fx.Node) -> tuple[str, ...]:
@@ -64,9 +65,6 @@ def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
             break
         shared.append(level[0])
     return tuple(shared)
-
-
-BLOCK = re.compile(r"\.\d+(\.|$)")
 
 
 def block_of(name: str) -> str:

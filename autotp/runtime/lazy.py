@@ -12,7 +12,8 @@ from autotp.errors import StateError
 from autotp.inputs import Inputs
 from autotp.plans.plan import Plan
 
-from .module import ShardedModule, Source
+from .module import ShardedModule
+from .programs import Source
 
 EARLY = (
     "this module is sharded at its first call, because autotp.compile was given no example_inputs; before that it has "
@@ -62,10 +63,6 @@ class LazyModule(ShardedModule):
         except AttributeError as error:
             raise AttributeError(f"{error}: {EARLY}") from None
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> LazyModule:
-        raise StateError(EARLY)
-
     parameters = named_parameters = buffers = named_buffers = requires_grad_ = zero_grad = _apply = _early
     modules = named_modules = children = named_children = get_submodule = get_parameter = get_buffer = apply = _early
-    state_dict = load_state_dict = full_state_dict = full_grad_dict = storages = _early
-    plan = graph = property(_early)  # type: ignore[assignment]
+    _shards = plan = graph = property(_early)  # type: ignore[assignment]

@@ -3,87 +3,34 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.comm.rank_order import in_one_order
-from autotp.comm.ranks import Ranks, agree, no_ranks_error, together
-from autotp.driver.pipeline import PLAIN, Mode, Want, mode_of, prepare
+from autotp.comm.ranks import agree, no_ranks_error, together
+from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
-from autotp.ir.program import MeshPlace, Sharded
-from autotp.outputs import wrap
-from autotp.passes.decompose.counter_random import SEEDS, seeds
-from autotp.passes.optimise import Fired
+from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
-from autotp.runtime import checkpoint
-from autotp.runtime.lower.lower import Lowering
-from autotp.runtime.lower.regional import Compiler
 
-from . import data_parallel, state
-from .call_key import Form, form, signature
+from . import checkpoint, data_parallel, state
+from .call_key import form, signature
+from .programs import Program, Source, taken
+from .shard_state import ShardState
 from .storage import Storage
-from .tree import Assembler, Part, Read
-
-
-@dataclass
-class Program:
-    """One captured graph made runnable on this rank: for one mode, dtype and autocast state.
-
-    Attributes:
-        form: of the call that it was captured with.
-        seeds: how many operators draw by counters.
-        fired: what became of each optimisation; `compiler`: what compiles it.
-    """
-
-    capture: Capture
-    sharded: Sharded
-    graph: fx.Graph
-    key: int
-    form: Form
-    seeds: int = 0
-    fired: Fired = ()
-    compiler: Compiler | None = None
-
-
-@dataclass
-class Source:
-    """What a sharded module keeps of the original: its skeleton, and how a further capture becomes a program.
-
-    Attributes:
-        bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan.
-        ranks: None in one plain process.
-        aliases: every name of a parameter or buffer -> the first name of the same tensor.
-        want: what captures are to be.
-        lowering: how programs run.
-        check: compare input values between the ranks at every call.
-        ready: captures that exist already.
-    """
-
-    bare: nn.Module
-    make: Callable[[Capture], Sharded]
-    ranks: Ranks | None
-    tp: int
-    aliases: dict[str, str]
-    want: Want = PLAIN
-    lowering: Lowering = field(default_factory=Lowering)
-    check: bool = False
-    ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
-
-    @property
-    def device(self) -> torch.device:
-        return self.ranks.device if self.ranks is not None else torch.device("cpu")
+from .tree import Assembler, Part
 
 
 class ShardedModule(Part):
@@ -102,15 +49,11 @@ class ShardedModule(Part):
         self._plan = plan
         self.config = getattr(source.bare, "config", None)
         self._source = source
-        self._parts: dict[str, nn.Module] = {}  # by the original's path; every module of the original has one
-        self._holders: dict[str, list[tuple[nn.Module, str]]] = {}  # buffer -> all modules that hold it, and as what
-        self._storages: dict[str, Storage] = {}
+        self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made: list[Program] = []
         self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
-        self._units: dict[str, str] = {}  # with dp: parameter -> the module in whose group it is
-        self._summing = True  # over dp, in this backward
-        state.populate(self, model, plan.placements, source)
-        self._order = list(dict.fromkeys(self._parts.values()))  # as the original's `modules()`
+        state.populate(self._shards, self, model, plan.placements)
+        self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
@@ -140,33 +83,26 @@ class ShardedModule(Part):
     def _run(self, program: Program, inputs: list[Tensor]) -> Any:
         # A capture under autocast holds its casts already.
         autocast = program.capture.state[-1] is not None
-        with torch.autocast(self._source.device.type, enabled=False) if autocast else nullcontext():
-            return self._programs[program.key](*inputs, *self._seeds(program))
-
-    def _seeds(self, program: Program) -> list[Tensor]:
-        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
-        if not program.seeds:
-            return []
-        batch = self._source.ranks.batch if self._source.ranks is not None else None
-        return [seeds(program.seeds, batch.rank if batch is not None else 0).to(self._source.device)]
+        with torch.autocast(self._shards.device.type, enabled=False) if autocast else nullcontext():
+            return self._programs[program.key](*inputs, *program.random(self._shards))
 
     def _first(self, program: Program, inputs: list[Tensor]) -> Any:
         """Run it, and where it draws random numbers make sure that all ranks draw the same."""
         if self._source.tp == 1:
             return self._run(program, inputs)
-        before = state.random_state(self._source.device)
+        before = state.random_state(self._shards.device)
         outputs = self._run(program, inputs)
-        if state.random_state(self._source.device) != before:
+        if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
         return outputs
 
     def _mode(self) -> Mode:
-        return mode_of(self._order, self._source.device)
+        return mode_of(self._order, self._shards.device)
 
     def _find(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
         source = self._source
-        data_parallel.refuse_others(self)
+        data_parallel.refuse_others(self._shards)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
         agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
@@ -184,48 +120,34 @@ class ShardedModule(Part):
 
     def _match(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]] | None:
         """A program that was captured for such a call in this mode and accepts these sizes."""
-        state.refuse_meta(self)
+        state.refuse_meta(self._shards)
         args, kwargs = compat.tree_unflatten(flat, spec)
         without_cache(self._source.bare, Inputs(*args, **kwargs))
         called, _ = form(self._source.bare, flat, spec)
         mode = self._mode()
-        for program in self._programs_made:
-            if program.form.key != called.key or program.capture.state != mode:
-                continue
-            at = dict(zip(program.form.order, called.order, strict=True))
-            values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(program.capture.inputs)]
-            if program.capture.accepts(values) is None:
-                return program, [at[i] for i in sorted(at)]
-        return None
+        orders = ((program, program.order(called, flat, mode)) for program in self._programs_made)
+        return next(((program, order) for program, order in orders if order is not None), None)
 
     @torch.inference_mode(False)
     def _capture(self, flat: list[Any], spec: Any) -> Capture:
         source = self._source
-        bare = skeleton(source.bare, source.device, state.dtypes(self))
+        bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, source.device, self._mode(), want=source.want)
+        return prepare(bare, inputs, self._shards.device, self._mode(), want=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
-        places = _places(source)
+        places = source.places()
         graph = specialise(sharded, places)
-        fired = source.lowering.optimised(graph, places["tp"], source.device, self._plan.memory.peak)
-        reads, inputs, count = [], [], 0
-        for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-            if leaf.kind == "input":
-                inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
-            elif leaf.kind == SEEDS:
-                inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
-            elif node.users:
-                name = source.aliases.get(leaf.name, leaf.name)
-                reads.append(Read(node, name, self._storages.get(name) if leaf.kind == "parameter" else None))
+        fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
+        inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
-            data_parallel.spread(self, reads)
+            data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         compiler = source.lowering.compiler(graph)
-        Assembler(self._parts, graph, reads, key, constants, compiler).build(inputs)
+        Assembler(self._shards.parts, graph, reads, key, constants, compiler).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         self._programs_made.append(Program(captured, sharded, graph, key, called, count, fired, compiler))
 
@@ -235,22 +157,15 @@ class ShardedModule(Part):
         for i, value in enumerate(compat.tree_leaves(outputs)):
             taker = captured.mutations.get(i)
             if isinstance(taker, str):
-                state.write(self, taker, value)
+                state.write(self._shards, taker, value)
             elif taker is not None:
                 with torch.no_grad():
                     inputs[taker].copy_(value)
             else:
                 split = self._source.want.outputs == "sharded"
-                kept.append(self._left_sharded(program, i, value, inputs) if split else value)
-        data_parallel.refuse_twice(self, kept)
+                kept.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
+        data_parallel.refuse_twice(self._shards, kept)
         return compat.tree_unflatten(kept, captured.out_spec)
-
-    def _left_sharded(self, program: Program, position: int, value: Any, inputs: list[Tensor]) -> Any:
-        ranks = self._source.ranks
-        if ranks is None or not isinstance(value, Tensor):
-            return value
-        layout, whole = program.sharded.result(position)
-        return wrap(value, layout, program.capture.shape(whole, inputs), ranks.mesh)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -259,19 +174,19 @@ class ShardedModule(Part):
 
         For gradient accumulation. The gradients of parameters may be absent until then.
         """
-        return data_parallel.no_sync(self)
+        return data_parallel.no_sync(self._shards)
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names (collective)."""
-        return state.full_state(self)
+        return state.full_state(self._shards)
 
     def full_grad_dict(self) -> dict[str, Tensor]:
         """Every gradient, whole, under the original's names; parameters without one are absent (collective)."""
-        return state.full_gradients(self)
+        return state.full_gradients(self._shards)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""
-        found = state.sharded_state(self, args[1] if len(args) > 1 else prefix)
+        found = state.sharded_state(self._shards, args[1] if len(args) > 1 else prefix)
         into = args[0] if args else destination
         return found if into is None else (into.update(found), into)[1]
 
@@ -281,14 +196,71 @@ class ShardedModule(Part):
         Raises:
             StateError: tensors are missing, unknown, or of another shape; all are listed and nothing was loaded.
         """
-        return state.load(self, state_dict, strict)
+        return state.load(self._shards, state_dict, strict)
 
-    load_checkpoint = checkpoint.load
-    save_checkpoint = checkpoint.save
+    def load_checkpoint(
+        self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None,
+        strict: bool = True, cast: bool = False, check_finite: bool = False, trusted: bool = False,
+    ) -> checkpoint.Loaded:  # fmt: skip
+        """Load a checkpoint; each rank reads only its own slices. A collective call.
+
+        A model built on the meta device gets its memory here, a slice at a time: at most the rank's shard and the
+        largest slice are held. Names may be stored with or without the model's base prefix, tied weights under any of
+        their names.
+
+        Args:
+            source: a Hugging Face folder, a safetensors file, a DCP folder, or a full state dict by original names.
+            optimizer: loaded too, from a folder that `save_checkpoint` wrote with one; made from these parameters.
+            strict: refuse missing and unknown tensors.
+            cast: allow tensors of another dtype than the model's, and change them to the model's.
+            check_finite: refuse infinities and NaN; everything is then read twice.
+            trusted: allow pickled files (.bin, .pt), which torch opens with `weights_only=True`.
+
+        Returns: the names that were missing or unknown where `strict=False` allows them, and what was saved as `extra`.
+
+        Raises:
+            StateError: the files are damaged or do not fit; all that is wrong is listed, and nothing was loaded.
+            RankError: that is so on another rank, or the ranks see different files.
+        """
+        return checkpoint.load(
+            self._shards, source, optimizer=optimizer, strict=strict, cast=cast, check_finite=check_finite,
+            trusted=trusted,
+        )  # fmt: skip
+
+    def save_checkpoint(
+        self, path: str | os.PathLike[str], *, format: str = "dcp", optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None, background: bool = False, max_file: int = 5 * 10**9,
+    ) -> checkpoint.Pending | None:  # fmt: skip
+        """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
+
+        The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one
+        whole, and files of it that hold no weights, such as a tokenizer's, are carried over.
+
+        Args:
+            path: the folder; with several nodes on a file system that all of them see.
+            format: "dcp" (torch.distributed.checkpoint): each rank writes what it holds, under "model.<name>".
+                "huggingface": whole tensors in safetensors files as transformers writes them, by one rank.
+            optimizer: saved too (DCP only), under the original parameters' names.
+            extra: anything that JSON can say, such as the step; `load_checkpoint` gives it back (DCP only).
+            background: copy to the CPU, return, and write in a thread while training goes on (DCP only).
+            max_file: largest size of one safetensors file in bytes; with more, files have an index.
+
+        Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it waits for
+            what is not written yet and puts the folder in its place.
+
+        Raises:
+            InputError: an argument that cannot be used.
+            StateError: `path` cannot be written, or the optimizer's state cannot be said in the original's names.
+            RankError: that is so on another rank.
+        """
+        return checkpoint.save(
+            self._shards, path, format=format, optimizer=optimizer, extra=extra, background=background,
+            max_file=max_file,
+        )  # fmt: skip
 
     def storages(self) -> Iterator[tuple[str, Storage]]:
         """Original parameter name -> how it is held."""
-        yield from self._storages.items()
+        return iter(self._shards.storages.items())
 
     # ---- looking at it ---------------------------------------------------------------------------------------------
 
@@ -313,14 +285,10 @@ class ShardedModule(Part):
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
-        for part in self._parts.values():
-            if isinstance(part, Part):
-                memo[id(part._programs)] = {}
-        shared = {"_plan", "_source", "_storages", "config"}
-        for k, v in self.__dict__.items():
-            new.__dict__[k] = v if k in shared else [] if k == "_programs_made" else {} if k == "_known" else None
-        for k in self.__dict__.keys() - shared - {"_programs_made", "_known"}:
-            new.__dict__[k] = copy.deepcopy(self.__dict__[k], memo)
+        memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
+        memo |= {id(self._programs_made): [], id(self._known): {}}  # made again, on the copied parts
+        memo |= {id(part._programs): {} for part in self._order if isinstance(part, Part)}
+        new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
             new._install(program.capture, program.sharded)
         return new
@@ -330,12 +298,3 @@ class ShardedModule(Part):
             "a sharded module is bound to its process group and cannot be pickled; save full_state_dict() instead, or "
             "state_dict() with torch.distributed.checkpoint."
         )
-
-
-def _places(source: Source) -> dict[str, MeshPlace]:
-    """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
-    ranks = source.ranks
-    if ranks is None:
-        return {"tp": MeshPlace(0, source.tp, ""), "dp": MeshPlace(0, 1, "")}
-    axes = {"tp": ranks, "dp": ranks.batch}
-    return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,51 +14,51 @@ from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout
-from autotp.meta import fresh_buffer
 
 from . import data_parallel
+from .meta import fresh_buffer
+from .shard_state import ShardState
 from .storage import Storage
 from .tree import part_of
 
-if TYPE_CHECKING:
-    from .module import ShardedModule, Source
 
-
-def populate(root: ShardedModule, model: nn.Module, placements: Mapping[str, Layout], source: Source) -> None:
-    """Build the tree of parts and give every part its shards and buffers."""
+def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
+    """Build the tree of parts below `root` and give every part its shards and buffers."""
     made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
     for path, module in model.named_modules(remove_duplicate=False):
-        root._parts[path] = made.setdefault(id(module), root if not path else part_of(module))
+        shards.parts[path] = made.setdefault(id(module), root if not path else part_of(module))
         if path:
             owner, _, leaf = path.rpartition(".")
-            root._parts[owner].add_module(leaf, root._parts[path])
+            shards.parts[owner].add_module(leaf, shards.parts[path])
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
-        first = source.aliases[name]
-        storage = root._storages.setdefault(first, Storage(tuple(parameter.shape), placements.get(first, I), source.tp))
+        first = shards.aliases[name]
+        storage = shards.storages.setdefault(
+            first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
+        )
         if id(parameter) not in made:
-            made[id(parameter)] = _held(parameter, storage, source)
+            made[id(parameter)] = _held(shards, parameter, storage)
         for n, p in zip(storage.names(leaf), made[id(parameter)], strict=True):
-            root._parts[owner].register_parameter(n, p)
+            shards.parts[owner].register_parameter(n, p)
     for path, module in model.named_modules(remove_duplicate=False):
-        part = root._parts[path]
+        part = shards.parts[path]
         for leaf, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in made:
                 moved = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
-                made[id(buffer)] = moved if moved.is_meta else moved.to(source.device, copy=True)
+                made[id(buffer)] = moved if moved.is_meta else moved.to(shards.device, copy=True)
             held = None if buffer is None else made[id(buffer)]
             part.register_buffer(leaf, held, persistent=leaf not in module._non_persistent_buffers_set)
             if held is not None:
-                first = source.aliases[f"{path}.{leaf}" if path else leaf]
-                root._holders.setdefault(first, []).append((part, leaf))
+                first = shards.aliases[f"{path}.{leaf}" if path else leaf]
+                shards.holders.setdefault(first, []).append((part, leaf))
         for leaf, parameter in module._parameters.items():
             if parameter is None:
                 part.register_parameter(leaf, None)
 
 
-def _held(parameter: nn.Parameter, storage: Storage, source: Source) -> list[nn.Parameter]:
-    device = torch.device("meta") if parameter.is_meta else source.device
-    return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, source.ranks, device)]
+def _held(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list[nn.Parameter]:
+    device = torch.device("meta") if parameter.is_meta else shards.device
+    return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, shards.ranks, device)]
 
 
 def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.device) -> Sequence[Tensor]:
@@ -68,80 +68,82 @@ def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.devi
     return storage.shard(full, ranks.mesh, ranks.rank, device)
 
 
-def pieces(root: ShardedModule, name: str) -> list[nn.Parameter]:
+def pieces(shards: ShardState, name: str) -> list[nn.Parameter]:
     """The parameters that hold the original's parameter `name`."""
     owner, _, leaf = name.rpartition(".")
-    return [getattr(root._parts[owner], n) for n in root._storages[name].names(leaf)]
+    return [getattr(shards.parts[owner], n) for n in shards.storages[name].names(leaf)]
 
 
-def full_state(root: ShardedModule) -> dict[str, Tensor]:
+def full_state(shards: ShardState) -> dict[str, Tensor]:
     """Parameters and persistent buffers, whole, in the order of the original's own state dict."""
-    refuse_meta(root)
-    whole = {name: storage.full([p.detach() for p in pieces(root, name)]) for name, storage in root.storages()}
-    return {name: whole[first] if first in whole else buffer_of(root, name) for name, first in named_tensors(root)}
+    refuse_meta(shards)
+    whole = {
+        name: storage.full([p.detach() for p in pieces(shards, name)]) for name, storage in shards.storages.items()
+    }
+    return {name: whole[first] if first in whole else buffer_of(shards, name) for name, first in named_tensors(shards)}
 
 
-def sharded_state(root: ShardedModule, prefix: str) -> dict[str, Tensor]:
+def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
     """DTensors under the original's names, whole tensors where pieces hold a parameter."""
     out = {}
-    for name, first in named_tensors(root):
-        storage = root._storages.get(first)
+    for name, first in named_tensors(shards):
+        storage = shards.storages.get(first)
         if storage is None:
-            out[prefix + name] = buffer_of(root, name)
+            out[prefix + name] = buffer_of(shards, name)
             continue
-        held = [p.detach() for p in pieces(root, first)]
+        held = [p.detach() for p in pieces(shards, first)]
         plain = len(held) == 1 and tuple(held[0].shape) == storage.shape
         out[prefix + name] = held[0] if plain else storage.full(held)
     return out
 
 
-def named_tensors(root: ShardedModule) -> list[tuple[str, str]]:
+def named_tensors(shards: ShardState) -> list[tuple[str, str]]:
     """(name in the original's state dict, first name of the same tensor)."""
-    state = root._source.bare.state_dict()
-    return [(name, root._source.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
+    state = shards.bare.state_dict()
+    return [(name, shards.aliases.get(name, name)) for name, x in state.items() if isinstance(x, Tensor)]
 
 
-def buffer_of(root: ShardedModule, name: str) -> Tensor:
+def buffer_of(shards: ShardState, name: str) -> Tensor:
     """The buffer of this name."""
     owner, _, leaf = name.rpartition(".")
-    return getattr(root._parts[owner], leaf)
+    return getattr(shards.parts[owner], leaf)
 
 
-def write(root: ShardedModule, name: str, value: Tensor) -> None:
+def write(shards: ShardState, name: str, value: Tensor) -> None:
     """Give a buffer, under all its names, the value that the program computed for it.
 
     Replaced, not overwritten: the backward may still need the old value.
     """
     with torch.inference_mode(False):
         value = value.clone() if value.is_inference() else value.detach()
-    for part, leaf in root._holders[root._source.aliases.get(name, name)]:
+    for part, leaf in shards.holders[shards.aliases.get(name, name)]:
         part._buffers[leaf] = value
 
 
-def full_gradients(root: ShardedModule) -> dict[str, Tensor]:
+def full_gradients(shards: ShardState) -> dict[str, Tensor]:
     """Whole gradients; None gradients are left out."""
     out = {}
-    for name, storage in root.storages():
-        held = pieces(root, name)
+    for name, storage in shards.storages.items():
+        held = pieces(shards, name)
         if any(p.grad is not None for p in held):
             grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
             out[name] = storage.full(grads)
     return out
 
 
-def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
+def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
     """Check all of a state dict, then load all of it."""
     if not isinstance(given, Mapping):
         raise StateError(f"load_state_dict got {type(given).__name__}; give the original model's full state dict.")
-    names = dict(named_tensors(root))
+    names = dict(named_tensors(shards))
     buffers = {
-        name: name for name, _ in root.named_buffers(remove_duplicate=False)
+        name: name for name, _ in shards.root.named_buffers(remove_duplicate=False)
     }  # those not persistent may come too
     have = {names.get(n, n) for n in given}  # a tied parameter may come under any of its names
     missing = [n for n, first in names.items() if first not in have]
     unexpected = [n for n in given if n not in names and n not in buffers]
     loaded = {name: first for name, first in (buffers | names).items() if name in given}
-    wrong = [text for name, first in loaded.items() if (text := _odd(root, name, first, given[name]))]
+    wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, given[name]))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(
             "the state dict does not fit the model, and nothing was loaded.\n"
@@ -150,35 +152,37 @@ def load(root: ShardedModule, given: Mapping[str, Any], strict: bool) -> Any:
             + "Give the original model's full state dict; strict=False allows missing and unknown names."
         )  # fmt: skip
     for name, first in loaded.items():
-        _load_one(root, name, first, given[name])
+        _load_one(shards, name, first, given[name])
     return compat.IncompatibleKeys(missing, unexpected)
 
 
-def _odd(root: ShardedModule, name: str, first: str, value: Any) -> str:
-    storage = root._storages.get(first)
-    shape = storage.shape if storage is not None else tuple(buffer_of(root, name).shape)
+def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
+    storage = shards.storages.get(first)
+    shape = storage.shape if storage is not None else tuple(buffer_of(shards, name).shape)
     if not isinstance(value, Tensor):
         return f"{name} is {type(value).__name__}, no tensor"
     return "" if tuple(value.shape) == shape else f"{name} is {tuple(value.shape)}, the model has {shape}"
 
 
 @torch.no_grad()
-def _load_one(root: ShardedModule, name: str, first: str, value: Tensor) -> None:
-    storage, source = root._storages.get(first), root._source
+def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
+    storage = shards.storages.get(first)
     if storage is None:
-        held: list[Any] = [buffer_of(root, name)]
+        held: list[Any] = [buffer_of(shards, name)]
         parts: Sequence[Tensor] = [value]
     else:
-        held = pieces(root, first)
+        held = pieces(shards, first)
         if isinstance(value, DTensor):
             if len(held) == 1 and _same_layout(held[0], value):
                 held[0].copy_(value)
                 return
             value = value.full_tensor()
-        parts = [_like(old, new, source) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)]
+        parts = [
+            _like(old, new, shards.device) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
+        ]
     for old, new in zip(held, parts, strict=True):
         if old.is_meta:
-            install(root, {old: new.to(source.device, copy=True)})
+            install(shards, {old: new.to(shards.device, copy=True)})
         else:
             old.copy_(new)
 
@@ -187,34 +191,33 @@ def _same_layout(old: Tensor, new: DTensor) -> bool:
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
 
 
-def _like(old: Tensor, whole: Tensor, source: Source) -> Tensor:
+def _like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
     """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
     if not isinstance(old, DTensor):
         return whole
-    device = source.device
     return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
 
 
-def install(root: ShardedModule, made: Mapping[Tensor, Tensor]) -> None:
+def install(shards: ShardState, made: Mapping[Tensor, Tensor]) -> None:
     """Put memory in the place of meta tensors, wherever the module holds them; what is tied stays one tensor."""
     parameters = {old: nn.Parameter(t, old.requires_grad) for old, t in made.items() if isinstance(old, nn.Parameter)}
-    data_parallel.average_scalars(root, list(parameters.values()))
-    for module in root.modules():
+    data_parallel.average_scalars(shards, list(parameters.values()))
+    for module in shards.root.modules():
         for held, new in ((module._parameters, parameters), (module._buffers, made)):
             for leaf, old in held.items():
                 if old is not None and old in new:
                     held[leaf] = new[old]  # type: ignore[assignment]
 
 
-def dtypes(root: ShardedModule) -> dict[str, torch.dtype]:
+def dtypes(shards: ShardState) -> dict[str, torch.dtype]:
     """Present dtype of every parameter and buffer, by its original name."""
-    out = {name: pieces(root, name)[0].dtype for name, _ in root.storages()}
-    return out | {name: b.dtype for name, b in root.named_buffers()}
+    out = {name: pieces(shards, name)[0].dtype for name, _ in shards.storages.items()}
+    return out | {name: b.dtype for name, b in shards.root.named_buffers()}
 
 
-def refuse_meta(root: ShardedModule) -> None:
+def refuse_meta(shards: ShardState) -> None:
     """A module without weights cannot run."""
-    empty = [n for n, t in [*root.named_parameters(), *root.named_buffers()] if t.is_meta]
+    empty = [n for n, t in [*shards.root.named_parameters(), *shards.root.named_buffers()] if t.is_meta]
     if empty:
         raise StateError(
             f"{len(empty)} tensors are on the meta device and have no values yet, such as {empty[0]}. "

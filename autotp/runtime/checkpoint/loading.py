@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,13 @@ from torch.optim import Optimizer
 from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import as_dtensor
 
 from . import dcpfiles, folders, optimizers, renaming
 from .boxes import Box, boxes, whole
 from .matching import Archive, Given, Match, match
 from .tensorfiles import INDEX, TensorFiles
-
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
@@ -47,7 +45,7 @@ class Loaded:
 
 @torch.no_grad()
 def load(
-    sharded: ShardedModule,
+    shards: ShardState,
     source: str | os.PathLike[str] | Mapping[str, Any],
     *,
     optimizer: Optimizer | None = None,
@@ -56,43 +54,24 @@ def load(
     check_finite: bool = False,
     trusted: bool = False,
 ) -> Loaded:
-    """Load a checkpoint; each rank reads only its own slices. A collective call.
-
-    A model built on the meta device gets its memory here, a slice at a time: at most the rank's shard and the largest
-    slice are held. Names may be stored with or without the model's base prefix, tied weights under any of their names.
-
-    Args:
-        sharded: the module.
-        source: a Hugging Face folder or a safetensors file, a DCP folder, or a full state dict by the original's names.
-        optimizer: loaded too, from a folder that `save` wrote with one; made from this module's parameters.
-        strict: refuse missing and unknown tensors.
-        cast: allow tensors of another dtype than the model's, and change them to the model's.
-        check_finite: refuse infinities and NaN; everything is then read twice.
-        trusted: allow pickled files (.bin, .pt), which torch opens with `weights_only=True`.
-
-    Returns: the names that were missing or unknown where `strict=False` allows them, and what was saved as `extra`.
-
-    Raises:
-        StateError: the files are damaged or do not fit; all that is wrong is listed, and nothing was loaded.
-        RankError: that is so on another rank, or the ranks see different files.
-    """
-    ranks = sharded._source.ranks.planners if sharded._source.ranks is not None else None
+    """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call."""
+    ranks = shards.ranks.planners if shards.ranks is not None else None
 
     def prepare() -> tuple[Archive, Match, optimizers.States | None]:
-        archive = renaming.converted(sharded, open_archive(source, trusted))
-        found = match(sharded, archive, strict, cast)
-        wanted = optimizers.matching(sharded, optimizer, archive) if optimizer is not None else None
+        archive = renaming.converted(shards, open_archive(source, trusted))
+        found = match(shards, archive, strict, cast)
+        wanted = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
         return archive, found, wanted
 
     archive, found, wanted = together(ranks, "reading what the checkpoint holds", prepare)
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive)})
-    for module in sharded.modules():
+    for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    together(ranks, "checking the checkpoint", lambda: _check(sharded, archive, found, check_finite))
-    together(ranks, "reading the tensors", lambda: _read(sharded, archive, found))
+    together(ranks, "checking the checkpoint", lambda: _check(shards, archive, found, check_finite))
+    together(ranks, "reading the tensors", lambda: _read(shards, archive, found))
     if optimizer is not None and wanted is not None:
-        together(ranks, "reading the optimizer's state", lambda: wanted.load(sharded, optimizer, archive))
+        together(ranks, "reading the optimizer's state", lambda: wanted.load(shards, optimizer, archive))
     return Loaded(found.missing, found.unexpected, archive.extra.get("extra", {}))
 
 
@@ -144,21 +123,21 @@ def _digest(archive: Archive) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
 
-def _targets(root: ShardedModule, first: str) -> list[Box]:
+def _targets(shards: ShardState, first: str) -> list[Box]:
     """The memory of this rank that a tensor of the model is read into."""
-    storage = root._storages.get(first)
+    storage = shards.storages.get(first)
     if storage is None:
-        return whole(state.buffer_of(root, first))
-    return boxes(storage, state.pieces(root, first))
+        return whole(state.buffer_of(shards, first))
+    return boxes(storage, state.pieces(shards, first))
 
 
-def _check(root: ShardedModule, archive: Archive, found: Match, check_finite: bool) -> None:
+def _check(shards: ShardState, archive: Archive, found: Match, check_finite: bool) -> None:
     """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
     faults = []
     for first, keys in found.stored.items():
         if len(keys) < 2 and not check_finite:
             continue
-        ones = [_scratch(root, archive, first, key) for key in keys]
+        ones = [_scratch(shards, archive, first, key) for key in keys]
         if any(not torch.equal(_bits(a), _bits(b)) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)):
             faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
         if check_finite:
@@ -169,11 +148,11 @@ def _check(root: ShardedModule, archive: Archive, found: Match, check_finite: bo
         raise StateError(f"{archive.path} was not loaded:\n" + "".join(f"  {fault}\n" for fault in faults))
 
 
-def _scratch(root: ShardedModule, archive: Archive, first: str, key: str) -> list[Tensor]:
+def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list[Tensor]:
     """This rank's part of a stored tensor, in memory of its own."""
     dtype = archive.entries[key].dtype
     assert isinstance(dtype, torch.dtype)
-    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in _targets(root, first)]
+    out = [Box(b.offset, torch.empty(b.tensor.shape, dtype=dtype)) for b in _targets(shards, first)]
     archive.read(key, out)
     return [b.tensor for b in out]
 
@@ -188,19 +167,19 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _read(root: ShardedModule, archive: Archive, found: Match) -> None:
+def _read(shards: ShardState, archive: Archive, found: Match) -> None:
     """Read every tensor; those that were on the meta device are put in place only when all are read."""
     made: dict[Tensor, Tensor] = {}
     for first, keys in found.stored.items():
-        storage = root._storages.get(first)
-        held: list[Tensor] = [*state.pieces(root, first)] if storage is not None else [state.buffer_of(root, first)]
+        storage = shards.storages.get(first)
+        held: list[Tensor] = [*state.pieces(shards, first)] if storage is not None else [state.buffer_of(shards, first)]
         for old in held:
             if old.is_meta:
-                made[old] = materialise(old, root._source.device)
+                made[old] = materialise(old, shards.device)
         now = [made.get(old, old) for old in held]
         archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
     if made:
-        state.install(root, made)
+        state.install(shards, made)
 
 
 def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,12 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
 from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
 
 from .boxes import Box
 from .tensorfiles import Entry
-
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
 
 Rename = Callable[[str], str]
 
@@ -83,18 +81,18 @@ class Match:
     unexpected: list[str]
 
 
-def match(root: ShardedModule, archive: Archive, strict: bool, cast: bool) -> Match:
+def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Match:
     """Compare the names, shapes and types of an archive with the model's.
 
     Raises:
         StateError: tensors are missing, unknown, or of another shape or type; all of them are listed.
     """
-    names = dict(state.named_tensors(root))
-    aliases = root._source.aliases
+    names = dict(state.named_tensors(shards))
+    aliases = shards.aliases
     buffers = {
-        n: aliases.get(n, n) for n, _ in root.named_buffers(remove_duplicate=False)
+        n: aliases.get(n, n) for n, _ in shards.root.named_buffers(remove_duplicate=False)
     }  # those not persistent may come too
-    rename, within = _naming(root, names, archive)
+    rename, within = _naming(shards, names, archive)
     stored: dict[str, list[str]] = {}
     used = set()
     for name, first in (buffers | names).items():
@@ -103,23 +101,23 @@ def match(root: ShardedModule, archive: Archive, strict: bool, cast: bool) -> Ma
             if rename(name) not in stored.setdefault(first, []):
                 stored[first].append(rename(name))
     missing = [n for n, first in names.items() if first not in stored]
-    ignored = [re.compile(p) for p in getattr(root._source.bare, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    ignored = [re.compile(p) for p in getattr(shards.bare, "_keys_to_ignore_on_load_unexpected", None) or ()]
     unexpected = [
         n for n in archive.entries if n not in used and n.startswith(within) and not any(p.search(n) for p in ignored)
     ]
-    wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(root, first, k, archive, cast))]
+    wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(shards, first, k, archive, cast))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(_told(archive, missing, unexpected, wrong, cast))
     return Match(stored, missing, unexpected)
 
 
-def _naming(root: ShardedModule, names: Mapping[str, str], archive: Archive) -> tuple[Rename, str]:
+def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> tuple[Rename, str]:
     """How the model's names are stored, by which way finds most of them, and the prefix of what is the model's.
 
     A Hugging Face folder may hold the model without its head or a model's body for the headless class; a training
     script may have stored it under a key.
     """
-    base = getattr(root._source.bare, "base_model_prefix", "")
+    base = getattr(shards.bare, "base_model_prefix", "")
     longest = max(names, key=len, default="")
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
     ways: list[tuple[Rename, str]] = [(lambda n: n, "")]
@@ -128,9 +126,9 @@ def _naming(root: ShardedModule, names: Mapping[str, str], archive: Archive) -> 
     return max(ways, key=lambda way: len({first for n, first in names.items() if way[0](n) in archive.entries}))
 
 
-def _odd(root: ShardedModule, first: str, key: str, archive: Archive, cast: bool) -> str:
-    entry, storage = archive.entries[key], root._storages.get(first)
-    held = state.pieces(root, first)[0] if storage is not None else state.buffer_of(root, first)
+def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
+    entry, storage = archive.entries[key], shards.storages.get(first)
+    held = state.pieces(shards, first)[0] if storage is not None else state.buffer_of(shards, first)
     shape = storage.shape if storage is not None else tuple(held.shape)
     what = f"{entry.file.name}: {key} is"
     if entry.shape != shape:

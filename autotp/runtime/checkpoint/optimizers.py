@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,17 +13,15 @@ from torch.optim import Optimizer
 
 from autotp.errors import StateError
 from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
 
 from .boxes import Box, boxes
 from .matching import Archive
 
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
-
 PREFIX = "optimizer.state."
 
 
-def collect(root: ShardedModule, optimizer: Optimizer) -> tuple[dict[str, tuple[tuple[int, ...], list[Box]]], Any]:
+def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[tuple[int, ...], list[Box]]], Any]:
     """What an optimizer holds.
 
     Returns: stored name -> (the whole's shape, this rank's boxes), for what has a value for each element of its
@@ -32,8 +30,8 @@ def collect(root: ShardedModule, optimizer: Optimizer) -> tuple[dict[str, tuple[
     tensors: dict[str, tuple[tuple[int, ...], list[Box]]] = {}
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
-    for name, storage in root.storages():
-        held = state.pieces(root, name)
+    for name, storage in shards.storages.items():
+        held = state.pieces(shards, name)
         states = [optimizer.state.get(p, {}) for p in held]
         if not any(states):
             continue
@@ -45,7 +43,7 @@ def collect(root: ShardedModule, optimizer: Optimizer) -> tuple[dict[str, tuple[
                 elements[name].append(key)
             else:
                 numbers[name][key] = _number(name, key, values)
-    return tensors, {"groups": _groups(root, optimizer), "numbers": numbers, "elements": elements}
+    return tensors, {"groups": _groups(shards, optimizer), "numbers": numbers, "elements": elements}
 
 
 def _by_element(name: str, key: str, held: Sequence[Tensor], values: Sequence[Any]) -> bool:
@@ -72,9 +70,9 @@ def _number(name: str, key: str, values: Sequence[Any]) -> Any:
     return plain[0]
 
 
-def _names(root: ShardedModule, optimizer: Optimizer) -> dict[Tensor, str]:
+def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
     """The original's name of every tensor that the optimizer updates."""
-    known: dict[Tensor, str] = {p: name for name, _ in root.storages() for p in state.pieces(root, name)}
+    known: dict[Tensor, str] = {p: name for name, _ in shards.storages.items() for p in state.pieces(shards, name)}
     strange = [p for g in optimizer.param_groups for p in g["params"] if p not in known]
     if strange:
         raise StateError(
@@ -85,9 +83,9 @@ def _names(root: ShardedModule, optimizer: Optimizer) -> dict[Tensor, str]:
     return known
 
 
-def _groups(root: ShardedModule, optimizer: Optimizer) -> list[dict[str, Any]]:
+def _groups(shards: ShardState, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups' options and the original names in each, as data for JSON."""
-    known = _names(root, optimizer)
+    known = _names(shards, optimizer)
     out = []
     for group in optimizer.param_groups:
         options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
@@ -108,11 +106,11 @@ class States:
     numbers: Mapping[str, Mapping[str, Any]]
     elements: Mapping[str, list[str]]
 
-    def load(self, root: ShardedModule, optimizer: Optimizer, archive: Archive) -> None:
+    def load(self, shards: ShardState, optimizer: Optimizer, archive: Archive) -> None:
         """Read this rank's part of the states, and give all to the optimizer."""
         filled: dict[Tensor, dict[str, Any]] = {}
-        for name, storage in root.storages():
-            held = state.pieces(root, name)
+        for name, storage in shards.storages.items():
+            held = state.pieces(shards, name)
             if name not in self.numbers:
                 continue
             for p in held:
@@ -134,7 +132,7 @@ class States:
         )
 
 
-def matching(root: ShardedModule, optimizer: Optimizer, archive: Archive) -> States:
+def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> States:
     """What an archive holds for this optimizer.
 
     Raises:
@@ -143,12 +141,12 @@ def matching(root: ShardedModule, optimizer: Optimizer, archive: Archive) -> Sta
     saved = archive.extra.get("optimizer")
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
-    if any(p.is_meta for p in root.parameters()):
+    if any(p.is_meta for p in shards.root.parameters()):
         raise StateError(
             "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
             "optimizer, then load both."
         )
-    mine = _groups(root, optimizer)
+    mine = _groups(shards, optimizer)
     if [set(g["params"]) for g in mine] != [set(g["params"]) for g in saved["groups"]]:
         told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
         raise StateError(
@@ -157,13 +155,13 @@ def matching(root: ShardedModule, optimizer: Optimizer, archive: Archive) -> Sta
         )
     elements: dict[str, list[str]] = {}
     faults = []
-    for name, storage in root.storages():
+    for name, storage in shards.storages.items():
         start = f"{PREFIX}{name}."
         keys = saved["elements"].get(name, []) if name in saved["numbers"] else []
         elements[name] = keys
         for key in keys:
             entry = archive.entries.get(start + key)
-            dtype = state.pieces(root, name)[0].dtype
+            dtype = state.pieces(shards, name)[0].dtype
             if entry is None:
                 faults.append(f"missing: {start}{key}")
             elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):

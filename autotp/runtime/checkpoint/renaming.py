@@ -6,30 +6,28 @@ import copy
 import importlib
 import sys
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
 
 from .boxes import Box, whole
 from .matching import Archive
 from .tensorfiles import Entry
 
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
-
 Sources = dict[str, list[str]]  # pattern of transformers' mapping -> stored names
 
 
-def converted(root: ShardedModule, archive: Archive) -> Archive:
+def converted(shards: ShardState, archive: Archive) -> Archive:
     """The archive under the names and in the forms of the running model, where transformers has a mapping for it."""
-    bare: Any = root._source.bare
+    bare: Any = shards.bare
     if archive.shared or not _mapped(bare):
         return archive
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(bare)
-    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(root)}) if mapping else archive
+    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)}) if mapping else archive
 
 
 def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:

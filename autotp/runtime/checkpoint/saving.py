@@ -7,7 +7,7 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,13 +19,11 @@ from autotp._version import __version__
 from autotp.comm.ranks import Ranks, broadcast, together
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
 
 from . import folders, huggingface, optimizers
 from .boxes import Box, boxes, whole
 from .dcpfiles import Place, Planner, Writer
-
-if TYPE_CHECKING:
-    from autotp.runtime.module import ShardedModule
 
 FORMATS = ("dcp", "huggingface")
 _thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
@@ -34,7 +32,7 @@ _saving: set[Path] = set()  # folders that are written in the background
 
 @torch.no_grad()
 def save(
-    sharded: ShardedModule,
+    shards: ShardState,
     path: str | os.PathLike[str],
     *,
     format: str = "dcp",
@@ -43,42 +41,20 @@ def save(
     background: bool = False,
     max_file: int = 5 * 10**9,
 ) -> Pending | None:
-    """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
-
-    The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one whole,
-    and files of it that hold no weights, such as a tokenizer's, are carried over.
-
-    Args:
-        sharded: the module.
-        path: the folder; with several nodes on a file system that all of them see.
-        format: "dcp" (torch.distributed.checkpoint): each rank writes what it holds, under "model.<name>".
-            "huggingface": whole tensors in safetensors files as transformers writes them, by one rank.
-        optimizer: saved too (DCP only), under the original parameters' names.
-        extra: anything that JSON can say, such as the step; `load` gives it back (DCP only).
-        background: copy to the CPU, return, and write in a thread while training goes on (DCP only).
-        max_file: largest size of one safetensors file in bytes; with more, files have an index.
-
-    Returns: None; with `background` a handle, whose `result()` all ranks call before the next save: it waits for what
-        is not written yet and puts the folder in its place.
-
-    Raises:
-        InputError: an argument that cannot be used.
-        StateError: `path` cannot be written, or the optimizer's state cannot be said in the original's names.
-        RankError: that is so on another rank.
-    """
+    """Save a checkpoint; `ShardedModule.save_checkpoint` says what the arguments are. A collective call."""
     _refuse(format, optimizer, extra, background)
     place = Path(os.path.abspath(path))
-    ranks = sharded._source.ranks.planners if sharded._source.ranks is not None else None
-    together(ranks, "looking at the module", lambda: _ready(sharded, place))
-    for module in sharded.modules():
+    ranks = shards.ranks.planners if shards.ranks is not None else None
+    together(ranks, "looking at the module", lambda: _ready(shards, place))
+    for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
     first = ranks is None or ranks.rank == 0
     if format == "huggingface":
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
-        huggingface.save(sharded, ranks, place, max_file)
+        huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, notes = together(ranks, "reading the state", lambda: _collect(sharded, optimizer, extra))
+    tensors, notes = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra))
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     pending = _dcp(ranks, place, tensors, notes, background)
     return pending.start() if background else pending.result()
@@ -98,8 +74,8 @@ def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
         )
 
 
-def _ready(root: ShardedModule, place: Path) -> None:
-    state.refuse_meta(root)
+def _ready(shards: ShardState, place: Path) -> None:
+    state.refuse_meta(shards)
     if place in _saving:
         raise StateError(f"{place} is still being written in the background: wait for that save's result() first.")
 
@@ -107,19 +83,19 @@ def _ready(root: ShardedModule, place: Path) -> None:
 Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 
 
-def _collect(root: ShardedModule, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> tuple[Tensors, str]:
+def _collect(shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> tuple[Tensors, str]:
     """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes as JSON."""
     found: Tensors = {}
-    for first in dict.fromkeys(first for _, first in state.named_tensors(root)):  # what is tied once
-        storage = root._storages.get(first)
+    for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):  # what is tied once
+        storage = shards.storages.get(first)
         if storage is not None:
-            found["model." + first] = storage.shape, boxes(storage, state.pieces(root, first))
+            found["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))
         else:
-            buffer = state.buffer_of(root, first)
+            buffer = state.buffer_of(shards, first)
             found["model." + first] = tuple(buffer.shape), whole(buffer)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
     if optimizer is not None:
-        states, notes["optimizer"] = optimizers.collect(root, optimizer)
+        states, notes["optimizer"] = optimizers.collect(shards, optimizer)
         found |= states
     try:
         return found, json.dumps(notes)

@@ -1,0 +1,82 @@
+"""What the data-parallel axis costs, in the plan: gradients and weights over it, group by group, and memory.
+
+The groups are those of `autotp.runtime.data_parallel`: one for each repeated block, and one for what is left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autotp.comm.conversions import primitive
+from autotp.cost import call_seconds, collective_bytes
+from autotp.cost.memory import Memory
+from autotp.ir.program import Planned
+from autotp.ir.scopes import block_of
+from autotp.passes.shard.planner import Builder
+from autotp.plans.estimates import Axis
+from autotp.plans.plan import Parameter, Plan
+
+
+def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Plan:
+    """The plan with what the data-parallel axis costs: a call for each repeated block, and one for what is left."""
+    if axis.size == 1:
+        return plan
+    prices, trained = builder.prices, {x.name for x in planned.program.leaves if x.node in planned.grads}
+    sent = seconds = 0.0
+    gathered: list[float] = [0.0]
+    for weights in _blocks(plan.parameters).values():
+        whole, graded = _bytes(weights), _bytes(p for p in weights if p.name in trained)
+        gathered.append(whole)
+        for call, size in _calls(axis, whole, graded if builder.objective.training else 0.0):
+            sent += collective_bytes(call, size, axis.size)
+            seconds += call_seconds(call, size, axis.size, builder.cluster, plan.tp)
+    values = 0.0
+    for op in planned.ops.values():
+        if "dp" in op.node.meta:
+            src, dst, n = op.node.meta["dp"]
+            values += _value_bytes(prices, op, src, dst, n, op.node in planned.grads and builder.objective.training)
+    backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
+    priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
+    held = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
+    totals = replace(plan.totals, local_parameters=held)
+    return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
+
+
+def _calls(axis: Axis, whole: float, graded: float) -> list[tuple[str, float]]:
+    """The collectives of a block in a step, with the bytes of the whole value."""
+    if not axis.fully_shard:
+        return [("all_reduce", graded)] if graded else []
+    gathers = [("all_gather", whole)] * (2 if graded else 1)
+    return [*gathers, *([("reduce_scatter", graded)] if graded else [])]
+
+
+def _value_bytes(prices: Any, op: Any, src: Any, dst: Any, n: int, trained: bool) -> float:
+    """Bytes that a rank sends for a conversion over the axis."""
+    size = max(prices.bytes(op.slots[0].meta["val"]), prices.bytes(op.node.meta["val"]))
+    ways = [(src, dst), (dst.dual, src.dual)] if trained else [(src, dst)]
+    return sum(collective_bytes(primitive(a, b) or "none", size, n) for a, b in ways)
+
+
+def _blocks(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
+    out: dict[str, list[Parameter]] = defaultdict(list)
+    for p in parameters:
+        out[block_of(p.name)].append(p)
+    return out
+
+
+def _bytes(parameters: Iterable[Parameter]) -> float:
+    """What the fullest tp rank holds of them."""
+    return float(sum(math.prod(p.local) * getattr(torch, p.dtype).itemsize for p in parameters))
+
+
+def _split(memory: Memory, axis: Axis, gathered: float) -> Memory:
+    if not axis.fully_shard:
+        return memory
+    parts = {k: getattr(memory, k) / axis.size for k in ("parameters", "gradients", "states")}
+    return replace(memory, **parts, working=memory.working + gathered)

@@ -1,0 +1,113 @@
+"""The programs that a sharded module runs, and what a further capture is made into one by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, fx, nn
+
+from autotp.comm.ranks import Ranks
+from autotp.driver.pipeline import PLAIN, Mode, Want
+from autotp.ir.graph import Capture
+from autotp.ir.program import MeshPlace, Sharded
+from autotp.passes.decompose.counter_random import SEEDS, seeds
+from autotp.passes.optimise import Fired
+from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.lower.regional import Compiler
+
+from .call_key import Form
+from .shard_state import ShardState
+from .storage import wrap
+from .tree import Read
+
+
+@dataclass
+class Program:
+    """One captured graph made runnable on this rank: for one mode, dtype and autocast state.
+
+    Attributes:
+        form: of the call that it was captured with.
+        seeds: how many operators draw by counters.
+        fired: what became of each optimisation; `compiler`: what compiles it.
+    """
+
+    capture: Capture
+    sharded: Sharded
+    graph: fx.Graph
+    key: int
+    form: Form
+    seeds: int = 0
+    fired: Fired = ()
+    compiler: Compiler | None = None
+
+    def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
+        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
+        if self.form.key != called.key or self.capture.state != mode:
+            return None
+        at = dict(zip(self.form.order, called.order, strict=True))
+        values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(self.capture.inputs)]
+        return [at[i] for i in sorted(at)] if self.capture.accepts(values) is None else None
+
+    def random(self, shards: ShardState) -> list[Tensor]:
+        """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
+        if not self.seeds:
+            return []
+        batch = shards.ranks.batch if shards.ranks is not None else None
+        return [seeds(self.seeds, batch.rank if batch is not None else 0).to(shards.device)]
+
+    def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
+        """An output of this rank as a DTensor."""
+        if ranks is None or not isinstance(value, Tensor):
+            return value
+        layout, whole = self.sharded.result(position)
+        return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
+
+
+@dataclass
+class Source:
+    """What a sharded module keeps of the original: its skeleton, and how a further capture becomes a program.
+
+    Attributes:
+        bare: the original with fake tensors; it holds no weights.
+        make: the program of a capture, under the module's plan.
+        ranks: None in one plain process.
+        aliases: every name of a parameter or buffer -> the first name of the same tensor.
+        want: what captures are to be.
+        lowering: how programs run.
+        check: compare input values between the ranks at every call.
+        ready: captures that exist already.
+    """
+
+    bare: nn.Module
+    make: Callable[[Capture], Sharded]
+    ranks: Ranks | None
+    tp: int
+    aliases: dict[str, str]
+    want: Want = PLAIN
+    lowering: Lowering = field(default_factory=Lowering)
+    check: bool = False
+    ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
+
+    def places(self) -> dict[str, MeshPlace]:
+        """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
+        if self.ranks is None:
+            return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, "")}
+        axes = {"tp": self.ranks, "dp": self.ranks.batch}
+        return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
+
+
+def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
+    """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters."""
+    inputs: list[fx.Node] = []
+    reads, count = [], 0
+    for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
+        if leaf.kind == "input":
+            inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
+        elif leaf.kind == SEEDS:
+            inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
+        elif node.users:
+            name = shards.aliases.get(leaf.name, leaf.name)
+            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind == "parameter" else None))
+    return inputs, reads, count

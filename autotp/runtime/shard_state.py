@@ -1,0 +1,62 @@
+"""What a rank holds of a sharded module: the one record that state dicts, checkpoints and data parallelism work on."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.comm.ranks import Ranks
+from autotp.plans.estimates import ALONE, Axis
+
+from .storage import Storage
+
+
+@dataclass
+class ShardState:
+    """The tree of modules that holds a rank's tensors, and how those tensors are the original's.
+
+    The tensors themselves are parameters and buffers of the modules in `parts`, so that torch's tools see them.
+    "First name" below: of the names of a tied tensor, the first in the original's order.
+
+    Attributes:
+        bare: the original with fake tensors; it holds no weights.
+        ranks: the tp ranks; None in one plain process.
+        tp: how many shards a parameter is cut into, also where there are no ranks.
+        axis: the data-parallel axis.
+        aliases: every name of a parameter or buffer -> its first name.
+        parts: the original's path of each of its modules -> the module that stands for it; "" is the sharded module.
+        storages: first name of each parameter -> its whole shape, its layout, and the pieces that a rank's slice is.
+        holders: first name of each buffer -> all modules that hold it, and under which attribute.
+        units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
+        summing: whether gradients are summed over dp in this backward.
+    """
+
+    bare: nn.Module
+    ranks: Ranks | None
+    tp: int
+    aliases: dict[str, str]
+    axis: Axis = ALONE
+    parts: dict[str, nn.Module] = field(default_factory=dict)
+    storages: dict[str, Storage] = field(default_factory=dict)
+    holders: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
+    units: dict[str, str] = field(default_factory=dict)
+    summing: bool = True
+
+    @property
+    def device(self) -> torch.device:
+        """Where the rank's tensors are."""
+        return self.ranks.device if self.ranks is not None else torch.device("cpu")
+
+    @property
+    def root(self) -> nn.Module:
+        """The sharded module."""
+        return self.parts[""]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
+        """Modules and their tensors are copied; the ranks and what is known of the original are shared."""
+        parts, holders, units = copy.deepcopy((self.parts, self.holders, self.units), memo)
+        return replace(self, parts=parts, holders=holders, units=units)
