@@ -13,7 +13,6 @@ from autotp.ir.graph import Capture
 from autotp.ir.layouts import Shard
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.pins import Dims, listed
-from autotp.plans.explain import KEPT
 from autotp.plans.export.boundaries import generic
 from autotp.plans.plan import Parameter, Plan
 
@@ -91,7 +90,8 @@ def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
 
 def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
     """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
-    builder, out = plan.__dict__[KEPT], {}
+    builder, out = plan.origin, {}
+    assert builder is not None  # the plan was just made
     known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
     for block in find_blocks(builder.program, builder.same, known):
         if block.heads is None:
@@ -138,6 +138,6 @@ def _noted(
     for key, reason in freed.items():
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
-    made = replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew))
-    made.__dict__[KEPT] = replace(plan.__dict__[KEPT], pins=pins)  # `explain` weighs what the model itself allows
-    return made
+    assert plan.origin is not None
+    origin = replace(plan.origin, pins=pins)  # `explain` weighs what the model itself allows
+    return replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew), origin=origin)

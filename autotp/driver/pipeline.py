@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -33,7 +33,6 @@ from autotp.passes.shard.rewrite import Sharded, rewrite
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.estimates import ALONE, Axis
-from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
 from autotp.runtime.data_parallel import described
 
@@ -229,8 +228,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     told = [*notes, *without_rule(planned)]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
-    plan = described(plan, planned, builder, options.batch)
-    plan.__dict__[KEPT] = builder  # for `Plan.explain`
+    plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 

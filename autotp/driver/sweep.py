@@ -18,7 +18,6 @@ from autotp.cost.solver.problem import amount
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.estimates import Degree, Memory
-from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import plain, sweep_table
 
@@ -68,9 +67,7 @@ class Sweep:
             )
         why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
         plan = self.plans[self.best.tp]
-        made = replace(plan, degrees=self.rows, notes=(*plan.notes, why))
-        made.__dict__[KEPT] = plan.__dict__.get(KEPT)  # `replace` carries fields only
-        return made
+        return replace(plan, degrees=self.rows, notes=(*plan.notes, why))
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans, as plain data that JSON can hold."""

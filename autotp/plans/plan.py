@@ -18,11 +18,13 @@ from autotp.plans.show.report import render, renderable
 from .estimates import ALONE, Axis, Degree, Layer, Memory, Sublayer, Timed, Totals
 
 if TYPE_CHECKING:
+    from autotp.passes.shard.planner import Builder
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
 
 SCHEMA = 2
+UNSAVED = ("fired", "origin")  # fields that say something of this process alone
 
 
 @dataclass(frozen=True)
@@ -127,6 +129,8 @@ class Plan:
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
+        origin: the builder that solved it, which `explain` and the exports ask; None in a plan that was loaded or came
+            from another process.
     """
 
     model: str
@@ -147,6 +151,7 @@ class Plan:
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
+    origin: Builder | None = field(default=None, repr=False, compare=False)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -160,9 +165,7 @@ class Plan:
 
     def running(self, fired: tuple[str, ...]) -> Plan:
         """This plan, with what became of each optimisation when a module was made by it."""
-        made = replace(self, fired=fired)
-        made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in self.__dataclass_fields__})
-        return made
+        return replace(self, fired=fired)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
@@ -213,7 +216,7 @@ class Plan:
         write_html(self, path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
+        return {**self.__dict__, "origin": None}  # the builder holds graphs, which stay in their process
 
     def __str__(self) -> str:
         return render(self)
@@ -258,7 +261,7 @@ class Plan:
 
 def asdict_shallow(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
-    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__ if k != "fired"}
+    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__ if k not in UNSAVED}
     for key in ("totals", "memory", "batch"):
         out[key] = asdict(out[key])
     for key in ("parameters", "collectives", "blocks", "degrees"):
