@@ -27,13 +27,14 @@ from autotp.driver.pipeline import (
     solve_plan,
     wanted,
 )
-from autotp.driver.sweep import DEGREES, Sweep, automatic, sweep
+from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import with_loss
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
+from autotp.plans.sweep import Sweep
 from autotp.runtime.data_parallel import read_axis, refuse_late
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering

@@ -3,83 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 from torch import nn
 
 from autotp.cost import Cluster
 from autotp.cost.memory import lifetimes
 from autotp.cost.prices import lengths
-from autotp.cost.solver.problem import amount
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.estimates import Degree, Memory
 from autotp.plans.plan import Plan
-from autotp.plans.show.report import plain, sweep_table
+from autotp.plans.sweep import Sweep
 
 from .pipeline import Options, Staged, capture_model, needed, plan_stages
 
 DEGREES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What each degree comes to. Print it to read it; `to_dict` gives it as data.
-
-    Attributes:
-        model: class name; `cluster`, `objective`, `optimizer`: what it was priced for.
-        batch: examples in the batch that was priced: the first dimension of the example inputs.
-        limit: bytes that a rank may hold.
-        rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
-    """
-
-    model: str
-    cluster: str
-    objective: str
-    optimizer: str
-    batch: int
-    limit: float
-    rows: tuple[Degree, ...]
-    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Degree | None:
-        """Of the degrees that fit, the one with the most throughput per device; of equals the smallest."""
-        fitting = [row for row in self.rows if row.fits]
-        return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
-
-    def chosen(self) -> Plan:
-        """The plan of the best degree, which holds the table of all.
-
-        Raises:
-            PlanError: no degree fits.
-        """
-        if self.best is None:
-            least = min(self.rows, key=lambda row: row.memory)
-            raise PlanError(
-                f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
-                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
-                f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
-            )
-        why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
-        plan = self.plans[self.best.tp]
-        return replace(plan, degrees=self.rows, notes=(*plan.notes, why))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the plans, as plain data that JSON can hold."""
-        kept = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
-        return {**kept, "rows": [asdict(row) for row in self.rows]}
-
-    def __str__(self) -> str:
-        return plain(self.__rich__())
-
-    def __rich__(self) -> RenderableType:
-        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank"
-        return sweep_table(self.rows, f"{self.model} ({at})")
 
 
 def sweep(

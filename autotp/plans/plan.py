@@ -215,6 +215,19 @@ class Plan:
 
         write_html(self, path)
 
+    def to_trace(self, path: str | Path) -> None:
+        """Write the predicted timeline of one layer as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+            path: of the JSON file.
+
+        Raises:
+            PlanError: the plan holds no times.
+        """
+        from autotp.plans.show.timeline import write_trace  # noqa: PLC0415
+
+        write_trace(self, path)
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "origin": None}  # the builder holds graphs, which stay in their process
 

@@ -14,9 +14,10 @@ import autotp
 from autotp import api
 from autotp import sweep as public
 from autotp.cost import call_seconds
-from autotp.driver.sweep import DEGREES, Sweep
+from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
+from autotp.plans.sweep import Sweep
 from tests.helpers.models import inputs_of, transformer
 
 
