@@ -16,7 +16,7 @@ from autotp.passes.shard.pins import Dims, listed
 from autotp.plans.export.boundaries import generic
 from autotp.plans.plan import Parameter, Plan
 
-from .pipeline import Options
+from .options import Options
 
 PINNED = "pinned by the user"  # as `autotp.plans.describe.reasons` says it of what a pin kept whole
 

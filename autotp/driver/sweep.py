@@ -19,7 +19,8 @@ from autotp.plans.estimates import Degree, Memory
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 
-from .pipeline import Options, Staged, capture_model, needed, plan_stages
+from .options import Options, Steering
+from .pipeline import Staged, capture_model, needed, plan_stages
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -53,8 +54,9 @@ def sweep(
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
-    asked = pins, cluster, objective, sequence_parallel, optimizer, memory
-    options = [Options.read(tp, *asked) for tp in degrees]
+    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
+                        sequence_parallel=sequence_parallel)  # fmt: skip
+    options = [Options.read(tp, steering) for tp in degrees]
     inputs = needed(model, example_inputs, "autotp.sweep")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
     return sweep_captured(captured, notes, options, type(model).__name__)
@@ -70,9 +72,15 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
         rows.append(row)
         plans[each.tp] = staged.plan
     return Sweep(
-        name, first.cluster.name, first.objective.name, first.objective.optimizer, _batch(captured)[1], limit,
-        tuple(rows), plans,
-    )  # fmt: skip
+        model=name,
+        cluster=first.cluster.name,
+        objective=first.objective.name,
+        optimizer=first.objective.optimizer,
+        batch=_batch(captured)[1],
+        limit=limit,
+        rows=tuple(rows),
+        plans=plans,
+    )
 
 
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
@@ -87,10 +95,16 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
     plan, (work, unit) = staged.plan, _work(captured, options)
     seconds = plan.totals.seconds
     return staged, Degree(
-        plan.tp, seconds, plan.totals.communication, plan.totals.forward_bytes + plan.totals.backward_bytes,
-        plan.memory.peak, plan.memory.peak <= limit, work / seconds / plan.tp if seconds else 0.0, unit,
-        largest_batch(staged, limit),
-    )  # fmt: skip
+        tp=plan.tp,
+        seconds=seconds,
+        exposed=plan.totals.communication,
+        sent=plan.totals.forward_bytes + plan.totals.backward_bytes,
+        memory=plan.memory.peak,
+        fits=plan.memory.peak <= limit,
+        throughput=work / seconds / plan.tp if seconds else 0.0,
+        unit=unit,
+        largest_batch=largest_batch(staged, limit),
+    )
 
 
 def _batch(captured: Capture) -> tuple[list[Any], int]:
@@ -148,8 +162,8 @@ def _grown(m: Memory, moving: float, factor: float) -> float:
     return m.steady - m.cache + m.cache * factor + moving
 
 
-def automatic(captured: Capture, notes: list[str], tps: Iterable[int], asked: tuple[Any, ...], name: str) -> Plan:
-    """The plan of the best of these degrees; `asked` are the arguments of `Options.read` after tp."""
-    first = Options.read(1, *asked)
-    inside = [tp for tp in tps if not (asked[-1] and first.cluster.spans_nodes(tp))]
+def automatic(captured: Capture, notes: list[str], tps: Iterable[int], steering: Steering, name: str) -> Plan:
+    """The plan of the best of these degrees."""
+    first = Options.read(1, steering)
+    inside = [tp for tp in tps if not (steering.within_node and first.cluster.spans_nodes(tp))]
     return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()

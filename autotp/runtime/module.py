@@ -15,7 +15,8 @@ from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import Ranks, agree, no_ranks_error, together
-from autotp.driver.pipeline import PLAIN, Mode, Want, mode_of, prepare
+from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
+from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
@@ -74,7 +75,7 @@ class Source:
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
-    want: Want = PLAIN
+    want: CaptureRequest = DEFAULT_CAPTURE
     lowering: Lowering = field(default_factory=Lowering)
     check: bool = False
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
@@ -203,7 +204,7 @@ class ShardedModule(Part):
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, source.device, self._mode(), want=source.want)
+        return prepare(bare, inputs, source.device, self._mode(), request=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)

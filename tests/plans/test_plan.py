@@ -14,7 +14,7 @@ import transformers
 from autotp.api import plan as make_plan
 from autotp.comm import conversions
 from autotp.cost import Cluster
-from autotp.driver.pipeline import Options
+from autotp.driver.options import Options
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
