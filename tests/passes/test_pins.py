@@ -111,9 +111,9 @@ def test_heads_may_be_kept_together():
 
 def test_the_sequence_axis_is_sequence_parallelism():
     for placement, forced in ((Shard(0), True), (Replicate(), False)):
-        assert pinned("llama", 2, {"sequence": placement}) == pinned("llama", 2, {}, sequence=forced)
+        assert pinned("llama", 2, {"sequence": placement}) == pinned("llama", 2, {}, sequence_parallel=forced)
     with pytest.raises(InputError, match="contradict"):
-        pinned("llama", 2, {"sequence": Shard(0)}, sequence=False)
+        pinned("llama", 2, {"sequence": Shard(0)}, sequence_parallel=False)
 
 
 def test_the_batch_is_never_dealt():
