@@ -17,9 +17,9 @@ from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
+from autotp.runtime.lower.lower import Lowering
 
 from . import state
-from .lower.lower import Lowering
 from .module import Source
 
 
