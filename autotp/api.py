@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.cost import Cluster
 from autotp.driver.like import plan_like
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
 from autotp.driver.pipeline import capture_model, example, needed, solve_plan
@@ -26,7 +27,6 @@ from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
 
-from .cost import Cluster
 from .errors import InputError, PlanError
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
