@@ -2,47 +2,32 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from autotp.capture.capture import aliases, skeleton
-from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.cost import Cluster
 from autotp.driver.like import plan_like
-from autotp.driver.pipeline import (
-    PLAIN,
-    Options,
-    Want,
-    apply_plan,
-    capture_model,
-    example,
-    needed,
-    refuse_steering,
-    solve_plan,
-    wanted,
-)
-from autotp.driver.sweep import DEGREES, Sweep, automatic, sweep
+from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
+from autotp.driver.pipeline import capture_model, example, needed, solve_plan
+from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import with_loss
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
 from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
-from autotp.runtime import state
-from autotp.runtime.data_parallel import read_axis, refuse_late
+from autotp.plans.sweep import Sweep
+from autotp.runtime.build import Build, capture_on_ranks
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
-from autotp.runtime.module import ShardedModule, Source
+from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
-from .inputs import Inputs
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
@@ -99,12 +84,13 @@ def plan(
     Raises:
         InputError, CaptureError, PlanError.
     """
-    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    options = Options.read(1 if tp == "auto" else tp, *asked, read_axis(dp, fully_shard, tp))
+    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
+                        sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
+    options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    want = wanted(dp, outputs, random)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, want)
-    return _planned(captured, notes, tp, options, asked, like, type(model).__name__)
+    request = CaptureRequest.read(dp, outputs, random)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, request)
+    return _planned(captured, notes, tp, options, steering, like, type(model).__name__)
 
 
 def parallelize(
@@ -133,15 +119,16 @@ def parallelize(
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
-    if not isinstance(plan, Plan):
-        raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    want, lowering = wanted(plan.batch.size, outputs, random), Lowering.read(backend, options, optimise)
+    _refuse_other(plan)
+    request = CaptureRequest.read(plan.batch.size, outputs, random)
+    lowering = Lowering.read(backend, options, optimise)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
-    captured = _capture(model, inputs, ranks, False, want)[0] if inputs is not None else None
-    return ShardedModule(*_shard(model, plan, ranks, Options.of_plan(plan), captured, want, lowering, check))
+    build = Build(model, ranks, Options.of_plan(plan), request, lowering, plan, check, check_capture=False)
+    captured = build.capture(inputs)[0] if inputs is not None else None
+    return ShardedModule(*build.shard(plan, captured))
 
 
 def compile(
@@ -191,65 +178,68 @@ def compile(
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
-    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    _refuse(plan, asked)
+    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
+                        sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
+    _refuse(plan, steering, tp, mesh)
     lowering, model = Lowering.read(backend, options, optimise), with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
-    want, made = wanted(axis.size, outputs, random), None
+    request, captured = CaptureRequest.read(axis.size, outputs, random), None
     if tp == "auto":
-        (plan, *made), tp = _automatic(model, example_inputs, (mesh, plan), asked, check_capture, want), None
-    ranks, degree = _ranks(plan, tp, mesh, axis)
-    chosen = Options.of_plan(plan) if plan else Options.read(degree, *asked, axis)
+        (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
+    ranks, chosen = _ranks(plan, tp, mesh, axis, steering)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = partial(_built, model, plan, ranks, chosen, (want, lowering), (check, check_capture), made)
+    build = Build(model, ranks, chosen, request, lowering, plan, check, check_capture, captured)
     return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
 
 
-def _built(
-    model: nn.Module, plan: Plan | None, ranks: Ranks | None, options: Options, way: tuple[Want, Lowering],
-    checks: tuple[bool | None, bool | None], made: Any, inputs: Inputs,
-) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
-    """What a `ShardedModule` is made from, for these inputs; `made`: what `_capture` gave for them already."""
-    captured, notes = made or _capture(model, inputs, ranks, checks[1], way[0])
-    told = {**versions(), "graph": captured.digest(), **_parameters(model, checks[0])}
-    agree(ranks and ranks.planners, "the model", told)
-    found = plan or _solve(captured, notes, options, type(model).__name__, ranks)
-    return _shard(model, found, ranks, options, captured, *way, checks[0])
+def _refuse_other(plan: Any) -> None:
+    """Refuse what is no plan."""
+    if not isinstance(plan, Plan):
+        raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
+
+
+def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> None:
+    """Refuse arguments of `compile` that say the same thing twice."""
+    if plan is not None:
+        _refuse_other(plan)
+    steering.refuse_beside(plan)
+    if tp == "auto" and (mesh is not None or plan is not None):
+        raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
 
 
 def _planned(
-    captured: Capture, notes: list[str], tp: Any, options: Options, asked: tuple[Any, ...], like: Plan | None, name: str
+    captured: Capture, notes: list[str], tp: Any, options: Options, steering: Steering, like: Plan | None, name: str
 ) -> Plan:
     """The plan of a captured model: like another one, at the best degree, or at this one."""
     if like is not None:
         return plan_like(like, tp, captured, options, lambda o: solve_plan(captured, notes, o, name))
     if tp == "auto":
-        return automatic(captured, notes, DEGREES, asked, name)
+        return automatic(captured, notes, DEGREES, steering, name)
     return solve_plan(captured, notes, options, name)
 
 
 def _automatic(
-    model: nn.Module, example_inputs: Any, given: tuple[Any, ...], asked: tuple[Any, ...], check: Any, want: Want
-) -> tuple[Plan, Capture, list[str]]:
-    """The plan of the best degree that the world can have, made on one rank, and what it was made from."""
-    if given != (None, None):
-        raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
-    Options.read(1, *asked)
+    model: nn.Module, example_inputs: Any, steering: Steering, check: bool | None, request: CaptureRequest
+) -> tuple[Plan, tuple[Capture, list[str]]]:
+    """The plan of the best degree that the world can have, made on one rank, and the capture it was made from."""
+    Options.read(1, steering)
     world = Ranks.find()
     inputs = together(world, "reading the example inputs", lambda: example(model, example_inputs))
     if inputs is None:
         raise InputError("tp='auto' plans before the first call: give example_inputs.")
-    captured, notes = _capture(model, inputs, world, check, want)
+    captured, notes = capture_on_ranks(model, inputs, world, check, request)
     agree(world, "the model", {**versions(), "graph": captured.digest()})
     tps = DEGREES if world is None else [n for n in range(1, world.tp + 1) if world.tp % n == 0]
     first, name = world is None or world.rank == 0, type(model).__name__
-    made = together(world, "planning", lambda: automatic(captured, notes, tps, asked, name) if first else None)
-    return broadcast(world, made), captured, notes  # type: ignore[return-value]
+    made = together(world, "planning", lambda: automatic(captured, notes, tps, steering, name) if first else None)
+    return broadcast(world, made), (captured, notes)  # type: ignore[return-value]
 
 
-def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis) -> tuple[Ranks | None, int]:
-    """The ranks that are there, and the degree."""
+def _ranks(
+    plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axis, steering: Steering
+) -> tuple[Ranks | None, Options]:
+    """The ranks that are there, and what planning for them is to do, or did where a plan is given."""
     degree = plan.tp if plan is not None and tp is None else tp
     ranks = Ranks.find(degree, mesh, axis.size)
     degree = ranks.tp if ranks is not None else degree or 1
@@ -259,65 +249,4 @@ def _ranks(plan: Plan | None, tp: int | None, mesh: DeviceMesh | None, axis: Axi
         raise PlanError(
             f"the plan is for dp={plan.batch.size}, and dp={axis.size} is asked for. Leave out dp, or plan again."
         )
-    return ranks, degree
-
-
-def _refuse(plan: Any, planning: tuple[Any, ...]) -> None:
-    if plan is not None and not isinstance(plan, Plan):
-        raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
-    refuse_steering(plan, planning)
-
-
-def _capture(
-    model: nn.Module, inputs: Inputs, ranks: Ranks | None, check: bool | None, want: Want = PLAIN
-) -> tuple[Capture, list[str]]:
-    ranks, device = ranks and ranks.planners, _device(ranks)
-    made = together(ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, want))
-    return in_one_order(ranks, made[0]), made[1]
-
-
-def _solve(captured: Capture, notes: list[str], chosen: Options, name: str, ranks: Ranks | None) -> Plan:
-    """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
-    ranks = ranks and ranks.planners
-    first = ranks is None or ranks.rank == 0
-    found = together(ranks, "planning", lambda: solve_plan(captured, notes, chosen, name) if first else None)
-    return broadcast(ranks, found)  # type: ignore[return-value]
-
-
-def _shard(
-    model: nn.Module, plan: Plan, ranks: Ranks | None, options: Options, captured: Capture | None, want: Want,
-    lowering: Lowering, check: bool | None,
-) -> tuple[nn.Module, Plan, Source]:  # fmt: skip
-    """What a `ShardedModule` is made from, agreed on by the ranks."""
-    every = ranks and ranks.planners
-    together(every, "fitting the plan to the model", lambda: _fits(model, plan))
-    digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-    agree(every, "the plan", {**versions(), "plan": digest, "wanted": str(want), **_parameters(model, None)})
-    source = Source(
-        skeleton(model, _device(ranks)), lambda c: apply_plan(c, plan, options, want.outputs)[1], ranks, plan.tp,
-        aliases(model), want, lowering.priced(options.cluster, options.objective), bool(check),
-    )  # fmt: skip
-    if captured is not None:
-        source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))
-    return model, plan, source
-
-
-def _fits(model: nn.Module, plan: Plan) -> None:
-    have = {n: tuple(p.shape) for n, p in model.named_parameters()}
-    want = {p.name: tuple(p.shape) for p in plan.parameters}
-    if have != want:
-        odd = sorted(set(have.items()) ^ set(want.items()))[:5]
-        raise PlanError(
-            f"the plan was made for {plan.model} with other parameters than this {type(model).__name__} has, such as "
-            f"{', '.join(f'{n} {s}' for n, s in odd)}. Plan again for this model."
-        )
-
-
-def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
-    """Names, shapes and dtypes; with `check` a hash of the values too."""
-    values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
-    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
-
-
-def _device(ranks: Ranks | None) -> torch.device:
-    return ranks.device if ranks is not None else torch.device("cpu")
+    return ranks, Options.of_plan(plan) if plan else Options.read(degree, steering, axis)

@@ -64,8 +64,17 @@ def measure(
     kept, most, node, phase = line.peak()
     cache = 0.0 if objective.training else sum(_cache(f, planned, line, cached) for f in found)
     return Memory(
-        parameters, buffers, gradients, states, kept, cache, most - kept, phase, _place(node), objective.optimizer
-    )  # fmt: skip
+        parameters=parameters,
+        buffers=buffers,
+        gradients=gradients,
+        states=states,
+        activations=kept,
+        cache=cache,
+        working=most - kept,
+        phase=phase,
+        at=_place(node),
+        optimizer=objective.optimizer,
+    )
 
 
 def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> tuple[float, float]:

@@ -80,7 +80,7 @@ def read_plan(path: Path) -> Plan:
     try:
         return Plan.load(path)
     except PlanError as error:
-        raise InputError(f"{path}: {error}") from error
+        raise InputError(str(error)) from error
 
 
 def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:

@@ -34,7 +34,10 @@ def is_plan(text: str) -> bool:
     """Whether the text names the file of a saved plan."""
     path = Path(text)
     named = path.suffix == ".json" and path.name != CONFIG and path.is_file()
-    return named and {"schema", "decisions"} <= read_json(path).keys()
+    if not named:
+        return False
+    keys = read_json(path).keys()
+    return "decisions" in keys and ("format" in keys or "schema" in keys)  # schema: of formats 1 and 2, refused by name
 
 
 def read_json(path: Path) -> Mapping[str, Any]:

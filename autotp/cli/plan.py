@@ -46,8 +46,10 @@ def plan(
             made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
         screen.say(f"priced for {given.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
     written: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
-        (save, lambda plan, path: plan.save(path)), (html, _html), (trace, _trace),
-    ]  # fmt: skip
+        (save, autotp.Plan.save),
+        (html, autotp.Plan.to_html),
+        (trace, autotp.Plan.to_trace),
+    ]
     for path, write in written:
         if path is not None:
             write(made, path)
@@ -114,21 +116,8 @@ def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | Non
     return read_plan(Path(model))
 
 
-def _html(plan: autotp.Plan, path: Path) -> None:
-    from autotp.plans.show.page import write_html  # noqa: PLC0415  only where a page is asked for
-
-    write_html(plan, path)
-
-
-def _trace(plan: autotp.Plan, path: Path) -> None:
-    from autotp.plans.show.timeline import write_trace  # noqa: PLC0415
-
-    write_trace(plan, path)
-
-
 def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
-    from autotp.plans.show.plot import write_svg  # noqa: PLC0415
 
     def other(wanted: bool) -> autotp.Sweep:
         if asked["sequence_parallel"] is wanted:
@@ -139,4 +128,4 @@ def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -
         forced = other(True)
     except PlanError:
         forced = made
-    write_svg(forced, other(False), path)
+    forced.to_svg(path, without=other(False))

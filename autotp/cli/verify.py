@@ -20,7 +20,7 @@ from .plan import loaded
 from .screen import PANEL, Screen, rank
 
 if TYPE_CHECKING:
-    from autotp.driver.verify import Report
+    from autotp.proof.compare import Report
 
     from .models import Given
 

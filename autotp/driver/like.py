@@ -14,11 +14,10 @@ from autotp.ir.layouts import Shard
 from autotp.ir.scopes import generic
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.pins import Dims
-from autotp.plans.explain import KEPT
 from autotp.plans.plan import Parameter, Plan
 from autotp.text import listed
 
-from .pipeline import Options
+from .options import Options
 
 PINNED = "pinned by the user"  # as `autotp.plans.describe.reasons` says it of what a pin kept whole
 
@@ -92,7 +91,8 @@ def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
 
 def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
     """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
-    builder, out = plan.__dict__[KEPT], {}
+    builder, out = plan.origin, {}
+    assert builder is not None  # the plan was just made
     known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
     for block in find_blocks(builder.program, builder.same, known):
         if block.heads is None:
@@ -139,6 +139,6 @@ def _noted(
     for key, reason in freed.items():
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
-    made = replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew))
-    made.__dict__[KEPT] = replace(plan.__dict__[KEPT], pins=pins)  # `explain` weighs what the model itself allows
-    return made
+    assert plan.origin is not None
+    origin = replace(plan.origin, pins=pins)  # `explain` weighs what the model itself allows
+    return replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew), origin=origin)

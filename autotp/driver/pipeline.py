@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,9 +11,6 @@ from torch import Tensor, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.selfcheck import Trial
-from autotp.comm.ranks import check_degree
-from autotp.cost import Cluster
-from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -27,73 +24,16 @@ from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.decompose.counter_random import by_counter
 from autotp.passes.decompose.losses import apart, only_loss
 from autotp.passes.shard.batch_program import local_program, two_examples
-from autotp.passes.shard.pins import Dims, read_pins
 from autotp.passes.shard.planner import Builder, decide
 from autotp.passes.shard.rewrite import rewrite
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
-from autotp.plans.estimates import ALONE, Axis
-from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
-from autotp.text import read_bytes
+
+from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What steers planning; a pin is a dimension, or None for whole."""
-
-    tp: int
-    cluster: Cluster
-    pins: Dims
-    sequence: bool | None = None
-    objective: Objective = TRAINING
-    memory: float | None = None
-    batch: Axis = ALONE
-
-    @classmethod
-    def read(
-        cls, tp: int, pins: Any = None, cluster: Any = None, objective: str = "training", sequence: Any = None,
-        optimizer: str = TRAINING.optimizer, memory: float | str | None = None, within_node: bool = False,
-        batch: Axis = ALONE,
-    ) -> Options:  # fmt: skip
-        """Options from a public function's arguments, checked."""
-        if sequence is not None and not isinstance(sequence, bool):
-            raise InputError(
-                f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
-                "False."
-            )
-        machines, limit = Cluster.resolve(cluster), None if memory is None else read_bytes(memory)
-        if within_node and machines.spans_nodes(check_degree(tp)):
-            raise PlanError(
-                f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
-                f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
-            )
-        dims = read_pins(pins)
-        if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
-            raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
-        return cls(check_degree(tp), machines, dims, sequence, Objective(objective, optimizer), limit, batch)
-
-    @classmethod
-    def of_plan(cls, plan: Plan) -> Options:
-        """What a finished plan was made with; h100 where an earlier version saved it for machines of its own."""
-        try:
-            cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
-        except InputError:
-            cluster = Cluster.resolve(None)
-        objective = Objective(plan.objective, plan.memory.optimizer)
-        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch)
-
-
-def refuse_steering(plan: Plan | None, asked: tuple[Any, ...]) -> None:
-    """Refuse what steers planning, the arguments of `Options.read` after tp, beside a finished plan."""
-    if plan is not None and asked != (None, None, TRAINING.name, None, TRAINING.optimizer, None, False):
-        raise InputError(
-            "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-            "sequence_parallel, memory or within_node. Give them to autotp.plan, which makes the plan."
-        )
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -132,34 +72,13 @@ def _one(values: list[Any]) -> Any:
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)
 
 
-@dataclass(frozen=True)
-class Want:
-    """What a capture is to be: of one of `dp` slices of the batch, giving all `outputs` or the "loss", with `random`
-    numbers drawn by "counter" or by "torch"."""
-
-    dp: int = 1
-    outputs: str = "full"
-    random: str = "counter"
-
-
-PLAIN = Want()
-
-
-def wanted(dp: int, outputs: str, random: str) -> Want:
-    """What a public function's arguments want of captures, checked."""
-    refuse_names("outputs", outputs, ("full", "sharded", "loss"))
-    refuse_names("random", random, ("counter", "torch"))
-    return Want(dp, outputs, random)
-
-
-def refuse_names(what: str, value: Any, known: tuple[str, ...]) -> None:
-    """Refuse an argument that is none of these."""
-    if value not in known:
-        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
-
-
 def prepare(
-    bare: nn.Module, inputs: Inputs, device: torch.device, mode: Mode, trial: Trial | None = None, want: Want = PLAIN
+    bare: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    mode: Mode,
+    trial: Trial | None = None,
+    request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> Capture:
     """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
 
@@ -175,25 +94,29 @@ def prepare(
                 program.error = trial.compare(program)
 
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, want.dp), device, finish, trial)
+        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial)
     with stage("batch axis"):
-        made = local_program(whole, want.dp)
-    made = only_loss(made) if want.outputs == "loss" else made
-    return by_counter(made) if want.random == "counter" else made
+        made = local_program(whole, request.dp)
+    made = only_loss(made) if request.outputs == "loss" else made
+    return by_counter(made) if request.random == "counter" else made
 
 
 @uncollected()
 def capture_model(
-    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None, want: Want = PLAIN
+    model: nn.Module,
+    inputs: Inputs,
+    device: torch.device,
+    check: bool | None = None,
+    request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs as the model is now, and what the user should know of it.
 
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
-    trial = Trial.of(model, two_examples(inputs, want.dp), device, check)
+    trial = Trial.of(model, two_examples(inputs, request.dp), device, check)
     bare = skeleton(model, device)
-    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, want)
+    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, request)
     captured.origin = bare, inputs
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
@@ -230,8 +153,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     told = [*notes, *without_rule(planned)]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
-    plan = described(plan, planned, builder, options.batch)
-    plan.__dict__[KEPT] = builder  # for `Plan.explain`
+    plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from rich.console import RenderableType
 from torch import nn
 
 from autotp.cost import Cluster
@@ -17,72 +16,13 @@ from autotp.cost.prices import lengths
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.estimates import Degree
-from autotp.plans.explain import KEPT
 from autotp.plans.plan import Plan
-from autotp.plans.show.report import plain, sweep_table
-from autotp.text import amount
+from autotp.plans.sweep import Sweep
 
-from .pipeline import Options, Staged, capture_model, needed, plan_stages
+from .options import Options, Steering
+from .pipeline import Staged, capture_model, needed, plan_stages
 
 DEGREES = (1, 2, 4, 8, 16, 32)
-
-
-@dataclass(frozen=True)
-class Sweep:
-    """What each degree comes to. Print it to read it; `to_dict` gives it as data.
-
-    Attributes:
-        model: class name; `cluster`, `objective`, `optimizer`: what it was priced for.
-        batch: examples in the batch that was priced: the first dimension of the example inputs.
-        limit: bytes that a rank may hold.
-        rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
-    """
-
-    model: str
-    cluster: str
-    objective: str
-    optimizer: str
-    batch: int
-    limit: float
-    rows: tuple[Degree, ...]
-    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
-
-    @property
-    def best(self) -> Degree | None:
-        """Of the degrees that fit, the one with the most throughput per device; of equals the smallest."""
-        fitting = [row for row in self.rows if row.fits]
-        return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
-
-    def chosen(self) -> Plan:
-        """The plan of the best degree, which holds the table of all.
-
-        Raises:
-            PlanError: no degree fits.
-        """
-        if self.best is None:
-            least = min(self.rows, key=lambda row: row.memory)
-            raise PlanError(
-                f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
-                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
-                f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
-            )
-        why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
-        plan = self.plans[self.best.tp]
-        made = replace(plan, degrees=self.rows, notes=(*plan.notes, why))
-        made.__dict__[KEPT] = plan.__dict__.get(KEPT)  # `replace` carries fields only
-        return made
-
-    def to_dict(self) -> dict[str, Any]:
-        """Everything but the plans, as plain data that JSON can hold."""
-        kept = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
-        return {**kept, "rows": [asdict(row) for row in self.rows]}
-
-    def __str__(self) -> str:
-        return plain(self.__rich__())
-
-    def __rich__(self) -> RenderableType:
-        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank"
-        return sweep_table(self.rows, f"{self.model} ({at})")
 
 
 def sweep(
@@ -114,8 +54,9 @@ def sweep(
     degrees = [tps] if isinstance(tps, int) else list(tps)
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
-    asked = pins, cluster, objective, sequence_parallel, optimizer, memory
-    options = [Options.read(tp, *asked) for tp in degrees]
+    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
+                        sequence_parallel=sequence_parallel)  # fmt: skip
+    options = [Options.read(tp, steering) for tp in degrees]
     inputs = needed(model, example_inputs, "autotp.sweep")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
     return sweep_captured(captured, notes, options, type(model).__name__)
@@ -131,9 +72,15 @@ def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Option
         rows.append(row)
         plans[each.tp] = staged.plan
     return Sweep(
-        name, first.cluster.name, first.objective.name, first.objective.optimizer, _batch(captured)[1], limit,
-        tuple(rows), plans,
-    )  # fmt: skip
+        model=name,
+        cluster=first.cluster.name,
+        objective=first.objective.name,
+        optimizer=first.objective.optimizer,
+        batch=_batch(captured)[1],
+        limit=limit,
+        rows=tuple(rows),
+        plans=plans,
+    )
 
 
 def _degree(captured: Capture, notes: list[str], options: Options, name: str, limit: float) -> tuple[Staged, Degree]:
@@ -148,10 +95,16 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
     plan, (work, unit) = staged.plan, _work(captured, options)
     seconds = plan.totals.seconds
     return staged, Degree(
-        plan.tp, seconds, plan.totals.communication, plan.totals.forward_bytes + plan.totals.backward_bytes,
-        plan.memory.peak, plan.memory.peak <= limit, work / seconds / plan.tp if seconds else 0.0, unit,
-        largest_batch(staged, limit),
-    )  # fmt: skip
+        tp=plan.tp,
+        seconds=seconds,
+        exposed=plan.totals.communication,
+        sent=plan.totals.forward_bytes + plan.totals.backward_bytes,
+        memory=plan.memory.peak,
+        fits=plan.memory.peak <= limit,
+        throughput=work / seconds / plan.tp if seconds else 0.0,
+        unit=unit,
+        largest_batch=largest_batch(staged, limit),
+    )
 
 
 def _batch(captured: Capture) -> tuple[list[Any], int]:
@@ -209,8 +162,8 @@ def _grown(m: Memory, moving: float, factor: float) -> float:
     return m.steady - m.cache + m.cache * factor + moving
 
 
-def automatic(captured: Capture, notes: list[str], tps: Iterable[int], asked: tuple[Any, ...], name: str) -> Plan:
-    """The plan of the best of these degrees; `asked` are the arguments of `Options.read` after tp."""
-    first = Options.read(1, *asked)
-    inside = [tp for tp in tps if not (asked[-1] and first.cluster.spans_nodes(tp))]
+def automatic(captured: Capture, notes: list[str], tps: Iterable[int], steering: Steering, name: str) -> Plan:
+    """The plan of the best of these degrees."""
+    first = Options.read(1, steering)
+    inside = [tp for tp in tps if not (steering.within_node and first.cluster.spans_nodes(tp))]
     return sweep_captured(captured, notes, [replace(first, tp=tp) for tp in inside], name).chosen()

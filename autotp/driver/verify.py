@@ -17,7 +17,8 @@ from autotp.plans.plan import Plan
 from autotp.proof.compare import Difference, Report, compare
 from autotp.proof.simulate import Values
 
-from .pipeline import Options, apply_plan, capture_model, needed, refuse_steering, solve_plan
+from .options import Options, Steering
+from .pipeline import apply_plan, capture_model, needed, solve_plan
 
 __all__ = ["Difference", "Report", "Values", "compare", "verify"]
 
@@ -58,9 +59,10 @@ def verify(
     inputs = needed(model, example_inputs, "autotp.verify")
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
-    asked = pins, cluster, objective, sequence_parallel, optimizer, memory, within_node
-    refuse_steering(plan, asked)
-    chosen = Options.of_plan(plan) if plan else Options.read(tp, *asked)
+    steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
+                        sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
+    steering.refuse_beside(plan)
+    chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
     real = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=real or None)
     if plan is None:

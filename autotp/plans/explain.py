@@ -24,7 +24,6 @@ from autotp.text import amount, near
 if TYPE_CHECKING:
     from .plan import Parameter, Plan
 
-KEPT = "kept"  # attribute of a plan made in this process: the builder that it came from
 SAME = 1e-6  # of the seconds: what counts as equally fast
 
 
@@ -89,15 +88,14 @@ def explain(plan: Plan, name: str) -> Explanation:
     found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if found is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
-    builder: Builder | None = plan.__dict__.get(KEPT)
-    if builder is None:
+    if plan.origin is None:
         why = f" ({found.reason})" if found.reason else ""
         raise PlanError(
             f"{found.name} is {_choice(found)}{why}. What else it could be is not known here: the plan was loaded, or "
             "made in another process, and the problem that it was solved from is not saved with it. Make it again "
             "with autotp.plan(...) and ask that one."
         )
-    return _Explainer(plan, builder, found).run()
+    return _Explainer(plan, plan.origin, found).run()
 
 
 @dataclass

@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
 from autotp.cost.memory import Memory
-from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
-from autotp.ir.serial import plain, read_layout, read_loop
 from autotp.plans.show.report import render, renderable
 
-from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Timed, Totals
+from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Totals
 
 if TYPE_CHECKING:
+    from autotp.passes.shard.planner import Builder
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
 from autotp.ir.program import Decision
-
-SCHEMA = 2
 
 
 @dataclass(frozen=True)
@@ -115,10 +111,12 @@ class Plan:
         decisions: node name of the captured graph -> how it runs.
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
-        layer: the times of one repeated block, operator by operator; None in a plan saved by an earlier version.
+        layer: the times of one repeated block, operator by operator; None where it was not timed.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
+        origin: the builder that solved it, which `explain` and the exports ask; None in a plan that was loaded or came
+            from another process.
     """
 
     model: str
@@ -139,6 +137,7 @@ class Plan:
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
+    origin: Builder | None = field(default=None, repr=False, compare=False)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -152,9 +151,7 @@ class Plan:
 
     def running(self, fired: tuple[str, ...]) -> Plan:
         """This plan, with what became of each optimisation when a module was made by it."""
-        made = replace(self, fired=fired)
-        made.__dict__.update({k: v for k, v in self.__dict__.items() if k not in self.__dataclass_fields__})
-        return made
+        return replace(self, fired=fired)
 
     def explain(self, name: str) -> Explanation:
         """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
@@ -204,8 +201,21 @@ class Plan:
 
         write_html(self, path)
 
+    def to_trace(self, path: str | Path) -> None:
+        """Write the predicted timeline of one layer as a Chrome trace, which ui.perfetto.dev and chrome://tracing open.
+
+        Args:
+            path: of the JSON file.
+
+        Raises:
+            PlanError: the plan holds no times.
+        """
+        from autotp.plans.show.timeline import write_trace  # noqa: PLC0415
+
+        write_trace(self, path)
+
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k in self.__dataclass_fields__}
+        return {**self.__dict__, "origin": None}  # the builder holds graphs, which stay in their process
 
     def __str__(self) -> str:
         return render(self)
@@ -214,29 +224,21 @@ class Plan:
         return renderable(self)
 
     def to_json(self) -> str:
-        """The plan as JSON text, with a schema version."""
-        return json.dumps({"schema": SCHEMA, **plain(asdict_shallow(self))}, indent=1, sort_keys=True)
+        """The plan as JSON text, with the number of its format."""
+        from .saved import write_plan  # noqa: PLC0415  it reads plans too, and so needs this class
+
+        return write_plan(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """Read what `to_json` wrote.
 
         Raises:
-            PlanError: the text is not a plan, or of another schema version.
+            PlanError: the text is not a plan, is damaged, or is a plan in another format.
         """
-        try:
-            data = json.loads(text)
-        except json.JSONDecodeError as e:
-            raise PlanError(f"this is not a saved plan: {e}. Give the file that `Plan.save` wrote.") from e
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-            found = data.get("schema") if isinstance(data, dict) else None
-            raise PlanError(
-                f"the plan has schema version {found!r}; this version of autotp reads {SCHEMA}. Plan again."
-            )
-        try:
-            return _read_plan(data)
-        except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
-            raise PlanError(f"the saved plan is damaged: {type(e).__name__}: {e}. Plan again.") from e
+        from .saved import read_plan  # noqa: PLC0415
+
+        return read_plan(text)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as a JSON file."""
@@ -244,56 +246,11 @@ class Plan:
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a plan that `save` wrote."""
-        return cls.from_json(Path(path).read_text())
+        """Read a plan that `save` wrote.
 
+        Raises:
+            PlanError: the file is not a plan, is damaged, or is a plan in another format.
+        """
+        from .saved import read_plan  # noqa: PLC0415
 
-def asdict_shallow(plan: Plan) -> dict[str, Any]:
-    """The plan's fields with its records as dicts and its layouts as they are."""
-    out = {k: getattr(plan, k) for k in plan.__dataclass_fields__ if k != "fired"}
-    for key in ("totals", "memory", "batch"):
-        out[key] = asdict(out[key])
-    for key in ("parameters", "collectives", "blocks", "degrees"):
-        out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
-    out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
-    out["layer"] = plan.layer and asdict(plan.layer)
-    return out
-
-
-def _read_plan(data: dict[str, Any]) -> Plan:
-    decisions = {
-        name: Decision(
-            tuple(map(read_layout, ins)),
-            tuple(map(read_layout, outs)),
-            factor,
-            read_loop(loop),
-        )
-        for name, (ins, outs, factor, loop) in data["decisions"].items()
-    }
-    parameters = [Parameter(**{**_tuples(p), "layout": read_layout(p["layout"])}) for p in data["parameters"]]
-    return Plan(
-        **{k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")},
-        parameters=tuple(parameters),
-        collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
-        blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
-        totals=Totals(**data["totals"]),
-        memory=Memory(**data["memory"]),
-        decisions=decisions,
-        inputs=tuple(data["inputs"]),
-        notes=tuple(data["notes"]),
-        degrees=tuple(Degree(**r) for r in data["degrees"]),
-        layer=_read_layer(data.get("layer")),
-        batch=Axis(**data.get("batch", {})),
-        machines=data.get("machines", {}),
-    )
-
-
-def _read_layer(data: dict[str, Any] | None) -> Layer | None:
-    if data is None:
-        return None
-    steps = tuple(Timed(**step) for step in data["steps"])
-    return Layer(**{**data, "steps": steps, "outside": Sublayer(**data["outside"])})
-
-
-def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+        return read_plan(Path(path).read_text(), str(path))

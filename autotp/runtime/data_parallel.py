@@ -19,31 +19,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from autotp import compat
 from autotp.comm.ranks import Ranks
-from autotp.errors import InputError, StateError
-from autotp.plans.estimates import Axis
+from autotp.errors import StateError
 
 from .shard_state import ShardState
 from .tree import Read
-
-
-def read_axis(dp: Any, fully_shard: Any, tp: Any) -> Axis:
-    """The data-parallel axis that a public function's arguments ask for, checked."""
-    if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
-        raise InputError(f"dp={dp!r}: the data-parallel degree counts ranks, so it is an int of at least 1.")
-    if fully_shard and dp == 1:
-        raise InputError("fully_shard=True splits weights over dp: give dp, the size of that axis, too.")
-    if dp > 1 and tp == "auto":
-        raise InputError("tp='auto' picks the degree for tp alone, and dp is given. Give tp as a number.")
-    return Axis(dp, bool(fully_shard))
-
-
-def refuse_late(axis: Axis, inputs: Any) -> None:
-    """Refuse to wait for the first call where weights are to be spread over dp before an optimizer holds them."""
-    if axis.size > 1 and inputs is None:
-        raise InputError(
-            f"dp={axis.size} needs example_inputs, one rank's slice of a batch: which weights are gathered together is "
-            "decided before the first call."
-        )
 
 
 def spread(shards: ShardState, reads: Iterable[Read]) -> None:

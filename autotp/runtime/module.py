@@ -135,7 +135,7 @@ class ShardedModule(Part):
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, self._shards.device, self._mode(), want=source.want)
+        return prepare(bare, inputs, self._shards.device, self._mode(), request=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)

@@ -9,7 +9,8 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autotp.comm.ranks import Ranks
-from autotp.driver.pipeline import PLAIN, Mode, Want
+from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
+from autotp.driver.pipeline import Mode
 from autotp.ir.graph import Capture
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.decompose.counter_random import SEEDS, seeds
@@ -85,7 +86,7 @@ class Source:
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
-    want: Want = PLAIN
+    want: CaptureRequest = DEFAULT_CAPTURE
     lowering: Lowering = field(default_factory=Lowering)
     check: bool = False
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)

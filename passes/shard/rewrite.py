@@ -89,16 +89,16 @@ class Rewriter:
         rule = self.planned.rules[op.node]
         factor = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
         local = Local(
-            self.new,
-            self.sizes,
-            self.env,
-            operands,
-            decision.ins,
-            decision.outs,
-            factor,
-            decision.loop if isinstance(decision.loop, Partition) else None,
-            rule,
-            self.planned.tp,
+            graph=self.new,
+            sizes=self.sizes,
+            env=self.env,
+            operands=operands,
+            ins=decision.ins,
+            outs=decision.outs,
+            factor=factor,
+            loop=decision.loop if isinstance(decision.loop, Partition) else None,
+            rule=rule,
+            tp=self.planned.tp,
         )
         got = rule.localise(op, local) if rule is not None and rule.localise is not None else local.unchanged(op)
         return (got, (), {}) if isinstance(got, fx.Node) else got

@@ -112,6 +112,15 @@ def test_a_saved_plan_is_shown_and_takes_nothing_else(run, plan):
     assert refused.exit_code == 2 and "plan.json is a saved plan, which is complete" in refused.stderr
 
 
+@pytest.mark.parametrize("number", [{"format": 99}, {"schema": 2}])
+def test_a_plan_in_another_format_is_refused_by_its_number(run, tmp_path, number):
+    (tmp_path / "old.json").write_text(json.dumps({**number, "decisions": {}}))
+    done = run("plan", "old.json")
+    (found,) = number.values()
+    told = " ".join(done.stderr.split())
+    assert done.exit_code == 2 and f"old.json is a plan in format {found}, and" in told and "Plan again" in told
+
+
 def test_json_is_the_plan_and_nothing_else(run):
     done = run("plan", "tests.cli.test_cli:noisy", "--tp", 2, "--json")
     assert done.exit_code == 0 and Plan.from_json(done.stdout).tp == 2

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.comm import conversions as cv
-from autotp.comm.conversions import KINDS, Kind, dual, kind_of, local_size, recombine, same, simulate, split
+from autotp.comm.conversions import KINDS, Kind, dual, kind_of, simulate, split
+from autotp.comm.slices import local_size, recombine, same
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
 from autotp.ir.layouts import Partition, Segment, Shard

@@ -13,7 +13,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.cost import Cluster, collective_seconds
-from autotp.driver.pipeline import Options, capture_model, solve_plan
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.estimates import Degree
@@ -33,7 +34,7 @@ def captured(layers: int) -> Capture:
 
 def sent_per_layer(tp: int, sequence: bool) -> float:
     """Elements that a rank sends forward in one layer more."""
-    options = Options.read(tp, sequence=sequence)
+    options = Options.read(tp, Steering(sequence_parallel=sequence))
     fewer, more = (solve_plan(captured(n), [], options, "Llama").totals.forward_bytes for n in (2, 3))
     return (more - fewer) / 4  # bytes of float32
 

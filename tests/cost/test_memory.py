@@ -19,7 +19,8 @@ from autotp.api import compile as compile_model
 from autotp.api import plan as make_plan
 from autotp.cost import Cluster
 from autotp.cost.objective import OPTIMIZERS, Objective
-from autotp.driver.pipeline import Options, Staged, plan_stages
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import Staged, plan_stages
 from autotp.driver.sweep import sweep
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import size_hint
@@ -46,7 +47,9 @@ def ranks() -> Iterator[str]:
 @cache
 def staged(name: str, tp: int, sequence: bool | None = None, objective: str = "training") -> Staged:
     program, notes = captured(name)
-    return plan_stages(program, notes, Options.read(tp, sequence=sequence, objective=objective), name)
+    return plan_stages(
+        program, notes, Options.read(tp, Steering(sequence_parallel=sequence, objective=objective)), name
+    )
 
 
 def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:

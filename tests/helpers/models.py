@@ -11,7 +11,8 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from autotp.driver.pipeline import Options, apply_plan, capture_model, solve_plan
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.program import Planned, Sharded
@@ -184,7 +185,7 @@ def captured(name: str) -> tuple[Capture, list[str]]:
 def planned(name: str, tp: int, sequence_parallel: bool | None = None) -> tuple[Plan, Planned, Sharded]:
     """A model's plan and the program of its ranks."""
     capture, notes = captured(name)
-    options = Options.read(tp, sequence=sequence_parallel)
+    options = Options.read(tp, Steering(sequence_parallel=sequence_parallel))
     plan = solve_plan(capture, notes, options, name)
     return plan, *apply_plan(capture, plan, options)
 

@@ -14,9 +14,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.compat import tree_leaves
-from autotp.driver.verify import Report, capture_error, compare
+from autotp.driver.verify import capture_error, compare
 from autotp.errors import InputError
 from autotp.inputs import Inputs
+from autotp.proof.compare import Report
 from tests.helpers.models import PLAIN, TWELVE, build, captured, inputs_of, planned, transformer, values
 
 EXACT = 1e-10  # float64

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.driver.pipeline import PLAIN, Want, capture_model
+from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
+from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.kernels.operators import OPS, mixed
@@ -213,8 +214,8 @@ def test_what_does_not_draw_gets_no_seeds():
     program = capture_model(model, autotp.Inputs(**inputs_of(model)), torch.device("cpu"), False)[0]
     assert all(leaf.kind != counter_random.SEEDS for leaf in program.leaves)
     by_torch = capture_model(dropping("bert"), autotp.Inputs(**inputs_of(model)), torch.device("cpu"), False,
-                             Want(random="torch"))[0]  # fmt: skip
-    assert all(leaf.kind != counter_random.SEEDS for leaf in by_torch.leaves) and PLAIN.random == "counter"
+                             CaptureRequest(random="torch"))[0]  # fmt: skip
+    assert all(leaf.kind != counter_random.SEEDS for leaf in by_torch.leaves) and DEFAULT_CAPTURE.random == "counter"
     with pytest.raises(InputError, match="random='dice'"):
         autotp.plan(model, 2, example_inputs=inputs_of(model), random="dice")
 

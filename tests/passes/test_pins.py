@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 
 import autotp
-from autotp.driver.pipeline import Options, apply_plan, solve_plan
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import apply_plan, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
 from autotp.proof.compare import compare
@@ -20,7 +21,7 @@ from tests.helpers.models import HIDDEN, build, captured, planned, values
 
 
 def pinned(name: str, tp: int, pins: dict[str, Any], **options: Any) -> Plan:
-    return solve_plan(*captured(name), Options.read(tp, pins, **options), name)
+    return solve_plan(*captured(name), Options.read(tp, Steering(pins=pins, **options)), name)
 
 
 def proved(name: str, plan: Plan) -> bool:
@@ -110,9 +111,9 @@ def test_heads_may_be_kept_together():
 
 def test_the_sequence_axis_is_sequence_parallelism():
     for placement, forced in ((Shard(0), True), (Replicate(), False)):
-        assert pinned("llama", 2, {"sequence": placement}) == pinned("llama", 2, {}, sequence=forced)
+        assert pinned("llama", 2, {"sequence": placement}) == pinned("llama", 2, {}, sequence_parallel=forced)
     with pytest.raises(InputError, match="contradict"):
-        pinned("llama", 2, {"sequence": Shard(0)}, sequence=False)
+        pinned("llama", 2, {"sequence": Shard(0)}, sequence_parallel=False)
 
 
 def test_the_batch_is_never_dealt():
@@ -212,6 +213,6 @@ def test_what_is_no_budget(text: Any):
 
 def test_a_group_may_be_kept_in_its_node():
     cluster = replace(autotp.Cluster.preset("h100"), devices_per_node=2)
-    assert Options.read(2, cluster=cluster, within_node=True) and Options.read(4, cluster=cluster)
+    assert Options.read(2, Steering(cluster=cluster, within_node=True)) and Options.read(4, Steering(cluster=cluster))
     with pytest.raises(PlanError, match="tp=4 leaves the node.*at most 2 ranks.*devices_per_node"):
-        Options.read(4, cluster=cluster, within_node=True)
+        Options.read(4, Steering(cluster=cluster, within_node=True))

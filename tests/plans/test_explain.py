@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 import re
 from dataclasses import replace
@@ -16,7 +17,8 @@ from torch.distributed.tensor import Replicate, Shard
 
 import autotp
 from autotp.cost import Cluster
-from autotp.driver.pipeline import Options, capture_model, solve_plan
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -28,7 +30,7 @@ UP, K = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.k_proj.we
 
 def plan(tp: int, **options: Any) -> Plan:
     """A plan of the tiny model; those without options are made once."""
-    return made(tp) if not options else solve_plan(*captured("llama"), Options.read(tp, **options), "llama")
+    return made(tp) if not options else solve_plan(*captured("llama"), Options.read(tp, Steering(**options)), "llama")
 
 
 @cache
@@ -79,12 +81,18 @@ def test_explanations_are_text():
 
 def test_a_plan_from_elsewhere_says_what_is_missing():
     here = plan(2)
-    for other in (Plan.from_json(here.to_json()), pickle.loads(pickle.dumps(here)), replace(here)):
-        assert other == here
+    for other in (Plan.from_json(here.to_json()), pickle.loads(pickle.dumps(here)), copy.deepcopy(here)):
+        assert other == here and other.origin is None
         with pytest.raises(PlanError, match=r"Shard\(0\) by 64.*loaded.*Make it again"):
             other.explain(UP)
     with pytest.raises(InputError, match="no parameter 'up_proj'.*model.layers"):
         here.explain("up_proj")
+
+
+def test_a_changed_plan_is_still_explained():
+    here = plan(2)
+    for other in (replace(here, notes=("changed",)), here.running(("overlap: fired",))):
+        assert other.origin is here.origin and other.explain(UP) == here.explain(UP)
 
 
 # two plans
@@ -154,7 +162,9 @@ def test_no_more_bytes_than_megatron(name, tp):
 def test_collectives_that_cost_nothing_to_start_would_send_more():
     """Two plans of BERT take the same time within 0.1%: what a collective costs to start decides for fewer bytes."""
     h100 = Cluster.preset("h100")
-    free = solve_plan(*capture_of("bert", 8), Options.read(2, cluster=replace(h100, collective_overhead=1e-12)), "bert")
+    free = solve_plan(
+        *capture_of("bert", 8), Options.read(2, Steering(cluster=replace(h100, collective_overhead=1e-12))), "bert"
+    )
     found = solve_plan(*capture_of("bert", 8), Options.read(2), "bert")
     assert ratio(found) <= 1.0 < ratio(free)
 
@@ -172,7 +182,7 @@ def test_megatrons_bytes_by_hand(sequence):
     value, logits = rows * 1024 * 2, rows * 4096 * 2
     reduced = 2 * (tp - 1) / tp * value * (2 * 2 * 2 + 1 + 1)
     norms = 2 * (tp - 1) / tp * 5 * 1024 * 2  # the gradients of five norms' weights, where its tokens are split
-    found = solve_plan(*capture_of("llama"), Options.read(tp, sequence=sequence), "llama")
+    found = solve_plan(*capture_of("llama"), Options.read(tp, Steering(sequence_parallel=sequence)), "llama")
     assert found.totals.megatron_bytes == reduced + (tp - 1) / tp * logits + norms * sequence
     assert plan(1).totals.megatron_bytes == 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -14,12 +14,16 @@ import transformers
 from autotp.api import plan as make_plan
 from autotp.comm import conversions
 from autotp.cost import Cluster
-from autotp.driver.pipeline import Options
+from autotp.cost.memory import Memory
+from autotp.driver.options import Options
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
+from autotp.ir.program import Decision
 from autotp.plans.describe.describe import describe
-from autotp.plans.plan import Plan
+from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
+from autotp.plans.plan import Block, Collective, Parameter, Plan
+from autotp.plans.saved import FORMAT, SAVED
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.helpers.plans import communicating, planned_for, stages
 
@@ -44,7 +48,9 @@ def damage(plan: Plan, **changed: Any) -> str:
     [
         lambda plan: "not JSON",
         lambda plan: "[]",
-        lambda plan: damage(plan, schema=99),
+        lambda plan: damage(plan, layer="none"),
+        lambda plan: damage(plan, batch={"size": 2, "breadth": 2}),
+        lambda plan: json.dumps({k: v for k, v in json.loads(plan.to_json()).items() if k != "machines"}),
         lambda plan: plan.to_json().replace('"totals"', '"sums"'),
         lambda plan: plan.to_json().replace('"count"', '"number"') if '"count"' in plan.to_json() else "{}",
         lambda plan: damage(plan, parameters=[{"name": "x"}]),
@@ -56,6 +62,34 @@ def damage(plan: Plan, **changed: Any) -> str:
 def test_a_damaged_plan_is_refused(damaged):
     with pytest.raises(PlanError, match=r"[Pp]lan again|Plan\.save"):
         Plan.from_json(damaged(planned_for("llama", 2)))
+
+
+@pytest.mark.parametrize("number", [1, 2, 99, "3", "three"])
+def test_a_plan_in_another_format_is_refused_by_its_number(number, tmp_path):
+    path, text = tmp_path / "old.json", damage(planned_for("llama", 2), format=number)
+    path.write_text(text)
+    for read in (lambda: Plan.from_json(text), lambda: Plan.load(path)):
+        with pytest.raises(PlanError, match=rf"in format {number!r}, .* reads format {FORMAT} only\. Plan again with"):
+            read()
+    with pytest.raises(PlanError, match="old.json is a plan in format"):
+        Plan.load(path)
+
+
+def test_files_from_before_formats_had_a_number_are_refused_by_their_schema():
+    data = json.loads(planned_for("llama", 2).to_json())
+    del data["format"]
+    with pytest.raises(PlanError, match=rf"in format 2, .* reads format {FORMAT} only"):
+        Plan.from_json(json.dumps({**data, "schema": 2}))
+    with pytest.raises(PlanError, match="no format number"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_what_a_format_holds(golden):
+    """A change here is another format: raise `FORMAT` with it."""
+    records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axis)
+    lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)}"]
+    lines += [f"{record.__name__}: {' '.join(f.name for f in fields(record))}" for record in records]
+    golden("plan-format", "\n".join(lines) + "\n")
 
 
 def size(text: str) -> dict[str, Any]:

@@ -9,11 +9,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-from autotp.driver.sweep import Sweep
 from autotp.errors import InputError
 from autotp.plans.estimates import Degree
 from autotp.plans.show.drawing import ticks
-from autotp.plans.show.plot import write_svg
+from autotp.plans.sweep import Sweep
 
 GIB = 2**30
 SVG = "{http://www.w3.org/2000/svg}"
@@ -28,8 +27,8 @@ def swept(factor: float, tps: tuple[int, ...] = (1, 2, 4, 8)) -> Sweep:
     return Sweep("Net", "h100", "training", "adamw", 4, 40 * GIB, tuple(rows))
 
 
-def drawn(tmp_path, with_sp: Sweep, without_sp: Sweep) -> ElementTree.Element:
-    write_svg(with_sp, without_sp, tmp_path / "out.svg")
+def drawn(tmp_path, with_sp: Sweep, without_sp: Sweep | None = None) -> ElementTree.Element:
+    with_sp.to_svg(tmp_path / "out.svg", without_sp)
     return ElementTree.parse(tmp_path / "out.svg").getroot()
 
 
@@ -102,6 +101,14 @@ def test_one_degree_is_enough(tmp_path):
     assert len(points(panels(drawn(tmp_path, swept(1.0, (1,)), swept(1.0, (1,))))[2], "with")) == 1
 
 
+def test_a_sweep_is_drawn_alone(tmp_path):
+    root = drawn(tmp_path, swept(1.0))
+    beside = drawn(tmp_path, swept(1.0), swept(1.0))
+    for one, two in zip(panels(root), panels(beside), strict=True):
+        assert points(one, "with") == points(two, "with") and not points(one, "without")
+    assert "as planned" in words(root) and not any("sequence parallelism" in text for text in words(root))
+
+
 def test_it_needs_nothing_else(tmp_path):
     root = drawn(tmp_path, swept(1.0), swept(1.5))
     text = (tmp_path / "out.svg").read_text()
@@ -114,9 +121,9 @@ def test_it_needs_nothing_else(tmp_path):
 
 def test_sweeps_of_different_things_are_refused(tmp_path):
     with pytest.raises(InputError, match="cluster is 'h100' in one and 'cpu' in the other"):
-        write_svg(swept(1.0), replace(swept(1.0), cluster="cpu"), tmp_path / "out.svg")
+        swept(1.0).to_svg(tmp_path / "out.svg", replace(swept(1.0), cluster="cpu"))
     with pytest.raises(InputError, match="has no rows"):
-        write_svg(swept(1.0), replace(swept(1.0), rows=()), tmp_path / "out.svg")
+        swept(1.0).to_svg(tmp_path / "out.svg", replace(swept(1.0), rows=()))
     assert not (tmp_path / "out.svg").exists()
 
 

@@ -11,12 +11,13 @@ import torch
 from torch import nn
 
 import autotp
-from autotp import api
 from autotp import sweep as public
 from autotp.cost import call_seconds
-from autotp.driver.sweep import DEGREES, Sweep
+from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
 from autotp.plans.plan import Plan
+from autotp.plans.sweep import Sweep
+from autotp.runtime import build
 from tests.helpers.models import inputs_of, transformer
 
 
@@ -132,8 +133,8 @@ def test_auto_takes_the_most_throughput_per_device_of_what_fits():
 
 
 def test_auto_captures_once(monkeypatch):
-    calls, original = [], api.capture_model
-    monkeypatch.setattr(api, "capture_model", lambda *a: calls.append(a) or original(*a))
+    calls, original = [], build.capture_model
+    monkeypatch.setattr(build, "capture_model", lambda *a: calls.append(a) or original(*a))
     autotp.compile(nn.Linear(8, 8), "auto", example_inputs=torch.randn(4, 8))
     assert len(calls) == 1
 

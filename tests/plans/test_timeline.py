@@ -13,7 +13,7 @@ from autotp.errors import PlanError
 from autotp.plans.describe.layer_times import layer
 from autotp.plans.estimates import Layer, Timed
 from autotp.plans.plan import Plan
-from autotp.plans.show.timeline import heading, timeline, write_trace
+from autotp.plans.show.timeline import heading, timeline
 from tests.helpers.models import inputs_of, planned, transformer
 
 EXACT = 1e-12  # relative: sums of the same numbers in another order
@@ -119,15 +119,14 @@ def test_saved_plans_keep_the_times(tmp_path):
     assert loaded.layer == plan.layer and loaded.sublayers == plan.sublayers and timeline(loaded) == timeline(plan)
 
 
-def test_a_plan_of_an_earlier_version_has_none(tmp_path):
+def test_a_plan_without_times_says_so(tmp_path):
     data = json.loads(planned("llama", 4)[0].to_json())
-    del data["layer"]
-    old = Plan.from_json(json.dumps(data))
+    old = Plan.from_json(json.dumps({**data, "layer": None}))
     assert old.layer is None and old.sublayers == () and "one of 2 blocks" not in str(old)
     with pytest.raises(PlanError, match="Plan again"):
         timeline(old)
     with pytest.raises(PlanError, match="Plan again"):
-        write_trace(old, tmp_path / "trace.json")
+        old.to_trace(tmp_path / "trace.json")
 
 
 # the timeline
@@ -170,7 +169,7 @@ def test_inference_has_no_backward():
 
 def test_the_trace_is_the_timeline(tmp_path):
     plan = planned("llama", 4)[0]
-    write_trace(plan, tmp_path / "trace.json")
+    plan.to_trace(tmp_path / "trace.json")
     rows = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     named = {row["tid"]: row["args"]["name"] for row in rows if row["name"] == "thread_name"}
     spans = [row for row in rows if row["ph"] == "X"]

@@ -9,9 +9,10 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
-from autotp.driver.verify import Report, compare
+from autotp.driver.verify import compare
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Planned, Sharded
+from autotp.proof.compare import Report
 from tests.helpers.models import planned, values
 
 Mutation = Callable[[Sharded, fx.Node], None]

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard as Split
 
-from autotp.driver.pipeline import Options, apply_plan, capture_model, solve_plan
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.driver.verify import compare
 from autotp.inputs import Inputs
 from autotp.ir.layouts import P, Shard
@@ -40,7 +41,7 @@ def test_by_hand():
 def test_by_autotp():
     model, inputs = TwoMatmuls(), Inputs(torch.tensor(X).requires_grad_())
     captured, notes = capture_model(model, inputs, torch.device("cpu"))
-    options = Options.read(2, {"up": Split(1), "down": Split(0)})
+    options = Options.read(2, Steering(pins={"up": Split(1), "down": Split(0)}))
     program, sharded = apply_plan(captured, solve_plan(captured, notes, options, "TwoMatmuls"), options)
     values = Values.of(captured, model, inputs)
     seen: dict[fx.Node, list[Tensor]] = {}

@@ -21,7 +21,8 @@ from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.blocks import counted, find_blocks
 from autotp.passes.shard.planner import Builder
-from autotp.plans.plan import Block, Collective, Parameter, Plan, Totals
+from autotp.plans.estimates import Totals
+from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 from .layer_times import Steps, layer
 from .megatron import Sent, hand_plan, priced
@@ -45,20 +46,40 @@ def describe(
     walker = _Collectives(planned, builder, found)
     collectives = tuple(walker.walk(sharded))
     steps = Steps(planned, builder, found, walker.block, lambda n: walker.place(n, sharded))
-    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
-    read = [tuple(names[p] for p in f.parameters) for f in found]
-    blocks = tuple(
-        Block(f.kind, f.module, f.detail, _local(f, planned), own, f.first, _limit(f, planned))
-        for f, own in zip(found, read, strict=True)
-    )
     return Plan(
-        model_name, planned.tp, planned.program.digest(), builder.cluster.name, objective, parameters, collectives,
-        blocks, _totals(planned, builder, parameters, collectives, found), memory,
-        {n.name: d for n, d in planned.decisions.items()}, tuple(inputs), tuple(notes),
+        model=model_name,
+        tp=planned.tp,
+        digest=planned.program.digest(),
+        cluster=builder.cluster.name,
+        objective=objective,
+        parameters=parameters,
+        collectives=collectives,
+        blocks=_blocks(planned, found),
+        totals=_totals(planned, builder, parameters, collectives, found),
+        memory=memory,
+        decisions={n.name: d for n, d in planned.decisions.items()},
+        inputs=tuple(inputs),
+        notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
-    )  # fmt: skip
+    )
+
+
+def _blocks(planned: Planned, found: Sequence[Found]) -> tuple[Block, ...]:
+    names = {leaf.node: leaf.name for leaf in planned.program.leaves}
+    return tuple(
+        Block(
+            kind=f.kind,
+            module=f.module,
+            detail=f.detail,
+            local=_local(f, planned),
+            parameters=tuple(names[p] for p in f.parameters),
+            first=f.first,
+            limit=_limit(f, planned),
+        )
+        for f in found
+    )
 
 
 def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
@@ -223,18 +244,21 @@ def _totals(
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
         local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
-    s = planned.solution
+    solution = planned.solution
     summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
     hand = priced(hand_plan(planned, builder, found, summed), builder)
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
     return Totals(
-        sum(math.prod(p.shape) for p in parameters),
-        sum(math.prod(p.local) for p in parameters),
-        flops,
-        local,
-        sum(c.forward_bytes for c in collectives),
-        sum(c.backward_bytes for c in collectives),
-        *((s.seconds, s.bound, s.stored, s.least_stored) if s is not None else (0.0, 0.0, 0.0, 0.0)),
+        parameters=sum(math.prod(p.shape) for p in parameters),
+        local_parameters=sum(math.prod(p.local) for p in parameters),
+        flops=flops,
+        local_flops=local,
+        forward_bytes=sum(c.forward_bytes for c in collectives),
+        backward_bytes=sum(c.backward_bytes for c in collectives),
+        seconds=solution.seconds if solution is not None else 0.0,
+        bound=solution.bound if solution is not None else 0.0,
+        stored=solution.stored if solution is not None else 0.0,
+        least_stored=solution.least_stored if solution is not None else 0.0,
         communication=priced(sent, builder)[1],
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],

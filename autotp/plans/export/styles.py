@@ -18,7 +18,6 @@ from torch.distributed.tensor.parallel import (
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.scopes import NUMBER, generic, module_path
-from autotp.plans.explain import KEPT
 
 from .boundaries import Boundaries, Boundary
 from .fakerun import Trial
@@ -63,7 +62,7 @@ def to_tp_plan(plan: Plan) -> Styles:
 
 def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -> tuple[list[Boundary], list[str]]:
     """The boundaries that the model's code runs with, and what they do not say."""
-    builder = plan.__dict__.get(KEPT)
+    builder = plan.origin
     if builder is None:
         raise PlanError(
             f"{method} reads the graph that the plan was made from, and this plan was loaded, or made in another "

@@ -6,19 +6,23 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from autotp.driver.sweep import Sweep
 from autotp.errors import InputError
 from autotp.plans.estimates import Degree
+from autotp.plans.sweep import Sweep
 from autotp.text import amount, round_seconds
 
 from . import rows
 from .drawing import template, ticks
 
+if TYPE_CHECKING:
+    from autotp.plans.sweep import Sweep
+
 WIDTH, LEFT, RIGHT = 560, 78, 26
 TOP, PANEL, BETWEEN, BOTTOM = 112, 170, 52, 44  # above the panels, of one, between two, below
 NAMES = (("with", "with sequence parallelism"), ("without", "without sequence parallelism"))
+ALONE = (("with", "as planned"),)  # of a single sweep
 
 
 @dataclass(frozen=True)
@@ -45,43 +49,36 @@ class Axis:
         return (scale(x) - low) / (high - low)
 
 
-def write_svg(with_sp: Sweep, without_sp: Sweep, path: str | Path) -> None:
-    """Draw step time, memory per rank and exposed communication against tp. The file needs nothing else.
-
-    Args:
-        with_sp: `autotp.sweep(..., sequence_parallel=True)`.
-        without_sp: of the same model, with sequence_parallel=False.
-        path: of the SVG file.
-
-    Raises:
-        InputError: a sweep has no rows, or the two are not of the same model, cluster, objective and batch.
-    """
-    _check(with_sp, without_sp)
-    Path(path).write_text(_svg(with_sp, without_sp), encoding="utf-8")
+def write_svg(sweep: Sweep, path: str | Path, without: Sweep | None = None) -> None:
+    """Draw a sweep, or one with sequence parallelism beside one without; see `Sweep.to_svg`."""
+    sweeps = (sweep,) if without is None else (sweep, without)
+    _check(sweeps)
+    Path(path).write_text(_svg(sweeps), encoding="utf-8")
 
 
-def _check(a: Sweep, b: Sweep) -> None:
-    if not (a.rows and b.rows):
+def _check(sweeps: Sequence[Sweep]) -> None:
+    if not all(sweep.rows for sweep in sweeps):
         raise InputError("there is nothing to draw: a sweep has no rows. Give it degrees (tps=).")
     for name in ("model", "cluster", "objective", "optimizer", "batch"):
-        one, other = getattr(a, name), getattr(b, name)
+        one, other = getattr(sweeps[0], name), getattr(sweeps[-1], name)
         if one != other:
             raise InputError(f"the sweeps cannot be compared: {name} is {one!r} in one and {other!r} in the other.")
 
 
-def _svg(with_sp: Sweep, without_sp: Sweep) -> str:
-    degrees = sorted({row.tp for sweep in (with_sp, without_sp) for row in sweep.rows})
+def _svg(sweeps: Sequence[Sweep]) -> str:
+    first, names = sweeps[0], NAMES if len(sweeps) > 1 else ALONE
+    degrees = sorted({row.tp for sweep in sweeps for row in sweep.rows})
     step = (WIDTH - LEFT - RIGHT) / max(len(degrees), 1)
     columns = {tp: LEFT + step * (i + 0.5) for i, tp in enumerate(degrees)}
-    series = [(kind, sweep.rows) for (kind, _), sweep in zip(NAMES, (with_sp, without_sp), strict=True)]
+    series = [(kind, sweep.rows) for (kind, _), sweep in zip(names, sweeps, strict=True)]
     panels = [
-        _panel(axis, series, columns, TOP + i * (PANEL + BETWEEN), with_sp.limit if axis is MEMORY else 0.0)
+        _panel(axis, series, columns, TOP + i * (PANEL + BETWEEN), first.limit if axis is MEMORY else 0.0)
         for i, axis in enumerate((TIME, MEMORY, EXPOSED))
     ]
     height = TOP + len(panels) * (PANEL + BETWEEN) - BETWEEN + BOTTOM
-    about = f"{with_sp.cluster}, {with_sp.objective}, batch of {with_sp.batch}"
+    about = f"{first.cluster}, {first.objective}, batch of {first.batch}"
     return template("plot.svg.jinja").render(
-        model=with_sp.model, about=about, panels=panels, columns=columns, names=NAMES, size=(WIDTH, height),
+        model=first.model, about=about, panels=panels, columns=columns, names=names, size=(WIDTH, height),
         left=LEFT, right=WIDTH - RIGHT, panel=PANEL,
     )  # fmt: skip
 

@@ -70,7 +70,7 @@ def layer_of(plan: Plan) -> Layer:
         PlanError: it holds none.
     """
     if plan.layer is None:
-        raise PlanError("the plan holds no times: it was saved by an earlier version of autotp. Plan again.")
+        raise PlanError("the plan holds no times of a layer. Plan again.")
     return plan.layer
 
 

@@ -1,0 +1,150 @@
+"""What a public function is asked for, read and checked once at the door: how to plan, and what to capture."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from autotp.comm.ranks import check_degree
+from autotp.cost import Cluster
+from autotp.cost.objective import TRAINING, Objective
+from autotp.errors import InputError, PlanError
+from autotp.passes.shard.pins import Dims, Pins, read_pins
+from autotp.plans.estimates import ALONE, Axis
+from autotp.plans.plan import Plan
+from autotp.text import read_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steering:
+    """What steers planning, as the caller gave it and not yet checked; `autotp.plan` documents each field.
+
+    The defaults are those of the public functions, so that `Steering()` is a caller who steers nothing.
+    """
+
+    pins: Pins | None = None
+    cluster: str | Cluster | None = None
+    objective: str = TRAINING.name
+    optimizer: str = TRAINING.optimizer
+    sequence_parallel: bool | None = None
+    memory: float | str | None = None
+    within_node: bool = False
+
+    def refuse_beside(self, plan: Plan | None) -> None:
+        """Refuse steering beside a finished plan, which it could not change any more."""
+        if plan is not None and self != UNSTEERED:
+            raise InputError(
+                "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
+                "sequence_parallel, memory or within_node. Give them to autotp.plan, which makes the plan."
+            )
+
+
+UNSTEERED = Steering()
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a plan is made for, checked.
+
+    Attributes:
+        tp: number of ranks; `cluster`: the machines that it is priced on.
+        pins: a dimension for each pattern, or None for whole; `sequence`: None where the cost decides.
+        objective: what a step is, and whose optimizer's states count.
+        memory: bytes that a rank may hold; None for no limit.
+        batch: the data-parallel axis beside tp.
+    """
+
+    tp: int
+    cluster: Cluster
+    pins: Dims
+    sequence: bool | None = None
+    objective: Objective = TRAINING
+    memory: float | None = None
+    batch: Axis = ALONE
+
+    @classmethod
+    def read(cls, tp: int, steering: Steering = UNSTEERED, batch: Axis = ALONE) -> Options:
+        """Options for a number of ranks, from what the caller gave.
+
+        Raises:
+            InputError: a value that is not known, or two that contradict each other.
+            PlanError: `within_node`, and `tp` leaves the node.
+        """
+        sequence = steering.sequence_parallel
+        if sequence is not None and not isinstance(sequence, bool):
+            raise InputError(
+                f"sequence_parallel={sequence!r} is {type(sequence).__name__}: give None (the cost decides), True or "
+                "False."
+            )
+        machines = Cluster.resolve(steering.cluster)
+        limit = None if steering.memory is None else read_bytes(steering.memory)
+        if steering.within_node and machines.spans_nodes(check_degree(tp)):
+            raise PlanError(
+                f"tp={tp} leaves the node: within_node=True allows at most {machines.devices_per_node} ranks "
+                f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
+            )
+        dims = read_pins(steering.pins)
+        if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
+            raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
+        objective = Objective(steering.objective, steering.optimizer)
+        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch)
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Options:
+        """What a finished plan was made with; h100 where its machines are not known here."""
+        try:
+            cluster = Cluster.from_dict(plan.machines) if plan.machines else Cluster.resolve(plan.cluster)
+        except InputError:
+            cluster = Cluster.resolve(None)
+        objective = Objective(plan.objective, plan.memory.optimizer)
+        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch)
+
+
+@dataclass(frozen=True)
+class CaptureRequest:
+    """What a capture is to be.
+
+    Attributes:
+        dp: number of slices of the batch, of which one is captured.
+        outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
+        random: what draws random numbers: "counter", or "torch".
+    """
+
+    dp: int = 1
+    outputs: str = "full"
+    random: str = "counter"
+
+    @classmethod
+    def read(cls, dp: int, outputs: str, random: str) -> CaptureRequest:
+        """The request that a public function's arguments make, checked."""
+        _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
+        _refuse_unknown("random", random, ("counter", "torch"))
+        return cls(dp, outputs, random)
+
+
+DEFAULT_CAPTURE = CaptureRequest()
+
+
+def _refuse_unknown(what: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
+
+
+def read_axis(dp: Any, fully_shard: Any, tp: Any) -> Axis:
+    """The data-parallel axis that a public function's arguments ask for, checked."""
+    if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
+        raise InputError(f"dp={dp!r}: the data-parallel degree counts ranks, so it is an int of at least 1.")
+    if fully_shard and dp == 1:
+        raise InputError("fully_shard=True splits weights over dp: give dp, the size of that axis, too.")
+    if dp > 1 and tp == "auto":
+        raise InputError("tp='auto' picks the degree for tp alone, and dp is given. Give tp as a number.")
+    return Axis(dp, bool(fully_shard))
+
+
+def refuse_late(axis: Axis, inputs: Any) -> None:
+    """Refuse to wait for the first call where weights are to be spread over dp before an optimizer holds them."""
+    if axis.size > 1 and inputs is None:
+        raise InputError(
+            f"dp={axis.size} needs example_inputs, one rank's slice of a batch: which weights are gathered together is "
+            "decided before the first call."
+        )

@@ -1,0 +1,108 @@
+"""A plan as JSON text and back, in a numbered format: a file in another one is refused by that number."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from typing import Any
+
+from autotp.cost.memory import Memory
+from autotp.errors import PlanError
+from autotp.ir.program import Decision
+from autotp.ir.serial import plain, read_layout, read_loop
+
+from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
+from .plan import Block, Collective, Parameter, Plan
+
+# Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
+FORMAT = 3
+UNSAVED = ("fired", "origin")  # they say something of one process alone
+SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
+
+
+def write_plan(plan: Plan) -> str:
+    """The plan as JSON text, with the number of the format."""
+    return json.dumps({"format": FORMAT, **plain(_fields(plan))}, indent=1, sort_keys=True)
+
+
+def read_plan(text: str, name: str = "the text") -> Plan:
+    """Read what `write_plan` wrote.
+
+    Args:
+        text: of the file. name: what errors call it.
+
+    Raises:
+        PlanError: it is not a plan, is damaged, or is a plan in another format.
+    """
+    try:
+        data = json.loads(text)
+    except json.JSONDecodeError as e:
+        raise PlanError(f"{name} is not a saved plan: {e}. Give the file that `Plan.save` wrote.") from e
+    number = _format_of(data)
+    if number is None:
+        raise PlanError(f"{name} is not a saved plan: it has no format number. Give the file that `Plan.save` wrote.")
+    if number != FORMAT:
+        raise PlanError(
+            f"{name} is a plan in format {number!r}, and this version of autotp reads format {FORMAT} only. Plan again "
+            "with autotp.plan(...) and save that, or read it with the version of autotp that saved it."
+        )
+    try:
+        return _plan(data)
+    except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
+        raise PlanError(f"{name} is a damaged plan: {type(e).__name__}: {e}. Plan again.") from e
+
+
+def _format_of(data: Any) -> Any:
+    """The number that a file gives for its format, which formats 1 and 2 called its schema; None where it has none."""
+    return data.get("format", data.get("schema")) if isinstance(data, dict) else None
+
+
+def _fields(plan: Plan) -> dict[str, Any]:
+    """The plan's fields with its records as dicts and its layouts as they are."""
+    out = {k: getattr(plan, k) for k in SAVED}
+    for key in ("totals", "memory", "batch"):
+        out[key] = asdict(out[key])
+    for key in ("parameters", "collectives", "blocks", "degrees"):
+        out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
+    out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
+    out["layer"] = plan.layer and asdict(plan.layer)
+    return out
+
+
+def _plan(data: dict[str, Any]) -> Plan:
+    decisions = {
+        name: Decision(
+            tuple(map(read_layout, ins)),
+            tuple(map(read_layout, outs)),
+            factor,
+            read_loop(loop),
+        )
+        for name, (ins, outs, factor, loop) in data["decisions"].items()
+    }
+    parameters = [Parameter(**{**_tuples(p), "layout": read_layout(p["layout"])}) for p in data["parameters"]]
+    return Plan(
+        **{k: data[k] for k in ("model", "tp", "digest", "cluster", "objective")},
+        parameters=tuple(parameters),
+        collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
+        blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
+        totals=Totals(**data["totals"]),
+        memory=Memory(**data["memory"]),
+        decisions=decisions,
+        inputs=tuple(data["inputs"]),
+        notes=tuple(data["notes"]),
+        degrees=tuple(Degree(**r) for r in data["degrees"]),
+        layer=_read_layer(data["layer"]),
+        batch=Axis(**data["batch"]),
+        machines=data["machines"],
+    )
+
+
+def _read_layer(data: dict[str, Any] | None) -> Layer | None:
+    if data is None:
+        return None
+    steps = tuple(Timed(**step) for step in data["steps"])
+    return Layer(**{**data, "steps": steps, "outside": Sublayer(**data["outside"])})
+
+
+def _tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}

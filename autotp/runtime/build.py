@@ -1,0 +1,121 @@
+"""From a model, its options and its inputs to what a `ShardedModule` is made from, agreed on by all ranks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from autotp.capture.capture import aliases, skeleton
+from autotp.comm.rank_order import in_one_order
+from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
+from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
+from autotp.errors import PlanError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture
+from autotp.plans.plan import Plan
+from autotp.runtime.lower.lower import Lowering
+
+from . import state
+from .programs import Source
+
+
+@dataclass(frozen=True)
+class Build:
+    """How a model is sharded once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+
+    Attributes:
+        ranks: None in one plain process.
+        options: what planning is for; of a given plan, what that was made for.
+        request: what captures are to be; `lowering`: how programs run.
+        plan: None to solve one for the inputs.
+        check: compare values between the ranks; `check_capture`: compare the captured graph with the model.
+        captured: the model's graph for the inputs and its notes, where they exist already.
+    """
+
+    model: nn.Module
+    ranks: Ranks | None
+    options: Options
+    request: CaptureRequest
+    lowering: Lowering
+    plan: Plan | None = None
+    check: bool | None = None
+    check_capture: bool | None = None
+    captured: tuple[Capture, list[str]] | None = None
+
+    def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
+        captured, notes = self.captured or self.capture(inputs)
+        told = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
+        agree(self.ranks and self.ranks.planners, "the model", told)
+        return self.shard(self.plan or self._solve(captured, notes), captured)
+
+    def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
+        """The model's graph for these inputs, the same on every rank, and what the user should know of it."""
+        return capture_on_ranks(self.model, inputs, self.ranks, self.check_capture, self.request)
+
+    def shard(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
+        """What a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        model, every = self.model, self.ranks and self.ranks.planners
+        together(every, "fitting the plan to the model", lambda: _fits(model, plan))
+        digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
+        told = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
+        agree(every, "the plan", told)
+        source = Source(
+            bare=skeleton(model, _device(self.ranks)),
+            make=lambda c: apply_plan(c, plan, self.options, self.request.outputs)[1],
+            ranks=self.ranks,
+            tp=plan.tp,
+            aliases=aliases(model),
+            want=self.request,
+            lowering=self.lowering.priced(self.options.cluster, self.options.objective),
+            check=bool(self.check),
+        )
+        if captured is not None:
+            source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))
+        return model, plan, source
+
+    def _solve(self, captured: Capture, notes: list[str]) -> Plan:
+        """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
+        ranks, name = self.ranks and self.ranks.planners, type(self.model).__name__
+        first = ranks is None or ranks.rank == 0
+        solved = together(ranks, "planning", lambda: solve_plan(captured, notes, self.options, name) if first else None)
+        return broadcast(ranks, solved)  # type: ignore[return-value]
+
+
+def capture_on_ranks(
+    model: nn.Module,
+    inputs: Inputs,
+    ranks: Ranks | None,
+    check: bool | None,
+    request: CaptureRequest = DEFAULT_CAPTURE,
+) -> tuple[Capture, list[str]]:
+    """A model's graph for these inputs, with rank 0's order and names on every rank, and its notes."""
+    ranks, device = ranks and ranks.planners, _device(ranks)
+    captured, notes = together(
+        ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, request)
+    )
+    return in_one_order(ranks, captured), notes
+
+
+def _fits(model: nn.Module, plan: Plan) -> None:
+    have = {n: tuple(p.shape) for n, p in model.named_parameters()}
+    want = {p.name: tuple(p.shape) for p in plan.parameters}
+    if have != want:
+        odd = sorted(set(have.items()) ^ set(want.items()))[:5]
+        raise PlanError(
+            f"the plan was made for {plan.model} with other parameters than this {type(model).__name__} has, such as "
+            f"{', '.join(f'{n} {s}' for n, s in odd)}. Plan again for this model."
+        )
+
+
+def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
+    """Names, shapes and dtypes; with `check` a hash of the values too."""
+    values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
+    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
+
+
+def _device(ranks: Ranks | None) -> torch.device:
+    return ranks.device if ranks is not None else torch.device("cpu")
