@@ -71,7 +71,7 @@ def test_custom_operator():
     assert "operators without a rule run whole: example.gated" in printed
     assert "Refused: the rule of example.gated, bsk,nk,nk->bsn, is wrong: split along k" in printed
     assert "Proved: example.gated bs_,n_,n_->bsn" in printed
-    assert "gate                                       column-parallel, dim 0" in printed and "equal at tp=4" in printed
+    assert re.search(r"gate +column-parallel, dim 0", printed) and "equal at tp=4" in printed
 
 
 @pytest.mark.skipif(
