@@ -36,7 +36,7 @@ class OneNameEach(griffe.Extension):
 
     def on_object(self, *, obj: Any, **kwargs: Any) -> None:
         if obj.docstring is not None:
-            text = ERRORS.sub(r"\1\2: see [the errors](#autotp.errors).", obj.docstring.value)
+            text = ERRORS.sub(r"\1\2: see [the errors][autotp.errors].", obj.docstring.value)
             obj.docstring.value = NAMES.sub(_apart, text)
 
 

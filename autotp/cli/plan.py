@@ -17,6 +17,8 @@ from .paths import config_path, is_plan
 from .screen import PANEL, Screen
 
 if TYPE_CHECKING:
+    from rich.console import RenderableType
+
     from .models import Given
 
 
@@ -26,6 +28,9 @@ def plan(
     degree: Degree,
     steering: Steering,
     screen: Screen,
+    full: Annotated[
+        bool, typer.Option("--full", metavar="", help="Print all of the plan.", rich_help_panel=PANEL)
+    ] = False,
     save: Annotated[
         Path | None, typer.Option(metavar="FILE.json", help="Write the plan.", rich_help_panel=PANEL)
     ] = None,
@@ -54,7 +59,7 @@ def plan(
         if path is not None:
             write(made, path)
             screen.say(f"wrote {path}")
-    screen.result(made, made.to_json)
+    screen.result(_everything(made) if full else made, made.to_json)
     return FINE
 
 
@@ -114,6 +119,12 @@ def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | Non
     from .models import read_plan  # noqa: PLC0415
 
     return read_plan(Path(model))
+
+
+def _everything(plan: autotp.Plan) -> RenderableType:
+    from autotp.plans.show.report import renderable  # noqa: PLC0415  it needs torch
+
+    return renderable(plan)
 
 
 def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:

@@ -45,7 +45,7 @@ class Screen:
         else:
             console = Console(file=self.out, highlight=False)
             with console.capture() as drawn:
-                console.print(shown)
+                console.print(shown, crop=False)  # a name is longer than some terminals
             text = drawn.get()
         self.out.write(text)
         self.out.flush()  # a reader that has had enough says so here

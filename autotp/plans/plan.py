@@ -11,7 +11,8 @@ from rich.console import RenderableType
 
 from autotp.cost.memory import Memory
 from autotp.ir.layouts import Layout
-from autotp.plans.show.report import render, renderable
+from autotp.plans.show.overview import overview, screen
+from autotp.plans.show.report import render
 
 from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Totals
 
@@ -100,7 +101,8 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every parameter lies and how every operator runs over `tp` ranks. Print it to read it.
+    """Where every parameter lies and how every operator runs over `tp` ranks. `print` shows the most important,
+    `report()` is all of it.
 
     Attributes:
         model: class name of the model; `digest`: of the captured graph that it was made for.
@@ -217,11 +219,15 @@ class Plan:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "origin": None}  # the builder holds graphs, which stay in their process
 
-    def __str__(self) -> str:
+    def report(self) -> str:
+        """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""
         return render(self)
 
+    def __str__(self) -> str:
+        return overview(self)
+
     def __rich__(self) -> RenderableType:
-        return renderable(self)
+        return screen(self)
 
     def to_json(self) -> str:
         """The plan as JSON text, with the number of its format."""

@@ -97,7 +97,7 @@ def _config(folder: str) -> Any:
 
 def test_plan_of_a_folder_prints_the_table_and_writes_the_plan(run, folder, plan, tmp_path):
     done = run("plan", folder, "--tp", 4, "--save", "plan.json")
-    assert done.exit_code == 0 and "LlamaForCausalLM over 4 ranks (h100, training)" in done.stdout
+    assert done.exit_code == 0 and "LlamaForCausalLM  tp=4 on h100  training, 2 x 16 tokens" in done.stdout
     assert re.search(r"up_proj.weight +column-parallel, dim 0", done.stdout)
     assert "priced for input_ids (2 x 16)" in done.stderr and "wrote plan.json" in done.stderr
     saved = Plan.load(tmp_path / "plan.json")
@@ -108,6 +108,10 @@ def test_a_saved_plan_is_shown_and_takes_nothing_else(run, plan):
     plan.save("plan.json")
     done = run("plan", "plan.json")
     assert done.exit_code == 0 and [x.rstrip() for x in done.stdout.splitlines()] == str(plan).splitlines()
+    full = run("plan", "plan.json", "--full")
+    assert [" ".join(x.split()) for x in full.stdout.splitlines() if "down_proj.weight" in x] == [
+        " ".join(x.split()) for x in plan.report().splitlines() if "down_proj.weight" in x
+    ]
     refused = run("plan", "plan.json", "--tp", 4)
     assert refused.exit_code == 2 and "plan.json is a saved plan, which is complete" in refused.stderr
 

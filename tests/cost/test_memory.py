@@ -179,7 +179,7 @@ def test_the_peak_of_a_large_vocabulary_is_at_the_logits():
 
 def test_printed_and_saved():
     plan = planned_for("llama", 2)
-    lines = [" ".join(line.split()) for line in str(plan).splitlines()]
+    lines = [" ".join(line.split()) for line in plan.report().splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith("memory per rank"))
     assert f" at the peak, {plan.memory.phase} of {plan.memory.at}" in lines[at]
     assert lines[at + 1].startswith("parameters 209.2 KiB, ") and "adamw 418.5 KiB" in lines[at + 1]

@@ -13,7 +13,7 @@ from autotp.api import plan as make_plan
 from autotp.inputs import Inputs
 from autotp.ir.layouts import I, Shard
 from autotp.plans.plan import Plan
-from autotp.plans.show.report import render, render_graph
+from autotp.plans.show.report import render_graph
 from tests.helpers.models import HIDDEN, Attention, Einsum, SelfAttention, inputs_of, transformer
 from tests.helpers.plans import blocks, communicating, of_tokens, parameter, planned_for, stages
 
@@ -34,11 +34,11 @@ pinned_versions = pytest.mark.skipif(
     ],
 )
 def test_heads_are_counted(tp, heads, local):
-    assert f"  {heads}; per rank {local}\n" in str(planned_for("llama", tp))
+    assert f"  {heads}; per rank {local}\n" in planned_for("llama", tp).report()
 
 
 def test_heads_are_counted_of_another_size():
-    text = str(planned_for("llama", 2, num_attention_heads=4, num_key_value_heads=2))
+    text = planned_for("llama", 2, num_attention_heads=4, num_key_value_heads=2).report()
     assert "  4 heads, 2 kv heads, 16 wide; per rank 2 heads, 1 kv head\n" in text and "8 heads" not in text
 
 
@@ -59,7 +59,7 @@ def test_heads_are_counted_of_another_size():
 def test_splits_have_the_words_of_the_field(name, ending, role):
     found = parameter(planned_for(name, 4), ending)
     assert isinstance(found.layout, Shard) and (found.role, found.layout.dim) == role
-    assert any(f"  {found.role}, dim {role[1]}" in line for line in str(planned_for(name, 4)).splitlines())
+    assert any(f"  {found.role}, dim {role[1]}" in line for line in planned_for(name, 4).report().splitlines())
 
 
 def test_a_split_vocabulary_is_named():
@@ -78,20 +78,20 @@ def test_repeated_layers_are_folded(name):
     headings = [
         {
             line.replace(f" x {n}  ", " x n  ")
-            for line in str(plan).split("Left whole")[0].splitlines()
+            for line in plan.report().split("Left whole")[0].splitlines()
             if f" x {n}  " in line
         }
         for n, plan in ((2, two), (4, four))
     ]
     assert headings[0] == headings[1] and len(headings[0]) == 4
     assert len(four.blocks) == len(two.blocks) + 2 * 4
-    assert " x 2  " not in str(four) and " x 4  " not in str(two)
+    assert " x 2  " not in four.report() and " x 4  " not in two.report()
 
 
 @pytest.mark.parametrize(("name", "tp"), [("llama", 2), ("gpt2", 4), ("bert", 4)])
 def test_whole_parameters_are_listed_with_their_reason(name, tp):
     plan = planned_for(name, tp)
-    listed = str(plan).split("Left whole, and why")[1]
+    listed = plan.report().split("Left whole, and why")[1]
     whole = [p for p in plan.parameters if p.layout == I]
     assert whole and all(p.reason and p.role == "whole" and f" {p.first}" in listed for p in whole)
     assert all(p.reason is None and p.role != "whole" for p in plan.parameters if p.layout != I)
@@ -175,8 +175,10 @@ def test_blocks_of_library_models():
 def test_plans_as_text(name, tp, changed, golden):
     plan = planned_for(name, tp, **changed)
     layers = f"-{changed['num_hidden_layers']}-layers" if "num_hidden_layers" in changed else ""
-    golden(f"plan-{name}{layers}-tp{tp}", render(plan))
-    assert render(Plan.from_json(plan.to_json())) == str(plan)
+    golden(f"plan-{name}{layers}-tp{tp}", plan.report())
+    golden(f"overview-{name}{layers}-tp{tp}", str(plan))
+    loaded = Plan.from_json(plan.to_json())
+    assert (loaded.report(), str(loaded)) == (plan.report(), str(plan))
 
 
 @pinned_versions

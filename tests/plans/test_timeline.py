@@ -109,7 +109,7 @@ def test_where_nothing_repeats_it_is_the_whole_model():
     plan = planned("convolutions", 4)[0]
     assert plan.layer is not None and plan.layer.module == "" and plan.layer.count == 1
     assert plan.layer.seconds == pytest.approx(plan.totals.seconds, rel=EXACT) and plan.layer.outside.seconds == 0
-    assert "no block repeats" in heading(plan.layer) and "blocks" not in str(plan).split("memory per rank")[1]
+    assert "no block repeats" in heading(plan.layer) and "blocks" not in plan.report().split("memory per rank")[1]
 
 
 def test_saved_plans_keep_the_times(tmp_path):

@@ -1,4 +1,4 @@
-"""The examples run as a user runs them, and README.md shows what they print."""
+"""The examples run as a user runs them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-import transformers
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def run(script: str, *arguments: str, ranks: int | None = None) -> str:
@@ -30,20 +27,6 @@ def run(script: str, *arguments: str, ranks: int | None = None) -> str:
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
-
-
-def missing(block: int, printed: str) -> list[str]:
-    """Lines of README.md's text block that were not printed; rounding, and what the versions move, aside."""
-    if not torch.__version__.startswith("2.13.") or not transformers.__version__.startswith("5.23."):
-        return []
-    shown = TEXT.findall((ROOT / "README.md").read_text(encoding="utf-8"))[block]
-    lines = {_without_rounding(line) for line in printed.splitlines()}
-    return [line for line in shown.splitlines() if line != "..." and _without_rounding(line) not in lines]
-
-
-def _without_rounding(line: str) -> str:
-    """A line without the last digit of cosines, and without errors such as 1.3e-07."""
-    return re.sub(r"\d\.\de[-+]\d\d|(?<=0\.\d{5})\d", "_", line).rstrip()
 
 
 def test_quickstart():
@@ -63,7 +46,6 @@ def test_train(more, ranks):
 def test_verify_llama():
     printed = run("verify_llama.py")
     assert "equal at tp=4" in printed
-    assert not missing(1, printed)
 
 
 def test_custom_operator():
@@ -71,7 +53,7 @@ def test_custom_operator():
     assert "operators without a rule run whole: example.gated" in printed
     assert "Refused: the rule of example.gated, bsk,nk,nk->bsn, is wrong: split along k" in printed
     assert "Proved: example.gated bs_,n_,n_->bsn" in printed
-    assert "gate                                       column-parallel, dim 0" in printed and "equal at tp=4" in printed
+    assert re.search(r"gate +column-parallel, dim 0", printed) and "equal at tp=4" in printed
 
 
 @pytest.mark.skipif(
@@ -81,10 +63,3 @@ def test_custom_operator():
 def test_the_demo():
     printed = run("minilm_demo.py", ranks=4)
     assert "\nRight: at most" in printed
-    assert not missing(0, printed)
-
-
-def test_another_output_is_noticed():
-    shown = TEXT.findall((ROOT / "README.md").read_text(encoding="utf-8"))[1]
-    assert not missing(1, shown)
-    assert missing(1, shown.replace("row-parallel", "column-parallel"))

@@ -14,7 +14,8 @@ from autotp.comm.conversions import primitive
 from autotp.comm.slices import to_runtime
 from autotp.cost import collective_bytes
 from autotp.cost.memory import measure
-from autotp.ir.graph import resolve, short_name
+from autotp.cost.prices import lengths
+from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Partial, Shard, Size, share
 from autotp.ir.parts import Found, HeadDims
 from autotp.ir.program import Planned, Sharded
@@ -262,4 +263,14 @@ def _totals(
         communication=priced(sent, builder)[1],
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],
+        **_sizes(planned),
     )
+
+
+def _sizes(planned: Planned) -> dict[str, int]:
+    """How many examples the inputs have, and how long their sequences are."""
+    program, known = planned.program, lengths(planned.program)
+    shapes = [shape_of(leaf.node) for leaf in program.inputs]
+    examples = next((size_hint(s[0], program.hints) for s in shapes if len(s)), 0)
+    length = next((size_hint(s[1], program.hints) for s in shapes if len(s) > 1 and s[1] in known), 0)
+    return {"examples": int(examples), "length": int(length)}

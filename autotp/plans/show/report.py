@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 from torch import fx
 
@@ -19,6 +18,7 @@ from autotp.plans.estimates import OUTSIDE
 from autotp.text import amount
 
 from . import rows
+from .lines import Lines, columns, fitted, wrapped
 from .rows import MARKS, Part
 from .table import WIDTH, Columns
 
@@ -28,61 +28,76 @@ if TYPE_CHECKING:
 
 
 def render(plan: Plan) -> str:
-    """The plan as plain text, `WIDTH` columns wide, the same for the same plan."""
+    """The whole plan as plain text, `WIDTH` columns wide, the same for the same plan."""
     return plain(renderable(plan))
 
 
-def plain(content: RenderableType) -> str:
+def plain(content: RenderableType, width: int = WIDTH) -> str:
     """What rich draws, without colours and trailing blanks."""
     out = io.StringIO()
-    Console(file=out, width=WIDTH, color_system=None, force_terminal=False, legacy_windows=False).print(content)
+    Console(file=out, width=width, color_system=None, force_terminal=False, legacy_windows=False).print(
+        content, crop=False
+    )
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines()) + "\n"
 
 
 def renderable(plan: Plan) -> RenderableType:
-    """The plan for a rich console: a headline, the blocks, the totals, what was left whole, and the notes."""
-    head = Text(f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})", style="bold")
-    parts: list[RenderableType] = [head, *(Text(f"captured with {x}", style="dim") for x in plan.inputs)]
-    parts += [x for part in rows.parts(plan) for x in _part(part)]
-    totals = _filled(Columns((24, None), "ll", (24, None)), rows.totals(plan), "")
-    parts += [Text(), totals, *_layer(plan), *_left_whole(plan)]
-    if plan.degrees:
-        parts += [Text(), sweep_table(plan.degrees, "Degrees")]
+    """All of the plan for a rich console: a headline, the blocks, the totals, what was left whole, and the notes."""
+    degrees = [Text(), sweep_table(plan.degrees, "Degrees")] if plan.degrees else []
+    return Group(Lines(lambda width: _body(plan, width)), *degrees, Lines(lambda width: _remarks(plan, width)))
+
+
+def _body(plan: Plan, width: int) -> Iterator[Text]:
+    head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
+    yield from wrapped(head, width, style="bold")
+    for given in plan.inputs:
+        yield Text(f"captured with {given}", style="dim")
+    for part in rows.parts(plan):
+        yield from _part(part, width)
+    yield Text()
+    yield from _labelled(rows.totals(plan), width)
+    yield from _layer(plan, width)
+    yield from _left_whole(plan, width)
+
+
+def _remarks(plan: Plan, width: int) -> Iterator[Text]:
     for heading, lines in (("Runs with", plan.fired), ("Notes", plan.notes)):
         if lines:
-            parts += [Text(), Text(heading, style="bold"), *(Padding(Text(n), (0, 0, 0, 2)) for n in lines)]
-    return Group(*parts)
+            yield from (Text(), Text(heading, style="bold"))
+            for line in lines:
+                yield from wrapped(line, width, "  ")
 
 
-def _part(part: Part) -> Iterator[RenderableType]:
-    heading = Text.assemble((part.title, "bold"), f"  {part.detail}" if part.detail else "")
-    heading.overflow = "fold"
-    yield from (Text(), heading)
+def _part(part: Part, width: int) -> Iterator[Text]:
+    yield Text()
+    if part.detail and len(part.title) + 2 + len(part.detail) > width:
+        yield Text(part.title, style="bold")
+        yield from wrapped(part.detail, width, "  ")
+    else:
+        yield Text.assemble((part.title, "bold"), f"  {part.detail}" if part.detail else "")
     if part.limit:
-        yield Padding(Text(f"limit: {part.limit}", style="yellow"), (0, 0, 0, 2))
-    yield _filled(Columns((44, 36, 13, 13), "llrr", (26, 24, 13, 13)), part.weights)
-    if part.sent:
-        table = Columns((12, 12, 32, 25, 25), "lllll", (12, 9, 15, 20, 20))
-        yield _filled(table, part.sent, style="cyan")
+        yield from wrapped(f"limit: {part.limit}", width, "  ", style="yellow")
+    yield from columns(part.weights, fitted((42, 36, 13, 13), (22, 26, 13, 13), width), "llrr", width)
+    sent = fitted((10, 12, 32, 25, 25), (10, 12, 24, 20, 20), width)
+    yield from columns(part.sent, sent, "lllll", width, style="cyan")
 
 
-def _filled(table: Table, lines: Iterable[Sequence[str]], indent: str = "  ", style: str = "") -> Table:
-    for first, *others in lines:
-        table.add_row(Text(indent + first, style=style), *(Text(x, style=style) for x in others))
-    return table
+def _labelled(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
+    """A name and a value in each line, the value wrapped."""
+    for name, value in pairs:
+        yield from wrapped(value, width, f"{name:24} ", " " * 25)
 
 
-def _layer(plan: Plan) -> Iterator[RenderableType]:
+def _layer(plan: Plan, width: int) -> Iterator[Text]:
     """What the sublayers of one of the repeated blocks take, and everything outside of those."""
     if found := rows.sublayers(plan):
         assert plan.layer is not None
-        table = _filled(
-            Columns((24, None), "ll", (24, None)), [(f"one of {plan.layer.count} blocks", plan.layer.module)], ""
-        )
+        pairs = [(f"one of {plan.layer.count} blocks", plan.layer.module)]
         for name, compute, sent, share in found:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
-            table.add_row(label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else ""))
-        yield from (Text(), table)
+            pairs.append((label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else "")))
+        yield Text()
+        yield from _labelled(pairs, width)
 
 
 def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
@@ -100,14 +115,14 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
 
-def _left_whole(plan: Plan) -> Iterator[RenderableType]:
+def _left_whole(plan: Plan, width: int) -> Iterator[Text]:
     """Every parameter that is whole, folded over equal blocks, under the operator to blame."""
     reasons = rows.left_whole(plan)
     if reasons:
         yield from (Text(), Text("Left whole, and why", style="bold"))
     for reason, names in reasons.items():
-        yield Padding(Text(reason), (0, 0, 0, 2))
-        yield _filled(Columns((94, 13), "lr", (65, 13)), names, "    ")
+        yield from wrapped(reason, width, "  ")
+        yield from columns(names, fitted((90, 13), (61, 13), width), "lr", width, "    ")
 
 
 # the program of one rank

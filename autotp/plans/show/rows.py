@@ -6,14 +6,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from autotp.cost import Cluster
+from autotp.errors import InputError
 from autotp.ir.layouts import Shard, Size
-from autotp.text import amount
+from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
     from autotp.cost.memory import Memory
     from autotp.plans.estimates import Axis
     from autotp.plans.plan import Block, Collective, Parameter, Plan
-from autotp.text import number, seconds
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
@@ -27,7 +28,8 @@ class Part:
         kind: of the block; `module`: its path; `count`: how many are equal.
         detail: what it is and what one rank has of it; `limit`: what the number of heads forbids.
         weights: name, role, whole shape, shape on the fullest rank; `parameters`: which they are.
-        sent: Megatron's name, layouts, operator, and what one rank sends forward and backward.
+        sent: Megatron's name, layouts, operator, and what one rank sends forward and backward; `collectives`: of those
+            rows, the equal ones of each.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Part:
     parameters: Sequence[Parameter]
     weights: list[tuple[str, ...]]
     sent: list[tuple[str, ...]]
+    collectives: Sequence[Sequence[Collective]] = ()
 
     @property
     def title(self) -> str:
@@ -57,7 +60,8 @@ def parts(plan: Plan) -> Iterator[Part]:
     left = [p for p in plan.parameters if p.name not in inside]
     outside = [c for c in plan.collectives if c.block is None]
     if left or outside:
-        yield Part("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(outside, 1))
+        equal = _grouped(outside)
+        yield Part("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(equal, 1), equal)
 
 
 def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> Part:
@@ -65,9 +69,9 @@ def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Paramet
     detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
     own = [parameters[n] for n in block.parameters]
     weights = _weights(own, block.module, shown)
-    sent = _sent([c for c in plan.collectives if c.block in members], len(members))
+    equal = _grouped([c for c in plan.collectives if c.block in members])
     kind = NAMES.get(block.kind, block.kind)
-    return Part(kind, block.module, len(members), detail, block.limit, own, weights, sent)
+    return Part(kind, block.module, len(members), detail, block.limit, own, weights, _sent(equal, len(members)), equal)
 
 
 def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:
@@ -87,20 +91,30 @@ def pieces(layout: Shard) -> Size:
     return layout.partition.repeat * len(layout.partition.segments)
 
 
-def _sent(collectives: Sequence[Collective], members: int) -> list[tuple[str, ...]]:
-    """The collectives of a block and its equals: one row for each place, with its number where some lack it."""
+def _grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
+    """The collectives of a block and its equals, those of one place together."""
     groups: dict[tuple, list[Collective]] = {}
     for c in collectives:
         groups.setdefault((c.name, c.change, c.first, c.bytes), []).append(c)
+    return list(groups.values())
+
+
+def _sent(groups: Sequence[Sequence[Collective]], members: int) -> list[tuple[str, ...]]:
+    """One row for each place."""
     rows = []
-    for (name, change, *_), equal in groups.items():
+    for equal in groups:
         c = equal[0]
-        times = f" ({len(equal)} of {members})" if len(equal) < members else ""
-        times = f" x {len(equal)}" if len(equal) > members else times
         ways = (_way("forward", c.forward, c.forward_bytes), _way("backward", c.backward, c.backward_bytes))
-        made = f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)
-        rows.append((MARKS.get(name, name), change, made + times, *ways))
+        rows.append((MARKS.get(c.name, c.name), c.change, maker(equal, members), *ways))
     return rows
+
+
+def maker(equal: Sequence[Collective], members: int) -> str:
+    """The operator that made a value, and how many of the equal blocks convert it where not all do."""
+    c = equal[0]
+    times = f" ({len(equal)} of {members})" if len(equal) < members else ""
+    times = f" x {len(equal)}" if len(equal) > members else times
+    return (f"{operator(c.op)} ({last(c.source)})" if c.source else operator(c.op)) + times
 
 
 def _way(direction: str, name: str | None, nbytes: float) -> str:
@@ -161,6 +175,16 @@ def held(m: Memory) -> list[tuple[str, float]]:
         ("kept activations", m.activations), ("keys and values", m.cache), ("working set", m.working),
     ]  # fmt: skip
     return [(name, size) for name, size in parts if size]
+
+
+def capacity(plan: Plan) -> float:
+    """Bytes of a device's memory; 0 where the cluster is not known here."""
+    if plan.machines:
+        return float(plan.machines["memory_size"])
+    try:
+        return Cluster.preset(plan.cluster).memory_size
+    except InputError:
+        return 0.0
 
 
 def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
