@@ -108,7 +108,7 @@ def on_ranks(rank: int, world: int, group: Any, name: str, sequence: bool | None
 
 @pytest.mark.parametrize(("name", "sequence"), [("bert", None), ("bert", True), ("llama", None)])
 def test_the_masks_do_not_depend_on_the_degree(pool, name, sequence):
-    runs = {tp: pool.run(on_ranks, name, sequence, world=tp, timeout=120)[0] for tp in (1, 2, 4)}
+    runs = {tp: pool.run(on_ranks, name, sequence, world=tp)[0] for tp in (1, 2, 4)}
     losses, grad, _ = runs[1]
     assert losses[0] != losses[1]  # another seed for each forward
     close = 1e-6 if name == "llama" else 1e-10  # transformers takes a llama's norms in float32
@@ -139,7 +139,7 @@ def replaying(rank: int, world: int, group: Any) -> tuple[float, float]:
 
 
 def test_by_torch_the_masks_are_those_of_the_original(pool):
-    for error, flops in pool.run(replaying, world=2, timeout=120):
+    for error, flops in pool.run(replaying, world=2):
         assert error < 1e-10 and flops > 0.51  # at the price of attention on every rank
 
 

@@ -161,7 +161,7 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_only_the_loss_is_given(pool):
-    for found in pool.run(on_ranks, timeout=120):
+    for found in pool.run(on_ranks):
         assert max(*found["outside"], found["inside"][1], *found["inside"], found["longer"]) < 1e-5, found
         assert found["names"] and "labels=" in found["refused"]
 
@@ -211,7 +211,7 @@ def _largest() -> float:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read as Linux tells it")
 def test_memory_of_the_loss_falls_with_tp(pool):
     classes, examples = 16384, 1024
-    grown = {tp: max(pool.run(peak, classes, examples, world=tp, timeout=120)) for tp in (1, 2, 4)}
+    grown = {tp: max(pool.run(peak, classes, examples, world=tp)) for tp in (1, 2, 4)}
     scores = 4 * classes * examples
     assert grown[1] > 1.5 * scores  # the scores, and at least a part of their gradient at the same time
     assert grown[2] < 1.25 * grown[1] / 2 and grown[4] < 1.25 * grown[1] / 4, grown

@@ -217,7 +217,7 @@ def rendered(browser: str, folder: Path, text: str, width: int) -> Page:
     (folder / "out.html").write_text(f'<body><iframe style="width: {width}px; border: 0" srcdoc="{inner}"></iframe>')
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
     command += ["--window-size=1700,900", "--dump-dom", f"file://{folder}/out.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return Page(done.stdout)
 

@@ -270,7 +270,7 @@ def differing(rank: int, world: int, group: Any) -> dict[str, tuple[str, str, fl
 
 
 def test_ranks_that_were_given_different_things_all_hear_of_it(pool):
-    told = pool.run(differing, world=2, timeout=120)
+    told = pool.run(differing, world=2)
     for one in told:
         assert not one.pop("still")[0] and not one.pop("lazy")[0], one
     expected = {
@@ -314,7 +314,7 @@ def sharded_outputs(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_outputs_left_sharded_in_groups_of_ranks_that_follow_each_other(pool):
-    told = pool.run(sharded_outputs, timeout=120)
+    told = pool.run(sharded_outputs)
     assert [one["ranks"] for one in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     for one in told:
         assert one["placements"] in ("(Shard(dim=2),)", "(Partial(sum),)") and one["close"] < 1e-5, one
@@ -353,6 +353,6 @@ def several_outputs(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_every_layout_can_be_an_output(pool):
-    for one in pool.run(several_outputs, world=2, timeout=90):
+    for one in pool.run(several_outputs, world=2):
         assert one["placements"] == {"hidden": "(Shard(dim=1),)", "sum": "(Partial(sum),)", "x": "(Replicate(),)"}
         assert one["plain"] == (3, 4, 1.0) and one["close"] < 1e-6 and one["gradients"] < 1e-5, one

@@ -362,7 +362,7 @@ def buffers(group: Any) -> float:
 
 
 def test_two_ranks_use_it_like_the_original(pool):
-    for found in pool.run(using, world=2, timeout=150):
+    for found in pool.run(using, world=2):
         close = [found["eval"], found["twin"][1], found["checkpointed"][0], *found["dropout"], *found["again"][:2]]
         assert max(max(x) for x in close) < 1e-5, found
         assert found["buffers"] < 1e-6, found["buffers"]
@@ -401,7 +401,7 @@ def training(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_optimizers_and_clipping_work_on_the_shards(pool):
-    for found in pool.run(training, timeout=150):
+    for found in pool.run(training):
         assert found["meshes"] == 1 and found["part"] < 0.5, found
         assert max(found["norms"]) < 1e-10 and max(found["gradients"]) < 1e-10, found
         assert found["state"] < 1e-8, found
@@ -437,7 +437,7 @@ def sharding_data(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_fully_shard_per_layer_on_top(pool):
-    for found in pool.run(sharding_data, timeout=150):
+    for found in pool.run(sharding_data):
         assert found["part"] < 0.3, found
         assert max(found["outputs"], found["gradients"], found["state"], found["loaded"]) < 1e-5, found
         assert found["moved"] > 1e-2

@@ -453,7 +453,7 @@ def adapting(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 def test_adapters_on_split_layers_are_split_with_them(pool):
     pytest.importorskip("peft")
-    for found in pool.run(adapting, world=2, timeout=120):
+    for found in pool.run(adapting, world=2):
         assert max(found["gradients"]) < EXACT and found["state"] < 1e-8 and found["graded"], found
         for layer, roles in ROLES.items():
             name = f"base_model.model.model.layers.1.{layer}"

@@ -102,7 +102,7 @@ def apart(found: Curve, wanted: Curve) -> float:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_losses_and_gradient_norms_are_those_of_one_device(pool, name, tp, dtype):
     wanted = one_device(name, dtype)
-    for found in pool.run(on_ranks, name, dtype, world=tp, timeout=120):
+    for found in pool.run(on_ranks, name, dtype, world=tp):
         assert apart(found, wanted) <= CLOSE[dtype], (tp, apart(found, wanted))
 
 
@@ -130,5 +130,5 @@ def with_two_biases(rank: int, world: int, group: Any) -> Curve:
 
 @pytest.mark.parametrize("wrong, name", [(without_f, "llama"), (with_two_biases, "gpt2")])
 def test_a_wrong_conversion_is_noticed(pool, wrong, name):
-    for found in pool.run(wrong, world=2, timeout=120):
+    for found in pool.run(wrong, world=2):
         assert apart(found, one_device(name, torch.float64)) > 1e-3

@@ -91,7 +91,7 @@ def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[
 @pytest.mark.parametrize("name", ["llama", "bert", "esm", "contrastive"])
 def test_outputs_losses_and_gradients_are_those_of_one_device(pool, name, split):
     close = 1e-5 if name == "llama" else 1e-10  # transformers takes the loss of a decoder in float32
-    for found in pool.run(two_axes, name, split, timeout=120):
+    for found in pool.run(two_axes, name, split):
         assert max(found["loss"], found["scores"], found["gradients"]) < close, found
         assert found["state"] == 0.0 and found["part"] < (0.3 if split else 0.56), found
 
@@ -109,7 +109,7 @@ def filled(rank: int, world: int, group: Any) -> dict[str, float]:
 
 
 def test_weights_that_come_after_the_capture_are_averaged_too(pool):
-    for found in pool.run(filled, timeout=120):
+    for found in pool.run(filled):
         assert found["gradients"] < 1e-10, found
 
 
@@ -120,7 +120,7 @@ def unscaled(rank: int, world: int, group: Any) -> dict[str, float]:
 
 def test_a_loss_over_all_ranks_has_the_sum_of_their_gradients(pool):
     """The negative control: without `scale_gradient` the gradients are half of what they should be."""
-    for found in pool.run(unscaled, timeout=120):
+    for found in pool.run(unscaled):
         assert found["loss"] < 1e-10 and found["gradients"] > 0.4, found
 
 
@@ -152,7 +152,7 @@ def accumulating(rank: int, world: int, group: Any, split: bool) -> dict[str, An
 
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
 def test_gradients_accumulate_without_a_sum_over_dp(pool, split):
-    for found in pool.run(accumulating, split, timeout=120):
+    for found in pool.run(accumulating, split):
         assert found["gradients"] < 1e-10 and found["again"] < 1e-12 and found["sent"] == 0, found
         # Torch itself refuses to split over an axis what is split over it.
         assert ("overlapping meshes" if split else "deals out the batch already") in found["refused"], found
@@ -185,7 +185,7 @@ def refusing(rank: int, world: int, group: Any) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(pool):
-    for told in pool.run(refusing, timeout=120):
+    for told in pool.run(refusing):
         for text, words in zip(
             told,
             ["dimension 'dp' of that size", "make up the world of 4", "none", "the plan is for dp=1", "at least 1",
@@ -271,6 +271,6 @@ def dropped(rank: int, world: int, group: Any) -> Tensor:
 
 
 def test_every_slice_has_masks_of_its_own(pool):
-    scores = pool.run(dropped, timeout=120)
+    scores = pool.run(dropped)
     assert difference(scores[1], scores[0]) < 1e-5 and difference(scores[3], scores[2]) < 1e-5  # of one tp group
     assert difference(scores[2], scores[0]) > 1e-2
