@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 # MKL otherwise picks kernels by the machine, and on some the last bit then depends on where operands lie in memory
-# (Intel: "Conditional Numerical Reproducibility"): tests that compare bit by bit need one kernel. Before torch loads it.
+# (Intel: "Conditional Numerical Reproducibility"): tests that compare bit by bit need one kernel. Set before torch.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -44,7 +44,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
-        if "pool" in getattr(item, "fixturenames", ()):
+        if {"pool", "interpreter"} & set(getattr(item, "fixturenames", ())):
             item.add_marker("ranks")
         if item.nodeid in SLOW:
             item.add_marker("slow")

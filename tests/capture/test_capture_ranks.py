@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from tests.capture.test_capture import IDS, MORE, WIDTH, Decides, Experts, Masked, X
-from tests.capture.test_selfcheck import Counter, Net
-from tests.runtime.test_api import error_of
+from tests.helpers.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, X
+from tests.helpers.errors import error_of
+from tests.helpers.selfcheck_cases import Counter, Net
 
 
 def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:

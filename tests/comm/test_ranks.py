@@ -174,6 +174,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.ranks
 def test_under_torchrun_the_process_group_is_made(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

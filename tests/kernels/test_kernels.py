@@ -197,6 +197,7 @@ assert torch.equal(y, torch.ones(2, 4))
 """
 
 
+@pytest.mark.ranks
 def test_triton_is_optional():
     subprocess.run([sys.executable, "-c", WITHOUT], check=True, timeout=900)
 

@@ -17,12 +17,12 @@ from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.losses import apart
 from autotp.passes.optimise.kernels import vocabulary
+from tests.helpers.close import CLOSE, DTYPES, differ
+from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.heads import COLUMNS, Head, captured, values
 from tests.helpers.interpreter import Interpreter, interpreter
 from tests.helpers.kernel_compile import compiling
 from tests.helpers.models import inputs_of, transformer
-from tests.kernels.test_kernels_elements import CLOSE, DTYPES, differ
-from tests.passes.test_vocabulary_loss import COLUMNS, Head, captured, values
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp

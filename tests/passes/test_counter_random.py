@@ -17,8 +17,9 @@ from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import by_counter, packet, seeds
 from autotp.proof.simulate import reference
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import Wrapper, difference, gradients_differ, mesh_of
+from tests.helpers.wrapped import Wrapper
 
 P = 0.25
 MASK = (1 << 64) - 1

@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory as memory
 import autotp
 from autotp import compat
 from autotp.comm import symmetric
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 
 
 class Feed(nn.Module):

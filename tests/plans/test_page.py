@@ -222,6 +222,7 @@ def rendered(browser: str, folder: Path, text: str, width: int) -> Page:
     return Page(done.stdout)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_browser_shows_it_without_overflow(browser, tmp_path, width):
     plan = planned("llama", 4)[0]
@@ -233,6 +234,7 @@ def test_a_browser_shows_it_without_overflow(browser, tmp_path, width):
     assert body["data-width"] == str(width) and body["data-out"] == ""
 
 
+@pytest.mark.ranks
 def test_a_browser_notices_overflow(browser, tmp_path):
     text = html(planned("llama", 4)[0]).replace("<h1>", '<h1 style="width: 900px">')
     ((body, _),) = rendered(browser, tmp_path, text, 400).find("body")

@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, torch

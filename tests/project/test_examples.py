@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 

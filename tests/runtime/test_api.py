@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,9 @@ from transformers import BatchEncoding
 import autotp
 from autotp.errors import CaptureError, InputError, PlanError, RankError, StateError
 from autotp.runtime.lazy import LazyModule
+from tests.helpers.compare import difference, gradients_differ
+from tests.helpers.errors import error_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import difference, gradients_differ
 
 
 class Net(nn.Module):
@@ -224,15 +224,6 @@ def test_a_plan_fits_its_model_and_its_ranks():
     for more in whole:
         with pytest.raises(InputError, match="plan= is complete"):
             autotp.compile(model, plan=plan, example_inputs=X, **more)
-
-
-def error_of(fn: Callable[[], Any]) -> tuple[str, str, float]:
-    start = time.perf_counter()
-    try:
-        fn()
-    except autotp.AutoTPError as error:
-        return type(error).__name__, str(error), time.perf_counter() - start
-    return "", "", time.perf_counter() - start
 
 
 def differing(rank: int, world: int, group: Any) -> dict[str, tuple[str, str, float]]:

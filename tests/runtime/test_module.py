@@ -13,36 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.errors import StateError
 from autotp.runtime import module, storage
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-
-
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference, as a part of the largest value."""
-    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-
-
-def gradients_differ(sharded: Any, model: nn.Module) -> float:
-    """Largest difference of a gradient, as a part of it and 1e-3 of the model's largest."""
-    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found = sharded.full_grad_dict()
-    assert found.keys() == wanted.keys()
-    largest = max(float(g.abs().max()) for g in wanted.values())
-    parts = ((found[n] - g).abs().max() / (g.abs().max() + 1e-3 * largest) for n, g in wanted.items())
-    return float(max(parts))
+from tests.helpers.wrapped import Wrapper
 
 
 class Counting(nn.Module):
@@ -284,18 +264,6 @@ def test_hooks_see_and_change_what_flows():
     assert len(sharded) == 2 and [repr(m) for m in sharded] == [repr(m) for m in model]
     with pytest.raises(StateError, match="part of a sharded module"):
         sharded[0](x)
-
-
-class Wrapper(nn.Module):
-    """What a user may put around a layer."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
 
 
 def using(rank: int, world: int, group: Any) -> dict[str, Any]:

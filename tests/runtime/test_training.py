@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 import autotp
 from autotp.comm import conversions
 from autotp.comm.conversions import Kind
-from tests.helpers.models import transformer
-from tests.runtime.test_module import mesh_of
+from tests.helpers.compare import mesh_of
+from tests.helpers.trained import model_of
 
 BATCH, LENGTH, RATE, WARM_UP = 4, 24, 3e-4, 10
 STEPS = {torch.float32: 100, torch.float64: 20}
@@ -63,19 +63,6 @@ def train(model: Any, dtype: torch.dtype) -> Curve:
         optimizer.zero_grad()
         curve.append((loss.item(), (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()))
     return curve
-
-
-def model_of(name: str, dtype: torch.dtype) -> nn.Module:
-    """A model of this type throughout: transformers' own RMS norm computes in float32, so torch's takes its place."""
-    model = transformer(name)
-    for path, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon)  # type: ignore[arg-type]
-            norm.weight = module.weight  # type: ignore[assignment]
-            model.set_submodule(path, norm)
-    model.to(dtype).train()
-    assert sum(p.numel() for p in model.parameters()) <= 500_000
-    return model
 
 
 @cache
