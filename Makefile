@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest
 SPREAD := -n auto --maxprocesses 4 --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test check lint format golden docs site models zoo clean
+.PHONY: help demo test quick slow sample check matrix lint format golden docs site models zoo clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -23,7 +23,19 @@ demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and
 test: $(READY) ## Run the tests
 	$(PYTEST) $(SPREAD) $(ARGS)
 
-check: lint site test ## Check everything: style, types, the site, tests
+quick: $(READY) ## Run the tests that start no processes (two minutes at most)
+	$(PYTEST) $(SPREAD) -m "not ranks and not zoo and not slow" $(ARGS)
+
+slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt)
+	$(PYTEST) $(SPREAD) -m slow $(ARGS)
+
+sample: $(READY) ## Run the slow tests that tests/slow.txt says `check` of
+	$(PYTEST) $(SPREAD) -m sample
+
+check: lint site test sample ## Check everything: style, types, the site, tests, a sample of the slow ones
+
+matrix: ## Run `make quick` on every torch and Python that we support and can get (downloads; ARGS="--only 2.12")
+	$(PYTHON) -m tests.matrix $(ARGS)
 
 lint: $(READY) ## Check style (ruff) and types (pyright)
 	$(BIN)/ruff check .

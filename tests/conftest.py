@@ -1,4 +1,4 @@
-"""What every test shares: one thread, a fixed seed, the golden files, and one pool of workers for the whole run."""
+"""What every test shares: one thread, a fixed seed, the golden files, one pool of workers; marks, and CPU seconds."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ import os
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
 # MKL picks kernels by the machine, and on some the last bit then depends on where operands lie in memory. Tests that
 # compare bit by bit need one kernel (Intel: "Conditional Numerical Reproducibility"). Set before torch loads MKL.
 os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
+# Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
+from tests.helpers.cpu import cpu_seconds
 from tests.helpers.pool import Pool
+from tests.helpers.slow import SAMPLE, SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
+LIMIT = 10.0  # CPU seconds of a test that does not carry the mark `slow`
+BEGAN = pytest.StashKey[float]()
+SPENT = pytest.StashKey["Spent"]()
 
 torch.set_num_threads(1)
 
@@ -27,11 +36,63 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="run the golden tests alone and rewrite tests/golden")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[SPENT] = Spent()
+    config.pluginmanager.register(config.stash[SPENT])
+
+
+@pytest.hookimpl(tryfirst=True)  # before marks are selected by
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if {"pool", "interpreter"} & set(getattr(item, "fixturenames", ())):
+            item.add_marker("ranks")
+        if item.nodeid in SLOW:
+            item.add_marker("slow")
+        if item.nodeid in SAMPLE:
+            item.add_marker("sample")
     if config.getoption("--update-golden"):
         others = [item for item in items if "golden" not in getattr(item, "fixturenames", ())]
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """The call alone: what fixtures start and make is shared by several tests."""
+    item.stash[BEGAN] = cpu_seconds()
+    try:
+        yield
+    finally:
+        slow = item.get_closest_marker("slow") is not None
+        item.user_properties.append(("cpu", (cpu_seconds() - item.stash[BEGAN], slow)))
+
+
+class Spent:
+    """CPU seconds by test, and whether it is marked `slow`.
+
+    From the reports: under xdist they reach the process that prints the summary.
+    """
+
+    def __init__(self) -> None:
+        self.tests: dict[str, tuple[float, bool]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, value in report.user_properties:
+            if name == "cpu" and report.when == "call":
+                self.tests[report.nodeid] = cast("tuple[float, bool]", value)
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    spent = sorted(config.stash[SPENT].tests.items(), key=lambda entry: -entry[1][0])
+    if len(spent) > 1:
+        terminalreporter.section("slowest by CPU seconds, own and descendants'")
+        for name, (seconds, _) in spent[:10]:
+            terminalreporter.line(f"{seconds:7.1f}  {name}")
+    faults = [name for name, (seconds, slow) in spent if seconds > LIMIT and not slow]
+    if faults:
+        terminalreporter.section(f"over {LIMIT:.0f} CPU seconds without the mark `slow` (tests/slow.txt)", yellow=True)
+        for name in faults:
+            terminalreporter.line(name, yellow=True)
 
 
 @pytest.fixture(autouse=True)
@@ -64,5 +125,6 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 def pool() -> Iterator[Pool]:
     """The worker processes, started by the first test that wants them and kept for the whole run."""
     workers = Pool()
+    workers.start()
     yield workers
     workers.close()

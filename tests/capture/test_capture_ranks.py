@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from tests.capture.test_capture import IDS, MORE, WIDTH, Decides, Experts, Masked, X
-from tests.capture.test_selfcheck import Counter, Net
-from tests.runtime.test_api import error_of
+from tests.helpers.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, X
+from tests.helpers.errors import error_of
+from tests.helpers.selfcheck_cases import Counter, Net
 
 
 def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_on_two_ranks(pool):
-    told = pool.run(on_ranks, world=2, timeout=240)
+    told = pool.run(on_ranks, world=2)
     for one in told:
         assert one["values"][0] == "RankError" and "values of input 0" in one["values"][1]
         assert "self-check: the captured graph is not the model" in one["self-check"][1]

@@ -17,8 +17,8 @@ from autotp.capture.selfcheck import Trial
 from autotp.driver.pipeline import capture_model
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
+from tests.helpers.selfcheck_cases import WIDTH, Counter, Net
 
-WIDTH = 8
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 SWITCH = {"on": 1.0}
 
@@ -36,29 +36,6 @@ def twice(x: Tensor) -> Tensor:
 
 
 twice.register_fake(torch.empty_like)
-
-
-class Net(nn.Module):
-    """One linear layer, dropout, and buffers; what is done with them is each subclass's."""
-
-    steps: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.up, self.norm, self.drop = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)
-        self.register_buffer("steps", torch.zeros(()))
-        self.calls = 0
-
-    def forward(self, x: Tensor) -> Any:
-        self.steps += 1
-        return self.drop(self.norm(self.up(x))) * self.steps
-
-
-class Counter(Net):
-    def forward(self, x: Tensor) -> Any:
-        self.calls += 1
-        return self.up(x) * self.calls
 
 
 class Drawn(Net):

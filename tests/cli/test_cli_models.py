@@ -221,10 +221,11 @@ def test_messages_become_one_line_without_their_tables():
 def python(*args: str, **env: str) -> subprocess.CompletedProcess:
     everything = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"} | env
     return subprocess.run(
-        [sys.executable, *args], cwd=ROOT, env=everything, capture_output=True, text=True, timeout=100
+        [sys.executable, *args], cwd=ROOT, env=everything, capture_output=True, text=True, timeout=900
     )
 
 
+@pytest.mark.ranks
 def test_as_a_module():
     refused = python("-m", "autotp", "plan", "nowhere")
     assert refused.returncode == 2 and not refused.stdout and "Traceback" not in refused.stderr
@@ -233,12 +234,14 @@ def test_as_a_module():
     assert shown.returncode == 2 and "Traceback" in shown.stderr
 
 
+@pytest.mark.ranks
 def test_a_reader_that_has_enough_is_no_error():
     command = f"set -o pipefail; {sys.executable} -m autotp doctor --json | true"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.ranks
 def test_help_needs_no_torch():
     told = "print('torch' in sys.modules)"
     asked = f"import sys; from autotp.cli import app; app(['--help'], standalone_mode=False); {told}"

@@ -236,7 +236,7 @@ def test_functions_are_graph_targets() -> None:
     local = graph.call_function(local_size, (1, ((graph.placeholder("n"), 2),)), {"rank": 1, "tp": 2})
     graph.output(graph.call_function(cv.f, (local, ("I",), ("R",)), {"rank": 0, "tp": 1, "group": "none"}))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
-    assert module(5) == 4 and "autotp_conversions_f(" in module.code
+    assert module(5) == 4 and "autotp_comm_conversions_f(" in module.code
 
 
 def test_shapes_of_fake_tensors() -> None:

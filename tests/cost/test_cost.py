@@ -26,23 +26,9 @@ from autotp.cost import (
 from autotp.cost.collectives import PRIMITIVES
 from autotp.cost.machines.presets import PRESETS
 from autotp.errors import InputError
+from tests.helpers.clusters import ROUND
 
 # Round numbers, so that values can be worked out by hand: alpha 1 us, 100 B/us in a node; 10 us, 10 B/us outside.
-ROUND = Cluster(
-    name="round",
-    device="test",
-    peak_flops={"float32": 1e12, "bfloat16": 4e12},
-    memory_bandwidth=1e9,
-    memory_size=1e9,
-    devices_per_node=4,
-    intra_latency=1e-6,
-    intra_bandwidth=1e8,
-    inter_latency=1e-5,
-    inter_bandwidth=1e7,
-    switch=True,
-    launch_overhead=2e-6,
-    source="made up",
-)
 NUMBERS = [f.name for f in dataclasses.fields(Cluster) if f.type == "float"]
 
 

@@ -17,7 +17,7 @@ from autotp.cost.machines.calibrate import SIZES, Clock, _degrees
 from autotp.cost.machines.fit import Kernel, Transfer, errors, fit
 from autotp.cost.machines.this_machine import described
 from autotp.errors import InputError
-from tests.cost.test_cost import ROUND
+from tests.helpers.clusters import ROUND
 
 FOUND = ("launch_overhead", "memory_bandwidth", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth")
 

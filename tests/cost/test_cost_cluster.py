@@ -13,7 +13,7 @@ from autotp.cost import Cluster
 from autotp.cost.machines import presets
 from autotp.cost.machines.presets import PRESETS
 from autotp.errors import InputError
-from tests.cost.test_cost import ROUND
+from tests.helpers.clusters import ROUND
 
 
 @pytest.mark.parametrize("suffix", [".json", ".toml"])

@@ -17,7 +17,7 @@ from autotp.cost.collectives import (
     tree_seconds,
 )
 from autotp.errors import InputError
-from tests.cost.test_cost import ROUND
+from tests.helpers.clusters import ROUND
 
 ALPHA, BETA = 3e-6, 2e9
 H100 = Cluster.preset("h100")

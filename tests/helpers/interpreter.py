@@ -33,7 +33,7 @@ class Interpreter:
 
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` there; in it `torch.empty` gives NaN."""
-        return self._pool.submit(function, *args).result(timeout=120)
+        return self._pool.submit(function, *args).result(timeout=900)
 
     def close(self) -> None:
         self._pool.shutdown()

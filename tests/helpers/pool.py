@@ -1,4 +1,8 @@
-"""One pool of gloo worker processes, kept for a whole test session: starting processes costs more than most tests."""
+"""One pool of gloo worker processes, kept for a whole test session: starting processes costs more than most tests.
+
+They are forked from one process that has imported torch and transformers (`tests/helpers/preloaded.py`), so that new
+workers, after a test whose ranks failed, cost little.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import contextlib
 import faulthandler
 import os
 import pickle
+import signal
 import tempfile
 import time
 import traceback
@@ -19,9 +24,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 SIZE = 4
 GRACE = 3.0  # seconds that the other ranks get once one rank has failed
+PATIENCE = 600.0  # seconds until ranks count as hung: far more than any test takes, on a machine however slow
 
 
 class WorkerError(RuntimeError):
@@ -31,7 +38,7 @@ class WorkerError(RuntimeError):
 class Pool:
     """`SIZE` workers and, within them, one group of the first n workers for every n.
 
-    Starts at the first `run`. Workers that crash, hang, or fail on only some ranks (their groups are then out of
+    Workers that crash, hang, or fail on only some ranks (their groups are then out of
     step) are killed, and the next `run` starts new ones.
     """
 
@@ -40,7 +47,7 @@ class Pool:
         self._pipes: list[Connection] = []
         self._folder: tempfile.TemporaryDirectory[str] | None = None
 
-    def run(self, fn: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = 60) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, world: int = SIZE, timeout: float = PATIENCE) -> list[Any]:
         """`fn(rank, world, group, *args)` on the ranks of a world, at the same time.
 
         Args:
@@ -57,7 +64,7 @@ class Pool:
         """
         if not self._workers or not all(worker.is_alive() for worker in self._workers):
             self.close()
-            self._start()
+            self.start()
         message = pickle.dumps((fn, world, args))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
@@ -65,10 +72,19 @@ class Pool:
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         failures += [f"rank {rank}: crashed or hung" for rank in range(world) if rank not in answers]
         if failures:
+            if len(answers) < world:
+                self._dump()
             if len(failures) < world or len(answers) < world:
                 self.close()
             raise WorkerError(f"{fn.__name__} failed in a world of {world}:\n" + "\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
+
+    def _dump(self) -> None:
+        """The stacks of all threads of the workers that live, on the log: where they hang."""
+        for worker in self._workers:
+            if worker.is_alive() and hasattr(signal, "SIGUSR1"):
+                os.kill(worker.pid, signal.SIGUSR1)
+        time.sleep(0.5)
 
     def close(self) -> None:
         """End the workers, those that do not end by themselves by force; the next `run` starts new ones."""
@@ -83,8 +99,10 @@ class Pool:
             self._folder.cleanup()
         self._workers, self._pipes, self._folder = [], [], None
 
-    def _start(self) -> None:
-        context = get_context("spawn")
+    def start(self) -> None:
+        """Start the workers, and wait until they have their groups."""
+        context = get_context("forkserver")
+        context.set_forkserver_preload(["tests.helpers.preloaded"])
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(SIZE):
             ours, theirs = context.Pipe()
@@ -93,6 +111,8 @@ class Pool:
             theirs.close()
             self._workers.append(worker)
             self._pipes.append(ours)
+        for pipe in self._pipes:
+            pipe.recv_bytes()
 
     def _answers(self, world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
@@ -112,16 +132,33 @@ class Pool:
 def _work(rank: int, folder: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.enable()  # a worker that dies says where each of its threads was
+    if hasattr(signal, "SIGUSR1"):
+        faulthandler.register(signal.SIGUSR1)  # and so does one that hangs
     torch.set_num_threads(1)
+    _share_a_device()
     store = dist.FileStore(str(Path(folder) / "store"), SIZE)  # pyright: ignore[reportPrivateImportUsage]
     # A dead rank must never keep the others longer than any test waits.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=300))
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=PATIENCE))
     groups = {world: dist.new_group(list(range(world))) for world in range(1, SIZE + 1)}
     with contextlib.suppress(EOFError, ConnectionError):  # the session is over
+        pipe.send_bytes(b"ready")
         while True:
             message = pipe.recv_bytes()
             pipe.send_bytes(_answer(rank, message, groups))
     dist.destroy_process_group()
+
+
+def _share_a_device() -> None:
+    """All groups of this process wait in one thread: gloo gives each one of its own, which wakes 100 times a second."""
+    device = dist.ProcessGroupGloo.create_device(interface="lo")
+
+    class Shared(dist.ProcessGroupGloo):
+        def __init__(self, store: Any, rank: int, size: int, timeout: timedelta) -> None:
+            options: Any = dist.ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue]
+            options._devices, options._threads, options._timeout = [device], 2, timeout
+            super().__init__(store, rank, size, options)
+
+    distributed_c10d.ProcessGroupGloo = Shared
 
 
 def _answer(rank: int, message: bytes, groups: dict[int, Any]) -> bytes:

@@ -17,20 +17,13 @@ from autotp.kernels import dropout, rotary
 from autotp.kernels.operators import counter_dropout, counter_uniform
 from autotp.passes.optimise.kernels import rotary as patterns
 from autotp.proof.simulate import reference
+from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.interpreter import Interpreter, interpreter
 from tests.helpers.kernel_compile import compiling
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # A rounding of the largest value; Triton's interpreter rounds to bfloat16 towards zero.
-CLOSE = {torch.float32: 5e-7, torch.bfloat16: 2**-7, torch.float16: 2**-10}
-
-
-def differ(found: Tensor, wanted: Tensor) -> float:
-    """Largest difference, as a part of the largest value; something that was never written is no number."""
-    assert found.shape == wanted.shape and not found.isnan().any()
-    return float((found.double() - wanted).abs().max() / wanted.abs().max())
 
 
 BATCH, HEADS, LENGTH, WIDTH = 2, 3, 5, 6

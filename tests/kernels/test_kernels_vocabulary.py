@@ -17,12 +17,12 @@ from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.losses import apart
 from autotp.passes.optimise.kernels import vocabulary
+from tests.helpers.close import CLOSE, DTYPES, differ
+from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.heads import COLUMNS, Head, captured, values
 from tests.helpers.interpreter import Interpreter, interpreter
 from tests.helpers.kernel_compile import compiling
 from tests.helpers.models import inputs_of, transformer
-from tests.kernels.test_kernels_elements import CLOSE, DTYPES, differ
-from tests.passes.test_vocabulary_loss import COLUMNS, Head, captured, values
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
@@ -214,7 +214,7 @@ def with_and_without(rank: int, world: int, group: Any, name: str) -> tuple[floa
 
 @pytest.mark.parametrize("name", ["llama-uneven", "gpt2"])
 def test_a_model_trains_the_same_with_kernels(pool, name):
-    for loss, grads, told in pool.run(with_and_without, name, world=2, timeout=120):
+    for loss, grads, told in pool.run(with_and_without, name, world=2):
         assert loss < 1e-6 and grads < 1e-5, (loss, grads)
         assert "vocabulary_rows" in told and "class_terms" in told, told
         assert ("rotary 2 times" in told) == (name == "llama-uneven")
@@ -260,7 +260,7 @@ def dealt(rank: int, world: int, group: Any, options: dict[str, Any], off: int =
     [(2, {"weight": torch.linspace(0.5, 2, 37), "ignore_index": 5}), (2, SMOOTHED), (3, SMOOTHED)],
 )
 def test_an_uneven_vocabulary_dealt_out(pool, world, options):
-    for loss, grads, told, gathered in pool.run(dealt, options, world=world, timeout=120):
+    for loss, grads, told, gathered in pool.run(dealt, options, world=world):
         assert loss < 1e-6 and grads < 1e-5 and not gathered, (loss, grads)
         assert told == "kernels: class_terms, vocabulary_rows"
 
@@ -300,7 +300,7 @@ def test_scores_are_not_copied_to_float32(other):
 
 def test_the_rows_of_a_neighbour_are_noticed(pool):
     """The negative control."""
-    assert any(found[1] > 1e-3 for found in pool.run(dealt, {}, 1, world=2, timeout=120))
+    assert any(found[1] > 1e-3 for found in pool.run(dealt, {}, 1, world=2))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

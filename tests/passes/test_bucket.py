@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import autotp
 from autotp.comm import bucket, collectives
 from autotp.comm import conversions as convert
+from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.passes.test_overlap import called, calls_of, made
-from tests.runtime.test_module import gradients_differ, mesh_of
+from tests.helpers.overlapped import called, calls_of, made
 
 EXACT = 1e-12
 GRAPHS: dict[tuple[str, bool], list[str]] = {}

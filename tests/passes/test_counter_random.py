@@ -18,8 +18,9 @@ from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import by_counter, packet, seeds
 from autotp.proof.simulate import reference
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import Wrapper, difference, gradients_differ, mesh_of
+from tests.helpers.wrapped import Wrapper
 
 P = 0.25
 MASK = (1 << 64) - 1
@@ -109,7 +110,7 @@ def on_ranks(rank: int, world: int, group: Any, name: str, sequence: bool | None
 
 @pytest.mark.parametrize(("name", "sequence"), [("bert", None), ("bert", True), ("llama", None)])
 def test_the_masks_do_not_depend_on_the_degree(pool, name, sequence):
-    runs = {tp: pool.run(on_ranks, name, sequence, world=tp, timeout=120)[0] for tp in (1, 2, 4)}
+    runs = {tp: pool.run(on_ranks, name, sequence, world=tp)[0] for tp in (1, 2, 4)}
     losses, grad, _ = runs[1]
     assert losses[0] != losses[1]  # another seed for each forward
     close = 1e-6 if name == "llama" else 1e-10  # transformers takes a llama's norms in float32
@@ -140,7 +141,7 @@ def replaying(rank: int, world: int, group: Any) -> tuple[float, float]:
 
 
 def test_by_torch_the_masks_are_those_of_the_original(pool):
-    for error, flops in pool.run(replaying, world=2, timeout=120):
+    for error, flops in pool.run(replaying, world=2):
         assert error < 1e-10 and flops > 0.51  # at the price of attention on every rank
 
 

@@ -21,8 +21,8 @@ from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import matching
 from autotp.passes.optimise.base import Setting
 from autotp.passes.optimise.kernels import norm, place
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
 
 ON, OFF = {"kernels": True}, {"kernels": False}
 CLOSE = 1e-5  # of float32

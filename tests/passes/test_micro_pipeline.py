@@ -18,7 +18,7 @@ from torch.distributed import _symmetric_memory as memory
 import autotp
 from autotp import compat
 from autotp.comm import symmetric
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 
 
 class Feed(nn.Module):
@@ -62,7 +62,7 @@ def fusing(rank: int, world: int, group: Any, length: int, on: bool) -> dict[str
 
 
 def test_inductor_fuses_what_the_plan_converts(pool):
-    for found in pool.run(fusing, 8, True, world=2, timeout=170):
+    for found in pool.run(fusing, 8, True, world=2):
         assert found["outputs"] < 1e-5 and found["gradients"] < 1e-5, found
         assert found["before"] == ["micro_pipeline: 2 conversions are ready for it; nothing is compiled yet"]
         # g and the product after it, the product and g* after it, and their backwards.
@@ -71,10 +71,10 @@ def test_inductor_fuses_what_the_plan_converts(pool):
 
 
 def test_uneven_splits_and_a_switch_that_is_off_fuse_nothing(pool):
-    for found in pool.run(fusing, 7, True, world=2, timeout=170):
+    for found in pool.run(fusing, 7, True, world=2):
         assert found["outputs"] < 1e-5 and found["gradients"] < 1e-5, found
         assert found["after"][0].startswith("micro_pipeline: switched on, and it fused nothing of 2 conversions"), found
-    for found in pool.run(fusing, 8, False, world=2, timeout=170):
+    for found in pool.run(fusing, 8, False, world=2):
         assert found["after"] == ["micro_pipeline: switched off"] and found["gradients"] < 1e-5, found
 
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import linear
 
 import autotp
@@ -19,10 +19,10 @@ from autotp.comm import conversions as convert
 from autotp.passes.optimise import table
 from autotp.passes.optimise.overlap import Overlap
 from benchmarks.overlap import Link
-from tests.helpers.models import inputs_of, redrawn
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
-from tests.runtime.test_tools import kept_bytes
-from tests.runtime.test_training import model_of
+from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.models import redrawn
+from tests.helpers.overlapped import Plain, called, calls_of, made
+from tests.helpers.stacked import kept_bytes
 
 EXACT = 1e-12
 ON: Any = {"optimise": {"overlap": True}}
@@ -32,53 +32,10 @@ FREE = dataclasses.replace(  # of machines without latencies: everything is wort
 S, R, I, P = ("S", 1, 1, ((16, 1),)), ("R",), ("I",), ("P", "sum")  # noqa: E741  the field's letters
 
 
-class Feed(nn.Module):
-    """A norm, two products of one value, and one whose sum is dealt out."""
-
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.norm, self.gate, self.up, self.down = (
-            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(width, 4 * width, bias=False),
-            nn.Linear(4 * width, width),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.norm(x)
-        return x + self.down(torch.tanh(self.gate(y)) * self.up(y))
-
-
-class Plain(nn.Module):
-    def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.layers, self.head = nn.ModuleList(Feed(width) for _ in range(3)), nn.Linear(width, 32)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
-
-
-def made(name: str) -> tuple[Any, Any]:
-    """A model in float64, and its inputs."""
-    torch.manual_seed(0)
-    if name == "plain":
-        return redrawn(Plain()).double(), torch.randn(2, 16, 16, dtype=torch.double)
-    model = model_of(name, torch.float64)
-    return model, inputs_of(model)
-
-
-def called(module: Any, inputs: Any) -> Tensor:
-    return module(inputs) if isinstance(inputs, Tensor) else module(**inputs).logits
-
-
 def forced(chunks: int) -> Any:
     """The table with overlap in so many chunks wherever it can be."""
     rest = tuple(x for x in table.OPTIMISATIONS if x.name != "overlap")
     return patch.object(table, "OPTIMISATIONS", (*rest[:-1], Overlap(chunks=chunks, least=-1e30), rest[-1]))
-
-
-def calls_of(sharded: Any, name: str) -> int:
-    return sum(f" = {name}(" in line for line in sharded.graph.splitlines())
 
 
 # ---- the functions themselves ----------------------------------------------------------------------------------------

@@ -40,6 +40,6 @@ def trained(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_tied_four_ways(pool: Pool):
-    for found in pool.run(trained, world=2, timeout=120):
+    for found in pool.run(trained, world=2):
         assert found["one"] and found["parameters"] and found["states"] and found["held"] and found["names"], found
         assert found["gradient"] < 1e-10 and found["step"] < 1e-8, found

@@ -9,37 +9,22 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard
 
 import autotp
-from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError
-from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import apart
-from autotp.proof.simulate import reference
 from autotp.rules import losses as rule
+from tests.helpers.compare import difference, gradients_differ, mesh_of
+from tests.helpers.heads import CLASSES, COLUMNS, EXAMPLES, WIDTH, Head, captured, values
 from tests.helpers.models import inputs_of, transformer
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
 
 IGNORED = -100
-WIDTH, EXAMPLES, CLASSES = 16, 12, 4000
 WEIGHT = torch.linspace(0.5, 2, CLASSES)
 SMOOTHED = {"label_smoothing": 0.1, "ignore_index": 3}
 OPTIONS: dict[str, dict[str, Any]] = {
     "mean": {}, "ignored": {"ignore_index": 3}, "sum": {"reduction": "sum"}, "none": {"reduction": "none"},
     "weights": {"weight": WEIGHT.double()}, "smoothed": SMOOTHED,
 }  # fmt: skip
-
-
-class Head(nn.Module):
-    """Scores for every class, and their cross entropy."""
-
-    def __init__(self, classes: int = CLASSES, width: int = WIDTH, **options: Any) -> None:
-        super().__init__()
-        self.options, self.head = options, nn.Linear(width, classes)
-
-    def forward(self, x: Tensor, target: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(self.head(x), target, **self.options)
 
 
 def example(classes: int = CLASSES) -> tuple[Tensor, Tensor]:
@@ -55,7 +40,6 @@ def columns(plan: autotp.Plan) -> bool:
 
 
 # In so small a case one gather of the scores is cheaper than a maximum and a sum, each with its latency.
-COLUMNS = {"head.weight": Shard(0), "head:output": Shard(1)}
 
 
 @pytest.mark.parametrize("tp", [2, 3])
@@ -74,19 +58,6 @@ def test_a_target_of_the_wrong_rank_is_noticed():
     with patch.object(rule, "local_index", lambda ids, segments, rank, tp: (ids, ids < CLASSES // 2)):
         report = autotp.verify(Head().double(), 2, example(), pins=COLUMNS)
     assert not report
-
-
-def captured(model: nn.Module, *inputs: Tensor) -> Capture:
-    return capture_model(model, autotp.Inputs(*inputs), torch.device("cpu"))[0]
-
-
-def values(program: Capture, given: list[Tensor], model: nn.Module) -> Tensor:
-    names = dict(model.named_parameters())
-    env: dict[Any, Any] = {leaf.node: v for leaf, v in zip(program.inputs, given, strict=True)}
-    for leaf in program.leaves:
-        if leaf.kind != "input":
-            env[leaf.node] = names[leaf.name] if leaf.kind == "parameter" else program.constants[leaf.name]
-    return reference(program.graph, env, lambda node, value: None)[0]
 
 
 class Loss(nn.Module):
@@ -161,7 +132,7 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_only_the_loss_is_given(pool):
-    for found in pool.run(on_ranks, timeout=120):
+    for found in pool.run(on_ranks):
         assert max(*found["outside"], found["inside"][1], *found["inside"], found["longer"]) < 1e-5, found
         assert found["names"] and "labels=" in found["refused"]
 
@@ -211,7 +182,7 @@ def _largest() -> float:
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read as Linux tells it")
 def test_memory_of_the_loss_falls_with_tp(pool):
     classes, examples = 16384, 1024
-    grown = {tp: max(pool.run(peak, classes, examples, world=tp, timeout=120)) for tp in (1, 2, 4)}
+    grown = {tp: max(pool.run(peak, classes, examples, world=tp)) for tp in (1, 2, 4)}
     scores = 4 * classes * examples
     assert grown[1] > 1.5 * scores  # the scores, and at least a part of their gradient at the same time
     assert grown[2] < 1.25 * grown[1] / 2 and grown[4] < 1.25 * grown[1] / 4, grown

@@ -217,11 +217,12 @@ def rendered(browser: str, folder: Path, text: str, width: int) -> Page:
     (folder / "out.html").write_text(f'<body><iframe style="width: {width}px; border: 0" srcdoc="{inner}"></iframe>')
     command = [browser, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder}/profile"]
     command += ["--window-size=1700,900", "--dump-dom", f"file://{folder}/out.html"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr
     return Page(done.stdout)
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("width", [400, 1600])
 def test_a_browser_shows_it_without_overflow(browser, tmp_path, width):
     plan = planned("llama", 4)[0]
@@ -233,6 +234,7 @@ def test_a_browser_shows_it_without_overflow(browser, tmp_path, width):
     assert body["data-width"] == str(width) and body["data-out"] == ""
 
 
+@pytest.mark.ranks
 def test_a_browser_notices_overflow(browser, tmp_path):
     text = html(planned("llama", 4)[0]).replace("<h1>", '<h1 style="width: 900px">')
     ((body, _),) = rendered(browser, tmp_path, text, 400).find("body")

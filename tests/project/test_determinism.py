@@ -7,6 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
 import sys, torch
@@ -31,7 +34,7 @@ def started(seed: int) -> subprocess.Popen[str]:
 
 def test_plans_are_the_same_byte_for_byte():
     both = [started(seed) for seed in (0, 4711)]
-    one, other = (process.communicate(timeout=120)[0].split("\x1e")[1:] for process in both)
+    one, other = (process.communicate(timeout=900)[0].split("\x1e")[1:] for process in both)
     assert len(one) == len(other) == len(CASES) // 2
     for name, a, b in zip(CASES[::2], one, other, strict=True):
         different = next(

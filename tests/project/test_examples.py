@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -23,7 +24,7 @@ def run(script: str, *arguments: str, ranks: int | None = None) -> str:
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=170,
+        timeout=900,
     )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout

@@ -18,6 +18,7 @@ import networkx as nx
 import pytest
 
 import autotp
+from tests.helpers.slow import ROWS, SAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
@@ -237,6 +238,7 @@ def test_every_folder_with_code_is_packaged():
     assert {package_of(p) for p in sources("autotp", *ROOMS)} == set(packaged())
 
 
+@pytest.mark.ranks
 def test_the_wheel_holds_each_file_once_under_autotp(tmp_path):
     for name in ["pyproject.toml", "LICENSE", "README.md"]:
         if (ROOT / name).exists():
@@ -251,3 +253,28 @@ def test_the_wheel_holds_each_file_once_under_autotp(tmp_path):
     folder = "autotp/plans/show/templates"
     templates = [f"{folder}/{p.name}" for p in (ROOT / folder).iterdir()]
     assert templates and sorted(held) == sorted([*wanted, *templates, "autotp/py.typed"])
+
+
+def imported_tests(text: str) -> list[str]:
+    """Test files that a source imports."""
+    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.Import | ast.ImportFrom)]
+    names = [f"{n.module if isinstance(n, ast.ImportFrom) else ''}.{alias.name}" for n in nodes for alias in n.names]
+    return [name.strip(".") for name in names if any(part.startswith("test_") for part in name.split("."))]
+
+
+def test_no_test_file_imports_another():
+    """What two of them share stands in tests/helpers."""
+    found = {str(p): imported_tests(p.read_text()) for p in (ROOT / "tests").rglob("*.py")}
+    assert {p: names for p, names in found.items() if names} == {}
+    for line in ("from tests.cost.test_cost import ROUND", "from . import test_cost", "import tests.cost.test_cost"):
+        assert imported_tests(line)
+
+
+def test_the_table_of_slow_tests_is_true():
+    """Each names a test that there is, once; they are at most one in twenty of the 2260 that there were with it."""
+    names = [name for _, _, name in ROWS]
+    assert len(names) == len(set(names)) <= 113
+    for name in names:
+        path, function = name.split("[")[0].split("::")
+        assert f"def {function}(" in (ROOT / path).read_text(), name
+    assert 0 < len(SAMPLE) <= 12 and {when for _, when, _ in ROWS} == {"check", "-"}

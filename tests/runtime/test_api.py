@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -20,8 +19,9 @@ from transformers import BatchEncoding
 import autotp
 from autotp.errors import CaptureError, InputError, PlanError, RankError, StateError
 from autotp.runtime.lazy import LazyModule
+from tests.helpers.compare import difference, gradients_differ
+from tests.helpers.errors import error_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import difference, gradients_differ
 
 
 class Net(nn.Module):
@@ -226,15 +226,6 @@ def test_a_plan_fits_its_model_and_its_ranks():
             autotp.compile(model, plan=plan, example_inputs=X, **more)
 
 
-def error_of(fn: Callable[[], Any]) -> tuple[str, str, float]:
-    start = time.perf_counter()
-    try:
-        fn()
-    except autotp.AutoTPError as error:
-        return type(error).__name__, str(error), time.perf_counter() - start
-    return "", "", time.perf_counter() - start
-
-
 def differing(rank: int, world: int, group: Any) -> dict[str, tuple[str, str, float]]:
     """What ranks hear that were given different things."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
@@ -270,7 +261,7 @@ def differing(rank: int, world: int, group: Any) -> dict[str, tuple[str, str, fl
 
 
 def test_ranks_that_were_given_different_things_all_hear_of_it(pool):
-    told = pool.run(differing, world=2, timeout=120)
+    told = pool.run(differing, world=2)
     for one in told:
         assert not one.pop("still")[0] and not one.pop("lazy")[0], one
     expected = {
@@ -314,7 +305,7 @@ def sharded_outputs(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_outputs_left_sharded_in_groups_of_ranks_that_follow_each_other(pool):
-    told = pool.run(sharded_outputs, timeout=120)
+    told = pool.run(sharded_outputs)
     assert [one["ranks"] for one in told] == [[0, 1], [0, 1], [2, 3], [2, 3]]
     for one in told:
         assert one["placements"] in ("(Shard(dim=2),)", "(Partial(sum),)") and one["close"] < 1e-5, one
@@ -353,6 +344,6 @@ def several_outputs(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_every_layout_can_be_an_output(pool):
-    for one in pool.run(several_outputs, world=2, timeout=90):
+    for one in pool.run(several_outputs, world=2):
         assert one["placements"] == {"hidden": "(Shard(dim=1),)", "sum": "(Partial(sum),)", "x": "(Replicate(),)"}
         assert one["plain"] == (3, 4, 1.0) and one["close"] < 1e-6 and one["gradients"] < 1e-5, one

@@ -16,7 +16,7 @@ from transformers import BertModel
 import autotp
 from autotp.errors import StateError
 from tests.helpers.models import inputs_of, transformer
-from tests.runtime.test_checkpoint_ranks import same
+from tests.helpers.states import same
 
 
 def compiled(model: nn.Module, tp: int = 2) -> Any:

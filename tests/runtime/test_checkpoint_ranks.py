@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError
+from tests.helpers.compare import gradients_differ
 from tests.helpers.models import inputs_of, transformer
-from tests.runtime.test_module import gradients_differ
-from tests.runtime.test_two_axes import Contrastive, model_of
+from tests.helpers.states import same
+from tests.helpers.two_axes import Contrastive, model_of
 
 SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
 GROUPED = {
@@ -64,12 +65,6 @@ def adamw(sharded: Any) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [{"params": some}, {"params": others, "weight_decay": 0.0}], lr=1e-3, betas=(0.8, 0.9), eps=1e-4
     )
-
-
-def same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert list(found) == list(wanted)
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
 
 
 def saved(rank: int, world: int, group: Any, name: str, folder: str) -> dict[str, Tensor]:

@@ -15,10 +15,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import InputError
+from tests.helpers import two_axes
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import TWELVE, inputs_of, redrawn, transformer
-from tests.runtime import test_two_axes as two_axes
-from tests.runtime.test_module import difference, gradients_differ, mesh_of
-from tests.runtime.test_tools import Stack
+from tests.helpers.stacked import Stack
 
 # Dynamo reads `grad` of what it traces, and hides this warning where warnings are shown (torch 2.13).
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -49,13 +49,13 @@ def equal(rank: int, world: int, group: Any, name: str, backend: str, sizes: boo
 
 @pytest.mark.parametrize("name", TWELVE)
 def test_what_the_compiler_traces_is_the_model(pool, name):
-    for found in pool.run(equal, name, "aot_eager", name in SIZED, world=2, timeout=150):
+    for found in pool.run(equal, name, "aot_eager", name in SIZED, world=2):
         assert all(x < CLOSE[kind] for kind, x in found.items()), found
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_inductor_computes_the_same(pool, name):
-    for found in pool.run(equal, name, "inductor", False, world=2, timeout=170):
+    for found in pool.run(equal, name, "inductor", False, world=2):
         assert all(x < CLOSE[kind] for kind, x in found.items()), found
 
 
@@ -209,7 +209,7 @@ def on_two_axes(rank: int, world: int, group: Any, split: bool) -> dict[str, flo
 
 
 def test_a_compiled_program_runs_on_two_axes(pool):
-    for found in pool.run(on_two_axes, True, timeout=150):
+    for found in pool.run(on_two_axes, True):
         assert max(found.values()) < 1e-10, found
 
 

@@ -13,36 +13,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.errors import StateError
 from autotp.runtime import module, storage
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
-
-
-def mesh_of(group: Any) -> DeviceMesh:
-    return DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-
-
-def difference(a: Tensor, b: Tensor) -> float:
-    """Largest difference, as a part of the largest value."""
-    assert a.shape == b.shape and a.dtype == b.dtype, (a.shape, b.shape, a.dtype, b.dtype)
-    a, b = a.detach().double(), b.detach().double()
-    return float((a - b).abs().max() / b.abs().max().clamp(min=1e-30))
-
-
-def gradients_differ(sharded: Any, model: nn.Module) -> float:
-    """Largest difference of a gradient, as a part of it and 1e-3 of the model's largest."""
-    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    found = sharded.full_grad_dict()
-    assert found.keys() == wanted.keys()
-    largest = max(float(g.abs().max()) for g in wanted.values())
-    parts = ((found[n] - g).abs().max() / (g.abs().max() + 1e-3 * largest) for n, g in wanted.items())
-    return float(max(parts))
+from tests.helpers.wrapped import Wrapper
 
 
 class Counting(nn.Module):
@@ -286,18 +266,6 @@ def test_hooks_see_and_change_what_flows():
         sharded[0](x)
 
 
-class Wrapper(nn.Module):
-    """What a user may put around a layer."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.calls = inner, 0
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        self.calls += 1
-        return checkpoint(self.inner, *args, use_reentrant=False, **kwargs)
-
-
 def using(rank: int, world: int, group: Any) -> dict[str, Any]:
     """Everything at tp=2 that needs no optimizer, on a Llama with dropout in its attention and a tied head."""
     with (
@@ -362,7 +330,7 @@ def buffers(group: Any) -> float:
 
 
 def test_two_ranks_use_it_like_the_original(pool):
-    for found in pool.run(using, world=2, timeout=150):
+    for found in pool.run(using, world=2):
         close = [found["eval"], found["twin"][1], found["checkpointed"][0], *found["dropout"], *found["again"][:2]]
         assert max(max(x) for x in close) < 1e-5, found
         assert found["buffers"] < 1e-6, found["buffers"]
@@ -401,7 +369,7 @@ def training(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_optimizers_and_clipping_work_on_the_shards(pool):
-    for found in pool.run(training, timeout=150):
+    for found in pool.run(training):
         assert found["meshes"] == 1 and found["part"] < 0.5, found
         assert max(found["norms"]) < 1e-10 and max(found["gradients"]) < 1e-10, found
         assert found["state"] < 1e-8, found
@@ -437,7 +405,7 @@ def sharding_data(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 def test_fully_shard_per_layer_on_top(pool):
-    for found in pool.run(sharding_data, timeout=150):
+    for found in pool.run(sharding_data):
         assert found["part"] < 0.3, found
         assert max(found["outputs"], found["gradients"], found["state"], found["loaded"]) < 1e-5, found
         assert found["moved"] > 1e-2

@@ -192,7 +192,7 @@ def from_meta(model: nn.Module, inputs: Any, mesh: DeviceMesh) -> float:
 
 
 def test_every_way_of_holding_a_parameter_on_four_ranks(pool):
-    for found in pool.run(holding, timeout=170):
+    for found in pool.run(holding):
         for name, one in found.items():
             assert one["tensors"] and one["names"] and one["back"], (name, one)
             assert one["close"] < 1e-5 and one["moved"] > 1e-2, (name, one)

@@ -16,15 +16,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import autotp
 from autotp import compat
 from autotp.comm import collectives
 from autotp.errors import StateError
+from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn
-from tests.runtime.test_module import Wrapper, difference, gradients_differ, mesh_of
-from tests.runtime.test_training import model_of
+from tests.helpers.stacked import Block, Stack, kept_bytes
+from tests.helpers.trained import model_of
+from tests.helpers.wrapped import Wrapper
 
 EXACT = 1e-10  # of gradients in float64
 
@@ -149,54 +150,6 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(pool):
 
 
 # ---- activation checkpointing ----------------------------------------------------------------------------------------
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.down(torch.tanh(self.up(self.norm(x))))
-
-
-class Stack(nn.Module):
-    """Checkpoints its layers by itself, in one of many ways."""
-
-    def __init__(self, way: str) -> None:
-        super().__init__()
-        self.way, self.layers = way, nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        a, b, c, d = self.layers
-        if self.way == "sequential":
-            return checkpoint_sequential(self.layers, 2, x, use_reentrant=False)  # type: ignore[return-value]
-        if self.way == "none":
-            return d(c(b(a(x)))).sin()
-        if self.way == "closures":
-            x = checkpoint(lambda y, z: b(a(y)).sin() * z, x, 2.0, use_reentrant=False)  # type: ignore[assignment]
-            return checkpoint(lambda y: d(c(y)), x, use_reentrant=False)  # type: ignore[return-value]
-        for layer in self.layers:
-            x = checkpoint(layer, x, use_reentrant=self.way == "reentrant")  # type: ignore[assignment]
-        return x.sin()
-
-
-def kept_bytes(module: Any, *args: Any, **kwargs: Any) -> int:
-    """What autograd keeps of a forward, parameters apart."""
-    own = {
-        whose.untyped_storage().data_ptr() for p in module.parameters() for whose in (getattr(p, "_local_tensor", p),)
-    }
-    seen: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in own:
-            seen[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        module(*args, **kwargs)
-    return sum(seen.values())
 
 
 def recomputing(rank: int, world: int, group: Any) -> dict[str, Any]:
@@ -453,7 +406,7 @@ def adapting(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 def test_adapters_on_split_layers_are_split_with_them(pool):
     pytest.importorskip("peft")
-    for found in pool.run(adapting, world=2, timeout=120):
+    for found in pool.run(adapting, world=2):
         assert max(found["gradients"]) < EXACT and found["state"] < 1e-8 and found["graded"], found
         for layer, roles in ROLES.items():
             name = f"base_model.model.model.layers.1.{layer}"

@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 import autotp
 from autotp.comm import conversions
 from autotp.comm.conversions import Kind
-from tests.helpers.models import transformer
-from tests.runtime.test_module import mesh_of
+from tests.helpers.compare import mesh_of
+from tests.helpers.trained import model_of
 
 BATCH, LENGTH, RATE, WARM_UP = 4, 24, 3e-4, 10
 STEPS = {torch.float32: 100, torch.float64: 20}
@@ -65,19 +65,6 @@ def train(model: Any, dtype: torch.dtype) -> Curve:
     return curve
 
 
-def model_of(name: str, dtype: torch.dtype) -> nn.Module:
-    """A model of this type throughout: transformers' own RMS norm computes in float32, so torch's takes its place."""
-    model = transformer(name)
-    for path, module in list(model.named_modules()):
-        if type(module).__name__.endswith("RMSNorm"):
-            norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon)  # type: ignore[arg-type]
-            norm.weight = module.weight  # type: ignore[assignment]
-            model.set_submodule(path, norm)
-    model.to(dtype).train()
-    assert sum(p.numel() for p in model.parameters()) <= 500_000
-    return model
-
-
 @cache
 def one_device(name: str, dtype: torch.dtype) -> Curve:
     """The run of the model itself, which all degrees are held against."""
@@ -102,7 +89,7 @@ def apart(found: Curve, wanted: Curve) -> float:
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_losses_and_gradient_norms_are_those_of_one_device(pool, name, tp, dtype):
     wanted = one_device(name, dtype)
-    for found in pool.run(on_ranks, name, dtype, world=tp, timeout=120):
+    for found in pool.run(on_ranks, name, dtype, world=tp):
         assert apart(found, wanted) <= CLOSE[dtype], (tp, apart(found, wanted))
 
 
@@ -130,5 +117,5 @@ def with_two_biases(rank: int, world: int, group: Any) -> Curve:
 
 @pytest.mark.parametrize("wrong, name", [(without_f, "llama"), (with_two_biases, "gpt2")])
 def test_a_wrong_conversion_is_noticed(pool, wrong, name):
-    for found in pool.run(wrong, world=2, timeout=120):
+    for found in pool.run(wrong, world=2):
         assert apart(found, one_device(name, torch.float64)) > 1e-3

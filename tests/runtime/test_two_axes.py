@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
 from typing import Any
 from unittest.mock import patch
 
@@ -20,51 +19,8 @@ from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
 from autotp.passes.shard.batch_program import local_program
-from tests.helpers.models import inputs_of, redrawn, transformer
-from tests.runtime.test_module import difference, gradients_differ
-
-DP, TP = 2, 2
-ESM = {
-    "vocab_size": 33, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
-    "position_embedding_type": "rotary", "token_dropout": False, "pad_token_id": 1, "mask_token_id": 32,
-    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
-}  # fmt: skip
-IGNORED = -100
-
-
-class Contrastive(nn.Module):
-    """The loss of one example depends on all others of the batch, and a weight is a scalar (Radford et al. 2021)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left, self.right = nn.Linear(16, 32), nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 32))
-        self.scale = nn.Parameter(torch.tensor(1.5))
-        self.norm = nn.BatchNorm1d(32, track_running_stats=False)
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        scores = self.scale * self.norm(self.left(x)) @ self.right(y).T
-        return nn.functional.cross_entropy(scores, torch.arange(x.shape[0])), scores
-
-
-def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A model in float64 with the inputs of a whole batch."""
-    if name == "contrastive":
-        torch.manual_seed(0)
-        model = Contrastive().double()
-        return model, {"x": torch.randn(4, 16).double(), "y": torch.randn(4, 16).double()}
-    if name == "esm":
-        torch.manual_seed(0)
-        made = transformers.EsmForMaskedLM(transformers.EsmConfig(**ESM)).eval()
-        return redrawn(made).double(), {"input_ids": torch.randint(4, 30, (4, 12))}
-    model = transformer(name).double()
-    inputs = inputs_of(model, 4)
-    labels = inputs["input_ids"].clone()
-    labels[0, :5] = IGNORED  # so that the slices do not count the same number of tokens
-    return model, {**inputs, "labels": labels}
-
-
-def slice_of(inputs: Mapping[str, Tensor], rank: int) -> dict[str, Tensor]:
-    return {k: v.chunk(DP)[rank] for k, v in inputs.items()}
+from tests.helpers.compare import difference, gradients_differ
+from tests.helpers.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
 
 def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[str, float]:
@@ -91,7 +47,7 @@ def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[
 @pytest.mark.parametrize("name", ["llama", "bert", "esm", "contrastive"])
 def test_outputs_losses_and_gradients_are_those_of_one_device(pool, name, split):
     close = 1e-5 if name == "llama" else 1e-10  # transformers takes the loss of a decoder in float32
-    for found in pool.run(two_axes, name, split, timeout=120):
+    for found in pool.run(two_axes, name, split):
         assert max(found["loss"], found["scores"], found["gradients"]) < close, found
         assert found["state"] == 0.0 and found["part"] < (0.3 if split else 0.56), found
 
@@ -109,7 +65,7 @@ def filled(rank: int, world: int, group: Any) -> dict[str, float]:
 
 
 def test_weights_that_come_after_the_capture_are_averaged_too(pool):
-    for found in pool.run(filled, timeout=120):
+    for found in pool.run(filled):
         assert found["gradients"] < 1e-10, found
 
 
@@ -120,7 +76,7 @@ def unscaled(rank: int, world: int, group: Any) -> dict[str, float]:
 
 def test_a_loss_over_all_ranks_has_the_sum_of_their_gradients(pool):
     """The negative control: without `scale_gradient` the gradients are half of what they should be."""
-    for found in pool.run(unscaled, timeout=120):
+    for found in pool.run(unscaled):
         assert found["loss"] < 1e-10 and found["gradients"] > 0.4, found
 
 
@@ -152,7 +108,7 @@ def accumulating(rank: int, world: int, group: Any, split: bool) -> dict[str, An
 
 @pytest.mark.parametrize("split", [False, True], ids=["replicated", "fully-sharded"])
 def test_gradients_accumulate_without_a_sum_over_dp(pool, split):
-    for found in pool.run(accumulating, split, timeout=120):
+    for found in pool.run(accumulating, split):
         assert found["gradients"] < 1e-10 and found["again"] < 1e-12 and found["sent"] == 0, found
         # Torch itself refuses to split over an axis what is split over it.
         assert ("overlapping meshes" if split else "deals out the batch already") in found["refused"], found
@@ -185,7 +141,7 @@ def refusing(rank: int, world: int, group: Any) -> list[str]:
 
 
 def test_what_does_not_fit_is_refused_on_every_rank(pool):
-    for told in pool.run(refusing, timeout=120):
+    for told in pool.run(refusing):
         for text, words in zip(
             told,
             ["dimension 'dp' of that size", "make up the world of 4", "none", "the plan is for dp=1", "at least 1",
@@ -271,6 +227,6 @@ def dropped(rank: int, world: int, group: Any) -> Tensor:
 
 
 def test_every_slice_has_masks_of_its_own(pool):
-    scores = pool.run(dropped, timeout=120)
+    scores = pool.run(dropped)
     assert difference(scores[1], scores[0]) < 1e-5 and difference(scores[3], scores[2]) < 1e-5  # of one tp group
     assert difference(scores[2], scores[0]) > 1e-2

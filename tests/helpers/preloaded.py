@@ -1,0 +1,25 @@
+"""What nearly every worker imports, imported once: the pool's workers are forked from a process that has it.
+
+Four processes that each import torch and transformers spend as long at it as most tests take.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+import torch._dynamo
+import torch.distributed.checkpoint
+import torch.distributed.fsdp
+import torch.distributed.tensor
+import transformers
+
+import autotp
+from tests.helpers.models import FAMILIES
+
+torch.set_num_threads(1)
+for kind, _ in FAMILIES.values():
+    getattr(transformers, kind)  # the library imports a family when it is named
+for public in autotp.__all__:
+    getattr(autotp, public)  # and so does autotp
+gc.freeze()  # what is shared by fork is not touched by the workers' collections
