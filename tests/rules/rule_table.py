@@ -2,7 +2,7 @@
 
     python -m tests.rules.rule_table
 
-The proofs are those of tests/rule_cases; nothing is written unless every one of them passes.
+The proofs are those of tests/rules/cases; nothing is written unless every one of them passes.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def main() -> None:
 HEAD = """# Operator rules
 
 Written by `make docs` from the table of rules and its proofs; do not edit. It holds {operators} operators. On torch
-{torch} every rule was proved on the calls in `tests/rule_cases`: {cases} calls, laid over {ranks} simulated ranks in
+{torch} every rule was proved on the calls in `tests/rules/cases`: {cases} calls, laid over {ranks} simulated ranks in
 {layouts} ways that the rules allow, forward and backward. `make test` runs the same proofs.
 
 How to read it: a call is shown as an einsum string with a letter for each loop.
