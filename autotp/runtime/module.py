@@ -24,8 +24,9 @@ from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
+from autotp.runtime import checkpoint
 
-from . import checkpoint, data_parallel, state
+from . import data_parallel, state
 from .call_key import form, signature
 from .programs import Program, Source, taken
 from .shard_state import ShardState

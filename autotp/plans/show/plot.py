@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from autotp.errors import InputError
 from autotp.plans.estimates import Degree
-from autotp.plans.sweep import Sweep
 from autotp.text import amount, round_seconds
 
 from . import rows
