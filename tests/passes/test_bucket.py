@@ -119,7 +119,7 @@ def training(rank: int, world: int, group: Any, name: str) -> dict[str, Any]:
         loss = called(sharded, inputs).square().mean()
         with patch.object(collectives, "_start", wraps=collectives._start) as start:
             loss.backward()
-        text = next(line for line in str(sharded.plan).splitlines() if "bucket:" in line)
+        text = next(line for line in sharded.plan.report().splitlines() if "bucket:" in line)
         found[str(on)] = start.call_count, gradients_differ(sharded, model), calls_of(sharded, "f_bucket"), text
     return found
 

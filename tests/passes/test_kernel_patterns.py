@@ -60,7 +60,7 @@ def test_found_in(name):
     assert put_in(sharded) == EXPECTED[name]
     told = next(line for line in sharded.plan.fired if line.startswith("kernels: "))
     assert all(f"{kind} {n} times" in told for kind, n in EXPECTED[name].items())
-    assert told in str(sharded.plan)
+    assert told in sharded.plan.report()
 
 
 def test_off_by_default_on_a_cpu_and_by_the_switch():

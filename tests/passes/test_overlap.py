@@ -280,7 +280,7 @@ def equal(rank: int, world: int, group: Any, names: list[str]) -> dict[Any, Any]
                 quiet = called(sharded, inputs)
             counts = calls_of(sharded, "grouped"), calls_of(sharded, "scattered"), calls_of(sharded, "f_bucket")
             worst = max(difference(out, wanted), difference(quiet, wanted), gradients_differ(sharded, model))
-            found[name, sequence] = worst, counts, str(sharded.plan)
+            found[name, sequence] = worst, counts, sharded.plan.report()
     return found
 
 
@@ -318,11 +318,11 @@ def switching(rank: int, world: int, group: Any) -> dict[str, Any]:
     left = autotp.compile(model, **options)
     none: Any = autotp.compile(model, **options, optimise=False)
     return {
-        "on": (calls_of(on, "grouped"), str(on.plan)),
-        "off": (calls_of(off, "grouped"), str(off.plan)),
-        "small": (calls_of(real, "grouped") + calls_of(real, "scattered"), str(real.plan)),
-        "left": (calls_of(left, "grouped"), str(left.plan)),
-        "none": (calls_of(none, "grouped") + calls_of(none, "f_bucket"), str(none.plan)),
+        "on": (calls_of(on, "grouped"), on.plan.report()),
+        "off": (calls_of(off, "grouped"), off.plan.report()),
+        "small": (calls_of(real, "grouped") + calls_of(real, "scattered"), real.plan.report()),
+        "left": (calls_of(left, "grouped"), left.plan.report()),
+        "none": (calls_of(none, "grouped") + calls_of(none, "f_bucket"), none.plan.report()),
     }
 
 
@@ -343,7 +343,7 @@ def test_small_products_are_left_alone_and_large_ones_go_in_chunks():
             model = Plain(width).bfloat16()
             x = torch.zeros(4, 4096, width, dtype=torch.bfloat16)
         sharded = autotp.compile(model, 8, example_inputs=x, sequence_parallel=True)
-        texts[width] = str(sharded.plan).partition("overlap:")[2]
+        texts[width] = sharded.plan.report().partition("overlap:")[2]
     assert "chunks" in texts[4096] and "too small to gain" in texts[64], texts
 
 
@@ -358,7 +358,7 @@ def regathering(rank: int, world: int, group: Any) -> dict[str, Any]:
     bytes_ = [kept_bytes(m, inputs) for m in (plain, lean)]
     return {
         "kept": bytes_, "value": inputs.nbytes, "same": difference(called(lean, inputs), called(plain, inputs)),
-        "plain": str(plain.plan), "full": calls_of(full, "grouped"),
+        "plain": plain.plan.report(), "full": calls_of(full, "grouped"),
     }  # fmt: skip
 
 
