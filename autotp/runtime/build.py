@@ -63,9 +63,11 @@ class Build:
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         told = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
         agree(every, "the plan", told)
+        # Not of `self`: the module lives on with this function, and would keep the original's weights.
+        options, outputs = self.options, self.request.outputs
         source = Source(
             bare=skeleton(model, _device(self.ranks)),
-            make=lambda c: apply_plan(c, plan, self.options, self.request.outputs)[1],
+            make=lambda c: apply_plan(c, plan, options, outputs)[1],
             ranks=self.ranks,
             tp=plan.tp,
             aliases=aliases(model),
