@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, get_type_hints
+from typing import Any, TextIO, get_type_hints
 
 import typer
 from typer.core import TyperGroup
@@ -73,7 +73,9 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
             return FINE
         with _quiet(screen):
             try:
-                return fn(**given, **built)
+                code = fn(**given, **built)
+                _printed().flush()  # a reader that is gone shows here, not when the interpreter ends
+                return code
             except (Exception, KeyboardInterrupt) as error:
                 return _failed(screen, error)
 
@@ -119,12 +121,17 @@ def _quiet(screen: Screen) -> Iterator[None]:
             log.setLevel(level)
 
 
+def _printed() -> TextIO:
+    """What the shell reads, also where `sys.stdout` is redirected."""
+    return sys.__stdout__ or sys.stdout
+
+
 def _failed(screen: Screen, error: BaseException) -> int:
     """Report an error of a command; its exit code."""
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError):  # such as `autotp plan ... | head`: nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), _printed().fileno())
         return FINE
     if screen.debug:
         traceback.print_exception(error, file=sys.stderr)
