@@ -4,92 +4,21 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
-import torch
-import transformers
 from torch import nn
 from torch.distributed.tensor import Shard
-from typer.testing import CliRunner, Result
 
 import autotp
-from autotp.cli import app
 from autotp.cost import Cluster
 from autotp.cost.machines.calibrate import SIZES
 from autotp.plans.plan import Plan
-from tests.helpers.custom_ops import Turned, registered, turn
-from tests.helpers.models import DECODER
+from tests.helpers.custom_ops import registered, turn
+from tests.helpers.factories import SMALL
 
 UP = "model.layers.0.mlp.up_proj.weight"
-Run = Callable[..., Result]
-
-
-def small() -> tuple[nn.Module, torch.Tensor]:
-    """A factory."""
-    return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)), torch.randn(4, 6, 16)
-
-
-def noisy() -> tuple[nn.Module, torch.Tensor]:
-    print("a factory that prints")
-    return small()
-
-
-def broken() -> nn.Module:
-    raise RuntimeError("no such weights\non this machine")
-
-
-def bare() -> nn.Module:
-    return nn.Linear(8, 8)
-
-
-def turned() -> tuple[nn.Module, torch.Tensor]:
-    return Turned(), torch.randn(4, 16)
-
-
-class Branch(nn.Linear):
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return input if super().forward(input).sum() > 0 else super().forward(input + 1)
-
-
-def branch() -> tuple[nn.Module, torch.Tensor]:
-    return Branch(8, 8), torch.randn(2, 8)
-
-
-SMALL = "tests.cli.test_cli:small"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A folder of transformers, with a config and no weights."""
-    path = tmp_path_factory.mktemp("llama")
-    transformers.LlamaConfig(**DECODER, architectures=["LlamaForCausalLM"]).save_pretrained(path)
-    return str(path)
-
-
-@pytest.fixture
-def run(tmp_path, monkeypatch) -> Run:
-    """A command in an empty folder; it must never leave with a traceback of ours."""
-    monkeypatch.chdir(tmp_path)
-
-    def run(*args: object, columns: int = 110) -> Result:
-        result = CliRunner().invoke(app, [str(a) for a in args], env={"COLUMNS": str(columns), "NO_COLOR": "1"})
-        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
-        return result
-
-    return run
-
-
-@pytest.fixture(scope="module")
-def plan(folder) -> Plan:
-    """What the library itself plans for the folder."""
-    return autotp.plan(transformers.AutoModelForCausalLM.from_config(_config(folder)), 4, check_capture=False)
-
-
-def _config(folder: str) -> Any:
-    return transformers.AutoConfig.from_pretrained(folder)
 
 
 # plan
@@ -126,10 +55,12 @@ def test_a_plan_in_another_format_is_refused_by_its_number(run, tmp_path, number
 
 
 def test_json_is_the_plan_and_nothing_else(run):
-    done = run("plan", "tests.cli.test_cli:noisy", "--tp", 2, "--json")
+    done = run("plan", "tests.helpers.factories:noisy", "--tp", 2, "--json")
     assert done.exit_code == 0 and Plan.from_json(done.stdout).tp == 2
     assert "a factory that prints" in done.stderr and done.stdout.startswith("{")
-    assert "a factory that prints" in run("plan", "tests.cli.test_cli:noisy", "--tp", 2).stdout  # who else reads stdout
+    assert (
+        "a factory that prints" in run("plan", "tests.helpers.factories:noisy", "--tp", 2).stdout
+    )  # who else reads stdout
 
 
 def test_what_steers_planning_arrives(run, folder):
@@ -264,7 +195,7 @@ def test_verify_a_saved_plan(run):
 def test_verify_notices_a_wrong_rule(run):
     with registered(turn, rule="...n->...n"):  # it turns along n, which must not be split
         done, told = (
-            run("verify", "tests.cli.test_cli:turned", "--pin", "up.weight=shard:0", *x) for x in ([], ["--json"])
+            run("verify", "tests.helpers.factories:turned", "--pin", "up.weight=shard:0", *x) for x in ([], ["--json"])
         )
     assert done.exit_code == told.exit_code == 1 and "differs (forward)" in done.stdout
     found = json.loads(told.stdout)
@@ -302,77 +233,6 @@ def test_calibrate_refuses_before_it_measures(run, monkeypatch):
     monkeypatch.setattr(autotp, "calibrate", lambda **given: pytest.fail("it measured"))
     done = run("calibrate", "--out", "here.yaml")
     assert done.exit_code == 2 and "here.yaml must end in .json or .toml" in done.stderr
-
-
-# errors
-
-
-@pytest.mark.parametrize(
-    ("args", "code", "said"),
-    [
-        (["plan", "nowhere"], 2, "nowhere: no such file or folder"),
-        (["plan", "."], 2, "holds no config.json"),
-        (["plan", "no_module:make"], 2, "ModuleNotFoundError: No module named 'no_module'"),
-        (["plan", "tests.cli.test_cli:missing"], 2, "has no attribute 'missing'"),
-        (["plan", "tests.cli.test_cli:broken"], 2, "RuntimeError: no such weights (--debug shows where)"),
-        (["plan", "tests.cli.test_cli:bare"], 2, "return (module, example_inputs)"),
-        (["plan", "tests.helpers.models:BATCH"], 2, "TypeError: 'int' object is not callable"),
-        (["plan", SMALL, "--tp", "four"], 2, "--tp four: give a number of ranks"),
-        (["sweep", SMALL, "--tp", "1;2"], 2, "--tp 1;2: give numbers of ranks"),
-        (["plan", SMALL, "--mesh", "2by4"], 2, "--mesh 2by4: give dp x tp"),
-        (["plan", SMALL, "--mesh", "1x4", "--tp", "2"], 2, "--mesh 1x4 says tp=4, and --tp says 2"),
-        (["verify", SMALL, "--mesh", "2x2"], 2, "simulates the ranks of one tp group"),
-        (["plan", SMALL, "--pin", "0.weight"], 2, "--pin 0.weight: give NAME=PLACEMENT"),
-        (["plan", SMALL, "--pin", "0.weigt=shard:0"], 2, "Names are like 0.weight"),
-        (["plan", SMALL, "--cluster", "abacus"], 2, "'abacus' is not a preset"),
-        (["plan", SMALL, "--dtype", "int8"], 2, "--dtype int8: give a floating-point dtype"),
-        (["plan", SMALL, "--save", "none/plan.json"], 2, "there is no folder"),
-        (["plan", SMALL, "--save", "."], 2, "it is a folder"),
-        (["plan", SMALL, "--batch", "0"], 2, "See autotp plan --help"),
-        (["plan", SMALL, "--degree", "4"], 2, "No such option: --degree"),
-        (["paln", SMALL], 2, "No such command 'paln'"),
-        (["plan"], 2, "Missing argument 'MODEL'"),
-        (["plan", SMALL, "--tp", "2", "--memory", "1KB"], 1, "no plan fits into memory=1000 B per rank"),
-        (["plan", SMALL, "--tp", "16", "--within-node"], 1, "tp=16 leaves the node"),
-        (["plan", SMALL, "--tp", "2", "--pin", "0.weight=Shard(5)"], 1, "which has 2 dimensions"),
-        (["plan", "tests.cli.test_cli:branch", "--tp", "2"], 3, "Write it with torch.where"),
-    ],
-)
-def test_errors_are_one_line_with_a_code(run, args, code, said):
-    done = run(*args)
-    lines = done.stderr.strip().splitlines()
-    assert (done.exit_code, len(lines)) == (code, 1), done.stderr
-    assert lines[0].startswith("autotp: error: ") and said in lines[0] and not done.stdout
-
-
-def test_debug_shows_the_traceback(run):
-    shown, hidden = run("plan", "tests.cli.test_cli:broken", "--debug"), run("plan", "tests.cli.test_cli:broken")
-    assert "Traceback" in shown.stderr and "in broken" in shown.stderr and shown.exit_code == 2
-    assert "Traceback" not in hidden.stderr
-
-
-def test_programs_get_errors_as_json(run):
-    done = run("plan", SMALL, "--tp", 2, "--memory", "1KB", "--json")
-    told = json.loads(done.stdout)["error"]
-    assert done.exit_code == told["code"] == 1 and told["kind"] == "PlanError" and "no plan fits" in told["message"]
-    wrong = run("plan", SMALL, "--degree", 2, "--json")
-    assert json.loads(wrong.stdout)["error"]["kind"] == "UsageError" and wrong.exit_code == 2
-    assert not run("plan", SMALL, "--degree", 2).stdout
-
-
-def test_an_error_that_nobody_meant_is_one_line_too(run, monkeypatch):
-    monkeypatch.setattr(autotp, "plan", lambda *args, **given: {}["key"])
-    done = run("plan", SMALL)
-    assert done.exit_code == 4 and done.stderr.startswith("autotp: error: unexpected KeyError: 'key' (--debug")
-
-
-def test_other_ranks_are_silent(run, monkeypatch):
-    monkeypatch.setenv("RANK", "1")
-    for args in (["plan", SMALL, "--tp", 2], ["plan", "nowhere"], ["plan", "--degree", 3], ["doctor"]):
-        done = run(*args)
-        assert not done.stdout and not done.stderr, args
-    monkeypatch.setenv("RANK", "0")
-    assert run("plan", SMALL, "--tp", 2).stdout
 
 
 def test_help_and_version(run):

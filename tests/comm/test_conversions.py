@@ -336,22 +336,3 @@ def compiled(rank: int, world: int, group: dist.ProcessGroup, backend: str) -> b
 @pytest.mark.parametrize("backend", ("eager", "aot_eager"))
 def test_compiles_without_a_break(backend: str, pool: Pool) -> None:
     assert pool.run(compiled, backend, world=2) == [True, True]
-
-
-def fail(rank: int, world: int, group: dist.ProcessGroup) -> None:
-    if rank == world - 1:
-        raise ValueError("the last rank's own words")
-    dist.barrier(group)
-
-
-def rank_of(rank: int, world: int, group: dist.ProcessGroup) -> int:
-    total = torch.tensor([rank])
-    dist.all_reduce(total, group=group)
-    return rank * 10 + int(total)
-
-
-def test_pool_survives_a_failing_rank(pool: Pool) -> None:
-    with pytest.raises(RuntimeError, match="the last rank's own words"):
-        pool.run(fail, world=2)
-    assert pool.run(rank_of, world=3) == [3, 13, 23]
-    assert pool.run(rank_of, world=1) == [0]

@@ -105,7 +105,7 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     unit = degrees[0].unit if degrees else "samples"
     names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
     short = (*names[:-2], "largest\nbatch", f"{unit}/s\n/device")
-    table = Columns((None,) * 8, "rrrrrlrr", (None,) * 8, gap=2).headed(names, short)
+    table = Columns("rrrrrlrr", names, short)
     for r in degrees:
         batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
         share = f"{rows.seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
