@@ -244,6 +244,15 @@ def test_help_and_version(run):
     assert "Exit codes" in done.stdout
 
 
+def test_options_that_steer_say_what_the_arguments_say():
+    """Every field of the library's steering is an option, with the same default."""
+    from autotp.cli import options as cli  # noqa: PLC0415
+    from autotp.driver.options import UNSTEERED, Steering  # noqa: PLC0415
+
+    given: Any = cli.Steering().arguments() | {"within_node": cli.Degree().within_node}
+    assert given == asdict(UNSTEERED) and Steering(**given) == UNSTEERED
+
+
 def test_pins_are_torch_placements():
     from autotp.cli.options import read_pins  # noqa: PLC0415
 

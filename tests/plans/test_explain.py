@@ -126,6 +126,7 @@ SEQUENTIAL = {
     "gpt2": ("GPT2LMHeadModel", {"use_cache": False}),  # the base models, whose sizes are the defaults
     "bert": ("BertForMaskedLM", {}),
 }
+SPARSE = {"mixtral": ("MixtralForCausalLM", {"num_hidden_layers": 1, "vocab_size": 4096, "use_cache": False})}
 PARALLEL = {
     "gpt_neox": ("GPTNeoXForCausalLM", BLOCK | {"intermediate_size": 4096, "use_cache": False}),
     "gptj": ("GPTJForCausalLM", {"n_embd": 1024, "n_layer": 2, "n_head": 16, "vocab_size": 4096, "use_cache": False}),
@@ -136,7 +137,7 @@ PARALLEL = {
 @cache
 def capture_of(name: str, rows: int = 4) -> tuple[Capture, list[str]]:
     """A model of real width on the meta device, captured with so many rows of 512 tokens."""
-    kind, fields = (SEQUENTIAL | PARALLEL)[name]
+    kind, fields = (SEQUENTIAL | PARALLEL | SPARSE)[name]
     model_class = getattr(transformers, kind)
     with torch.device("meta"):
         model: nn.Module = model_class(model_class.config_class(**fields)).to(torch.bfloat16).eval()
@@ -167,6 +168,19 @@ def test_collectives_that_cost_nothing_to_start_would_send_more():
     )
     found = solve_plan(*capture_of("bert", 8), Options.read(2), "bert")
     assert ratio(found) <= 1.0 < ratio(free)
+    assert found.totals.megatron_step == 0 and "bytes of Megatron's plan" in str(found)  # nothing to explain
+
+
+def test_a_plan_that_sends_more_than_megatrons_shows_its_step_beside_it():
+    """What Megatron's whole step takes is what a user's pins of its axes would give."""
+    free, hand = (
+        solve_plan(*capture_of("mixtral"), Options.read(8, Steering(pins=pins)), "mixtral")
+        for pins in (None, {axis: Shard(0) for axis in ("heads", "vocab")})  # of the experts it has no axis
+    )
+    step = free.totals.megatron_step
+    assert free.totals.seconds < step == hand.totals.seconds and ratio(free) > 1.1
+    assert f"{free.totals.seconds / step:.2f} of the step, " in " ".join(str(free).replace("\xa0", " ").split())
+    assert f"against Megatron's plan  {free.totals.seconds / step:.2f} of its step, " in free.report()
 
 
 @pytest.mark.parametrize("name", PARALLEL)

@@ -85,6 +85,16 @@ def test_its_parts_are_there():
     assert f"{plan.totals.communication / plan.totals.seconds:.1%}" in [x for _, x in read.find("b")]
 
 
+def test_it_says_whether_it_fits():
+    plan = planned("llama", 4)[0]
+    over = replace(plan, memory=replace(plan.memory, parameters=2.0**40))
+    unknown = replace(plan, cluster="nowhere", machines={})
+    remarks = [[(x, a.get("class")) for a, x in page(p).find("span")] for p in (plan, over, unknown)]
+    assert ("FITS into the 74.5 GiB of a device", None) in remarks[0]
+    assert ("does NOT fit into the 74.5 GiB of a device", "limit") in remarks[1]
+    assert ("at the peak", None) in remarks[2] and "fit" not in str(remarks[2]).lower()
+
+
 def test_every_kind_of_block_is_there_with_splits_and_collectives():
     plan = planned("llama", 4)[0]
     read = page(plan)

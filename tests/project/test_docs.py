@@ -82,6 +82,7 @@ def test_the_readme_shows_what_its_blocks_print(capsys):
     text = (ROOT / "README.md").read_text()
     assert run_blocks("README.md") == 2 and len(text.splitlines()) <= 120
     printed, shown = capsys.readouterr().out, "".join(SHOWN.findall(text))
+    assert max(len(block.splitlines()) for block in SHOWN.findall(text)) <= 15
     if torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23."):
         assert not unprinted(shown, printed)
     assert unprinted(shown.replace("FITS", "fits"), printed)

@@ -26,8 +26,10 @@ from autotp.plans.estimates import Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 from .layer_times import Steps, layer
-from .megatron import Sent, hand_plan, priced
+from .megatron import Sent, hand_plan, hand_step, priced
 from .reasons import reason, role
+
+NOISE = 1.005  # less is printed as equal
 
 
 def describe(
@@ -249,6 +251,9 @@ def _totals(
     summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
     hand = priced(hand_plan(planned, builder, found, summed), builder)
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
+    nbytes, communication = priced(sent, builder)
+    # A plan that sends more than Megatron's is held against its whole step, which costs a second solution.
+    dearer = hand[0] and (nbytes > hand[0] * NOISE or communication > hand[1] * NOISE)
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -260,9 +265,10 @@ def _totals(
         bound=solution.bound if solution is not None else 0.0,
         stored=solution.stored if solution is not None else 0.0,
         least_stored=solution.least_stored if solution is not None else 0.0,
-        communication=priced(sent, builder)[1],
+        communication=communication,
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],
+        megatron_step=hand_step(builder) if dearer else 0.0,
         **_sizes(planned),
     )
 

@@ -11,18 +11,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import fx
 
 from autotp.cost import call_seconds, collective_bytes
+from autotp.cost.solver.solve import solve
+from autotp.errors import PlanError
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.parts import Found
 from autotp.ir.program import Planned
+from autotp.passes.analysis.axes import find_axes
 from autotp.passes.shard.planner import Builder
 
 FEED_FORWARD = ("mlp", "experts")
+AXES = ("heads", "mlp", "vocab")  # what it splits
 COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks for the count to apply
 LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
@@ -70,6 +74,18 @@ def priced(sent: Sequence[Sent], builder: Builder) -> tuple[float, float]:
     counted = [s for s in sent if builder.objective.training or not s.backward]
     nbytes = sum(collective_bytes(s.primitive, s.bytes, builder.tp) for s in counted)
     return nbytes, sum(call_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)
+
+
+def hand_step(builder: Builder) -> float:
+    """Seconds of a step of Megatron's plan by the same cost model: the fastest plan that splits heads, feed-forward
+    width and vocabulary as it does. 0 where the rules, the user's pins or the memory leave no such plan."""
+    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    axes = find_axes(builder.program, known)
+    split = {axis: 0 for axis in AXES if axes[axis]}
+    try:
+        return solve(replace(builder, pins={**split, **builder.pins}).build()[0]).seconds
+    except PlanError:
+        return 0.0
 
 
 def layer(path: str) -> str:

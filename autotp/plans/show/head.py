@@ -93,6 +93,10 @@ def _step(plan: Plan) -> Iterator[Text]:
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
         each = f", {rows.number(done / took / devices)} a device" if devices > 1 else ""
         said.append(f"{rows.number(done / took)} {unit}/s{each}")
+    if t.megatron_bytes:
+        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+        step = f"{t.seconds / t.megatron_step:.2f} of the step, " if t.megatron_step else ""
+        said.append(f"{step}{sent / t.megatron_bytes:.2f} of the bytes of Megatron's plan")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
 
 

@@ -22,6 +22,7 @@ HEIGHT, TOP, GAP = 38, 34, 12  # of a track, above the first, between two
 LETTER = 6.1  # width of a letter in the timeline's boxes, on the safe side
 BANDS, PIECES = 8, 4  # drawn of a split weight at most
 GLYPH = (30, 20)
+FITS, NO_FIT = "FITS", "does NOT fit"
 KINDS = {**{name: name for name in NAMED}, REST: "everything else", "communication": "communication"}
 
 
@@ -61,18 +62,21 @@ def html(plan: Plan) -> str:
         whole=rows.left_whole(plan),
         degrees=[_degree(row) for row in plan.degrees],
         glyph=GLYPH,
+        no_fit=NO_FIT,
     )
 
 
 def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     """What a reader wants first: a name, a figure, and a remark."""
-    t = plan.totals
+    t, most = plan.totals, rows.capacity(plan)
     if t.seconds:
         yield "predicted step", rows.seconds(t.seconds), plan.objective
         yield "in communication", f"{t.communication / t.seconds:.1%}", rows.seconds(t.communication)
     share = f"{t.local_parameters / t.parameters:.1%} of {rows.number(t.parameters)}" if t.parameters else ""
     yield "parameters per rank", rows.number(t.local_parameters), share
-    yield "memory per rank", amount(plan.memory.peak), "at the peak"
+    fits = plan.memory.peak <= most
+    mark = f"{FITS if fits else NO_FIT} into the {amount(most)} of a device" if most else "at the peak"
+    yield "memory per rank", amount(plan.memory.peak), mark
 
 
 def _joined(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:

@@ -136,9 +136,9 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     if t.megatron_bytes:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
-        rows.append(
-            ("against Megatron's plan", "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios))
-        )
+        step = f"{t.seconds / t.megatron_step:.2f} of its step, " if t.megatron_step else ""
+        told = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
+        rows.append(("against Megatron's plan", step + told))
     return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
