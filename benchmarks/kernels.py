@@ -31,8 +31,9 @@ WAYS = "kernel", "eager", "Inductor"
 COPIED = 2**30  # bytes of the copy that bandwidths are compared with
 UNMEASURED = """\
 `python -m benchmarks.kernels --write`, on a machine with a CUDA device. No such machine was at hand: the kernels are
-tested against float64 under Triton's interpreter and compiled for sm_90, but **their speed has not been measured**.
-Until a table stands here none is used by itself under `backend="inductor"`: see [kernels](kernels.md).
+tested against float64 under Triton's interpreter and compiled for sm_90, but **they have run on no device, and their
+speed has not been measured**. They are off unless `optimise={"kernels": True}` asks for them
+([kernels](kernels.md)).
 """
 
 

@@ -86,15 +86,18 @@ def read_plan(path: Path) -> Plan:
 def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:
     """A model of the transformers library from its config: on the meta device, or `real` with random weights where
     they take less than 1 GB."""
+    os.environ.setdefault("USE_HUB_KERNELS", "0")  # transformers reads it when it is imported
     try:
         import transformers  # noqa: PLC0415  only where a config is read
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    if "model_type" not in read_json(path):
+    given = read_json(path)
+    if "model_type" not in given:
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
+    _refuse_fetched(path, {**given, **fields})
     try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True)
+        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         for name, value in fields.items():
             getattr(config, name)  # a field that it has
             setattr(config, name, value)
@@ -105,19 +108,41 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
             torch.manual_seed(0)
             model = build()
     except Exception as error:  # whatever a config of another version, or of code of its own, lacks
-        raise InputError(f"{path}: transformers {transformers.__version__} cannot build it: {_line(error)}") from error
+        own = " It names code of its own (auto_map), which is not run: build the model in a factory."
+        raise InputError(
+            f"{path}: transformers {transformers.__version__} cannot build it: {_line(error)}"
+            f"{own if 'auto_map' in given else ''}"
+        ) from error
     return model
 
 
 def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
     """What makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
     wanted = {} if dtype is None else {"dtype": dtype}
-    named = next((getattr(transformers, n) for n in config.architectures or () if hasattr(transformers, n)), None)
+    classes = [getattr(transformers, str(n), None) for n in config.architectures or ()]
+    models = (c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel))
+    named = next(models, None)
     if named is not None:
         return lambda: named._from_config(config, **wanted)
     classes = [getattr(transformers, f"AutoModelFor{name}") for name in TABLES]
     known = next((c for c in classes if type(config) in c._model_mapping), transformers.AutoModel)
-    return lambda: known.from_config(config, **wanted)
+    return lambda: known.from_config(config, trust_remote_code=False, **wanted)
+
+
+def _refuse_fetched(path: Path, given: Mapping[str, Any]) -> None:
+    """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
+    todo: list[tuple[str, Any, bool]] = [("", given, False)]
+    while todo:
+        name, value, chosen = todo.pop()
+        if isinstance(value, Mapping):
+            todo += [(str(k) or name, v, chosen or "implementation" in str(k)) for k, v in value.items()]
+        elif isinstance(value, list):
+            todo += [(name, v, chosen) for v in value]
+        elif chosen and isinstance(value, str) and ("/" in value or "flash" in value):
+            raise InputError(
+                f"{path}: {name} is {value!r}, for which transformers may fetch code from a hub: nothing that a config "
+                "names is fetched or run. Set it to 'sdpa' or 'eager', or build the model in a factory."
+            )
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:

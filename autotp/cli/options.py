@@ -60,7 +60,7 @@ class Sizes:
                 raise InputError(f"--set {text}: give FIELD=VALUE, such as num_hidden_layers=2.")
             try:
                 found[name] = json.loads(value)
-            except ValueError:
+            except (ValueError, RecursionError):
                 found[name] = value
         return found
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from autotp.errors import InputError
+from autotp.ir import files
 
+LARGEST = 100_000_000  # bytes: of the plan of a large model; a config has thousands
 CONFIG = "config.json"
 
 
@@ -46,10 +47,7 @@ def read_json(path: Path) -> Mapping[str, Any]:
     Raises:
         InputError: it holds no such thing.
     """
-    try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise InputError(f"{path} is not JSON: {error}.") from error
+    data = files.read_json(path, LARGEST, error=InputError)
     if not isinstance(data, dict):
         raise InputError(f"{path} holds a {type(data).__name__}: it must hold a config or a saved plan.")
     return data

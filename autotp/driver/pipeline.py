@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.selfcheck import Trial
@@ -16,7 +16,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
-from autotp.ir.program import Planned, Sharded
+from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
@@ -163,8 +163,7 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
     captured = apart(captured) if plan.tp > 1 else captured
     builder = _builder(captured, options, plan.placements)
     if captured.digest() == plan.digest:
-        nodes = {n.name: n for n in [*builder.leaves, *builder.calls, captured.graph.output_node()]}
-        decisions = {nodes[name]: decision for name, decision in plan.decisions.items()}
+        decisions = _decisions(plan, builder)
         planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
         _check_rules(planned)
     else:
@@ -173,6 +172,22 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
         sharded = rewrite(planned, builder.prices.convert, outputs)
     dump("sharded", sharded.graph)
     return planned, sharded
+
+
+def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:
+    """The plan's decisions by node; refused where they are not those that its graph needs."""
+    nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
+    odd = set(plan.decisions) ^ set(nodes)
+    for name in set(plan.decisions) & set(nodes):
+        found, op = plan.decisions[name], builder.ops.get(nodes[name])
+        if (len(found.ins), len(found.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
+            odd.add(name)
+    if odd:
+        raise PlanError(
+            f"the plan's decisions are not those that its graph needs, such as for {min(odd)}: it was changed after it "
+            "was made. Plan again."
+        )
+    return {nodes[name]: decision for name, decision in plan.decisions.items()}
 
 
 def _check_rules(planned: Planned) -> None:

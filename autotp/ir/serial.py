@@ -9,8 +9,10 @@ from typing import Any
 
 import sympy
 
+from .files import GREATEST
 from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
 
+LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
@@ -39,19 +41,31 @@ def _size(size: Size) -> int | str:
 
 
 def _read_size(x: int | str) -> Size:
-    return x if isinstance(x, int) else simplify(_expression(ast.parse(x, mode="eval").body))
+    if isinstance(x, int) and not isinstance(x, bool):
+        return x
+    if not isinstance(x, str) or len(x) > LONGEST:
+        raise ValueError(f"{str(x)[:40]!r} is not a size")
+    try:
+        return simplify(_expression(ast.parse(x, mode="eval").body))
+    except (RecursionError, MemoryError, ZeroDivisionError):  # how Python says that text nests too deep
+        raise ValueError(f"{x[:40]!r}... is not a size") from None
 
 
 def _expression(x: ast.AST) -> Any:
     """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
-    if isinstance(x, ast.Constant) and isinstance(x.value, int):
+    if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= GREATEST:
         return sympy.Integer(x.value)
     if isinstance(x, ast.Name):
         return sympy.Symbol(x.id, positive=True, integer=True)
     if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
         return -_expression(x.operand)
     if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
-        return OPERATORS[type(x.op)](_expression(x.left), _expression(x.right))
+        left, right = _expression(x.left), _expression(x.right)
+        if isinstance(x.op, ast.Pow) and not (right.is_Integer and 0 <= right <= HIGHEST):
+            raise ValueError(f"{ast.unparse(x)!r} is not a size")  # powers of numbers would never end
+        made = OPERATORS[type(x.op)](left, right)
+        if not made.is_Integer or abs(made) <= GREATEST:
+            return made
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
 
 

@@ -54,11 +54,11 @@ def register(schema: str, *, twin: Function, launch: Function, fake: Function, c
 
     _LIBRARY.define(schema)
     _LIBRARY.impl(name, checked(twin), "CompositeExplicitAutograd")
-    on_cuda(name, checked(launch))
+    _on_cuda(name, checked(launch))
     torch.library.register_fake(f"autotp::{name}", checked(fake), lib=_LIBRARY)
 
 
-def on_cuda(name: str, launch: Function) -> None:
+def _on_cuda(name: str, launch: Function) -> None:
     """What runs an operator on CUDA where there is Triton, with the tensors' device as the current one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -3,8 +3,8 @@
 `autotp::class_terms` gives for each example the largest of this rank's scores, the sum of exponentials by that, and the
 target's score. From the maximum over the ranks `autotp::class_sums_of` makes what `autotp::class_sums` gives, out of a
 few numbers an example: the running sum of Milakov and Gimelshein 2018, over blocks of classes and then over ranks. The
-gradient is `autotp::class_sums_backward`: it reads the scores a second time and writes their gradient. No pass writes a
-copy of them.
+gradient is `autotp::class_sums_fused_backward`: it reads the scores a second time and writes their gradient. No pass
+writes a copy of them. `autotp::class_sums_fused` is both passes in one call.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .common import DTYPES, WIDE, differentiable, jit, on_cuda, power_of_two, refuse, register, tiles, tl, wide
-from .operators import class_sums, class_sums_backward
+from .common import DTYPES, WIDE, differentiable, jit, power_of_two, refuse, register, tiles, tl, wide
+from .operators import _keep, _sums_fake, _sums_gradient_fake, class_sums, class_sums_backward
 
 TILE = 4096  # classes that a program reads at a time
 WARPS = 8
@@ -182,7 +182,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 
 
 def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    return OPS.class_sums_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
+    return OPS.class_sums_fused_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None, None
 
 
 OPS: Any = torch.ops.autotp
@@ -195,5 +195,12 @@ register(
     twin=class_sums_of, launch=_launch_sums_of, fake=_fake_sums,
 )  # fmt: skip
 differentiable("class_sums_of", _gradient, _setup)
-on_cuda("class_sums", _launch_sums)
-on_cuda("class_sums_backward", _launch_backward)
+register(
+    "class_sums_fused(Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
+    twin=class_sums, launch=_launch_sums, fake=_sums_fake,
+)  # fmt: skip
+register(
+    "class_sums_fused_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total) -> Tensor",
+    twin=class_sums_backward, launch=_launch_backward, fake=_sums_gradient_fake,
+)  # fmt: skip
+differentiable("class_sums_fused", lambda ctx, grad: _gradient(ctx, grad)[:4], _keep)

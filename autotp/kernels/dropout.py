@@ -1,7 +1,8 @@
 """Dropout and uniform numbers by global counter: the same numbers as `autotp.kernels.operators` draws, bit by bit.
 
-They run `autotp::counter_dropout` and `autotp::counter_uniform` on CUDA. The number of an element is drawn where the
-element is dropped and again for its gradient, so a forward reads x, writes the result, and keeps nothing but the seed.
+They are `autotp::counter_dropout_fused` and `counter_uniform_fused`, in the place of those without the suffix where
+kernels are asked for. The number of an element is drawn where the element is dropped and again for its gradient, so a
+forward reads x, writes the result, and keeps nothing but the seed.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .common import DTYPES, jit, on_cuda, power_of_two, tiles, tl
-from .operators import counter_dropout, counter_uniform
+from .common import DTYPES, differentiable, jit, power_of_two, register, tiles, tl
+from .operators import _dropout_fake, _keep_seed, _uniform_fake, counter_dropout, counter_uniform
 
 TILE = 1024
 BITS = 24  # of a number, as in `counter_uniform`
@@ -108,5 +110,19 @@ def _least(p: float) -> int:
     return math.ceil(struct.unpack("f", struct.pack("f", p))[0] * 2**BITS)
 
 
-on_cuda("counter_dropout", _launch_dropout)
-on_cuda("counter_uniform", _launch_uniform)
+def _gradient(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    seed, place = ctx.saved_tensors
+    return OPS.counter_dropout_fused(grad, seed, place, ctx.dim, ctx.whole, ctx.p), None, None, None, None, None
+
+
+OPS: Any = torch.ops.autotp
+register(
+    "counter_dropout_fused(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p) -> Tensor",
+    twin=counter_dropout, launch=_launch_dropout, fake=_dropout_fake,
+)  # fmt: skip
+register(
+    "counter_uniform_fused(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype) "
+    "-> Tensor",
+    twin=counter_uniform, launch=_launch_uniform, fake=_uniform_fake,
+)  # fmt: skip
+differentiable("counter_dropout_fused", _gradient, _keep_seed)

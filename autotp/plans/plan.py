@@ -240,23 +240,24 @@ class Plan:
         """Read what `to_json` wrote.
 
         Raises:
-            PlanError: the text is not a plan, is damaged, or is a plan in another format.
+            PlanError: the text is not a plan, was changed or damaged, or is a plan in another format.
         """
         from .saved import read_plan  # noqa: PLC0415
 
         return read_plan(text)
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as a JSON file."""
-        Path(path).write_text(self.to_json())
+        """Write the plan as a JSON file, which holds a digest of itself: `load` refuses it once it was changed."""
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read a plan that `save` wrote.
 
         Raises:
-            PlanError: the file is not a plan, is damaged, or is a plan in another format.
+            PlanError: there is no such file, or it is not a plan, was changed or damaged, or is a plan in another
+                format.
         """
-        from .saved import read_plan  # noqa: PLC0415
+        from .saved import load_plan  # noqa: PLC0415
 
-        return read_plan(Path(path).read_text(), str(path))
+        return load_plan(Path(path))

@@ -1,13 +1,17 @@
-"""A plan as JSON text and back, in a numbered format: a file in another one is refused by that number."""
+"""A plan as JSON text and back, in a numbered format: a file in another one, or one that was changed, is refused."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, fields
+from pathlib import Path
 from typing import Any
 
 from autotp.cost.memory import Memory
 from autotp.errors import PlanError
+from autotp.ir.files import parse_json, read_text
 from autotp.ir.program import Decision
 from autotp.ir.serial import plain, read_layout, read_loop
 
@@ -18,11 +22,28 @@ from .plan import Block, Collective, Parameter, Plan
 FORMAT = 4
 UNSAVED = ("fired", "origin")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
+LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
+MOST_RANKS = 1 << 20  # on an axis
 
 
 def write_plan(plan: Plan) -> str:
-    """The plan as JSON text, with the number of the format."""
-    return json.dumps({"format": FORMAT, **plain(_fields(plan))}, indent=1, sort_keys=True)
+    """The plan as JSON text, with the number of the format and a digest of all of it."""
+    return sealed({"format": FORMAT, **plain(_fields(plan))})
+
+
+def sealed(data: Mapping[str, Any]) -> str:
+    """The text of a plan's fields, with the digest by which a changed file is noticed: it is no signature."""
+    return json.dumps({**data, "seal": _seal(data)}, indent=1, sort_keys=True)
+
+
+def _seal(data: Mapping[str, Any]) -> str:
+    held = {k: v for k, v in data.items() if k != "seal"}
+    return hashlib.sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def load_plan(path: Path) -> Plan:
+    """Read the file that `Plan.save` wrote; errors are those of `read_plan`, or say that there is no such file."""
+    return read_plan(read_text(path, LARGEST, error=PlanError), str(path))
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:
@@ -32,12 +53,12 @@ def read_plan(text: str, name: str = "the text") -> Plan:
         text: of the file. name: what errors call it.
 
     Raises:
-        PlanError: it is not a plan, is damaged, or is a plan in another format.
+        PlanError: it is not a plan, was changed or damaged since it was saved, or is a plan in another format.
     """
     try:
-        data = json.loads(text)
-    except json.JSONDecodeError as e:
-        raise PlanError(f"{name} is not a saved plan: {e}. Give the file that `Plan.save` wrote.") from e
+        data = parse_json(text, name, error=PlanError)
+    except PlanError as e:
+        raise PlanError(f"{name} is not a saved plan: {e} Give the file that `Plan.save` wrote.") from e
     number = _format_of(data)
     if number is None:
         raise PlanError(f"{name} is not a saved plan: it has no format number. Give the file that `Plan.save` wrote.")
@@ -46,10 +67,39 @@ def read_plan(text: str, name: str = "the text") -> Plan:
             f"{name} is a plan in format {number!r}, and this version of autotp reads format {FORMAT} only. Plan again "
             "with autotp.plan(...) and save that, or read it with the version of autotp that saved it."
         )
+    if data.get("seal") != _seal(data):
+        raise PlanError(
+            f"{name} was changed after it was saved: its digest is not that of what it holds. Give the file as "
+            "`Plan.save` wrote it, or plan again; what a plan should do otherwise is said by pins."
+        )
     try:
-        return _plan(data)
+        return _checked(_plan(data))
     except (AttributeError, KeyError, SyntaxError, TypeError, ValueError) as e:
         raise PlanError(f"{name} is a damaged plan: {type(e).__name__}: {e}. Plan again.") from e
+
+
+def _checked(plan: Plan) -> Plan:
+    """The plan, where every field of its records is of the type that it is declared with, and degrees are."""
+    parts = (plan.parameters, plan.collectives, plan.blocks, plan.degrees, plan.layer.steps if plan.layer else ())
+    alone = [plan, plan.totals, plan.memory, plan.batch, *((plan.layer, plan.layer.outside) if plan.layer else ())]
+    for record in [*alone, *(r for part in parts for r in part)]:
+        for f in fields(record):
+            allowed, value = TYPES.get(str(f.type)), getattr(record, f.name)
+            flag = isinstance(value, bool) and bool not in (allowed or ())
+            if allowed is not None and (flag or not isinstance(value, allowed)):
+                raise TypeError(f"{type(record).__name__}.{f.name} is {value!r}, which is no {f.type}")
+    for axis, size in (("tp", plan.tp), ("dp", plan.batch.size)):
+        if not 1 <= size <= MOST_RANKS:
+            raise ValueError(f"{axis} is {size}, which is no number of ranks")
+    return plan
+
+
+# By what the records' annotations say; what else they say is made by the readers below.
+TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,), "int": (int,), "bool": (bool,), "float": (int, float), "str | None": (str, type(None)),
+    "int | None": (int, type(None)), "Mapping[str, Any]": (Mapping,), "tuple[str, ...]": (tuple,),
+    "tuple[int, ...]": (tuple,),
+}  # fmt: skip
 
 
 def _format_of(data: Any) -> Any:

@@ -28,7 +28,7 @@ from autotp.runtime import checkpoint
 
 from . import data_parallel, state
 from .call_key import form, signature
-from .programs import Program, Source, taken
+from .programs import Known, Program, Source, taken
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler, Part
@@ -52,7 +52,7 @@ class ShardedModule(Part):
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made: list[Program] = []
-        self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
+        self._known = Known()
         state.populate(self._shards, self, model, plan.placements)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         for captured, sharded in source.ready:
@@ -287,7 +287,7 @@ class ShardedModule(Part):
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {id(self._programs_made): [], id(self._known): {}}  # made again, on the copied parts
+        memo |= {id(self._programs_made): [], id(self._known): Known()}  # made again, on the copied parts
         memo |= {id(part._programs): {} for part in self._order if isinstance(part, Part)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from .call_key import Form
 from .shard_state import ShardState
 from .storage import wrap
 from .tree import Read
+
+MOST_KNOWN = 4096  # signatures of calls
 
 
 @dataclass
@@ -64,6 +67,25 @@ class Program:
             return value
         layout, whole = self.sharded.result(position)
         return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
+
+
+class Known(OrderedDict[Any, tuple[Program, list[int]]]):
+    """A call's signature -> what runs it: the latest `MOST_KNOWN`, for lengths may go on changing for ever.
+
+    What is forgotten is found among the programs again, on all ranks at the same call: they make the same calls.
+    """
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """What runs such a call; it counts as used now."""
+        found = super().get(key)
+        if found is not None:
+            self.move_to_end(key)
+        return default if found is None else found
+
+    def __setitem__(self, key: Any, value: tuple[Program, list[int]]) -> None:
+        super().__setitem__(key, value)
+        if len(self) > MOST_KNOWN:
+            self.popitem(last=False)
 
 
 @dataclass

@@ -172,7 +172,7 @@ WORK = {
     ),
     "counter_dropout": Work(
         _draw(("tokens", "hidden")),
-        lambda x: (OPS.counter_dropout(x, seeded(x), None, 0, list(x.shape), DROPPED),),
+        lambda x: (OPS.counter_dropout_fused(x, seeded(x), None, 0, list(x.shape), DROPPED),),
         lambda x: (operators.counter_dropout(x, seeded(x), None, 0, list(x.shape), DROPPED),),
         1, _times(2, 2, "tokens", "hidden"),
     ),

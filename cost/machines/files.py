@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 from autotp.errors import InputError
+from autotp.ir.files import parse_json, parse_toml, read_text
 
 SUFFIXES = (".json", ".toml")
+LARGEST = 1 << 16  # bytes: a description has about one thousand
 
 
 def read(path: str | PathLike[str]) -> dict[str, Any]:
     """The fields that a file holds, by the format that its suffix says.
 
     Raises:
-        InputError: another suffix, no such file, text that is not in that format, or no fields in it.
+        InputError: another suffix, no such file, a large one, text that is not in that format, or no fields in it.
     """
     file, suffix = Path(path), _suffix(path)
-    try:
-        text = file.read_text(encoding="utf-8")
-        data = json.loads(text) if suffix == ".json" else tomllib.loads(text)
-    except OSError as error:
-        raise InputError(f"{file} cannot be read: {error.strerror or error}. Check the path.") from None
-    except ValueError as error:  # what both formats' errors derive from, and text that is not UTF-8
-        raise InputError(f"{file} is not {suffix[1:].upper()}: {error}. Correct the file.") from None
+    text = read_text(file, LARGEST, error=InputError)
+    data = (parse_json if suffix == ".json" else parse_toml)(text, str(file), error=InputError)
     if not isinstance(data, dict):
         raise InputError(f"{file} holds a {type(data).__name__}: it must hold the fields of one cluster.")
     return data

@@ -227,8 +227,10 @@ def test_drawing_keeps_torchs_rules(name):
     size, whole, dim, at = PLACES[name]
     x = torch.randn(size[::-1]).permute(2, 1, 0).requires_grad_()
     place = None if at is None else torch.tensor(at)
-    torch.library.opcheck(OPS.counter_dropout.default, (x, torch.tensor(SEED), place, dim, whole, 0.5))
-    torch.library.opcheck(OPS.counter_uniform.default, (size, torch.tensor(SEED), place, dim, whole, torch.float16))
+    for dropped, drawn in ((OPS.counter_dropout, OPS.counter_uniform),
+                           (OPS.counter_dropout_fused, OPS.counter_uniform_fused)):  # fmt: skip
+        torch.library.opcheck(dropped.default, (x, torch.tensor(SEED), place, dim, whole, 0.5))
+        torch.library.opcheck(drawn.default, (size, torch.tensor(SEED), place, dim, whole, torch.float16))
 
 
 def thresholds(count: int) -> bool:

@@ -175,6 +175,7 @@ def test_the_operators_keep_torchs_rules():
     terms = OPS.class_terms(leaf.detach(), target[2:], True)
     torch.library.opcheck(OPS.class_terms.default, (scores, target, True))
     torch.library.opcheck(OPS.class_sums_of.default, (leaf, most[2:], target[2:], terms, True))
+    torch.library.opcheck(OPS.class_sums_fused.default, (leaf, most[2:], target[2:], True))
     weight = torch.randn(ROWS, WIDTH, requires_grad=True)
     torch.library.opcheck(OPS.vocabulary_rows.default, (weight, torch.tensor(IDS), START, VOCABULARY, PADDING))
 

@@ -63,25 +63,41 @@ def test_found_in(name):
     assert told in sharded.plan.report()
 
 
-def test_off_by_default_on_a_cpu_and_by_the_switch():
+OFFERED = "off (optimise={'kernels': True} turns them on)"
+
+
+def test_off_unless_asked_for():
     model = transformer("llama")
-    for switches, why in ((None, "nowhere: kernels are for CUDA devices, and this is cpu"), (OFF, "switched off")):
+    for switches, why in ((None, OFFERED), (OFF, "switched off")):
         sharded: Any = autotp.compile(model, 2, example_inputs=inputs_of(model), optimise=switches)
-        assert not put_in(sharded) and f"kernels: {why}" in sharded.plan.fired
+        assert not put_in(sharded) and f"kernels: {why}" in sharded.plan.report()
 
 
-@pytest.mark.parametrize(
-    ("backend", "triton", "why"),
-    [
-        ("eager", True, ""),
-        ("inductor", True, "nowhere: none is measured"),
-        ("eager", False, "nowhere: triton is not installed"),
-    ],
-)
-def test_on_by_default_on_a_cuda_device(backend, triton, why):
-    setting: Any = Setting(MeshPlace(0, 2, ""), None, None, torch.device("cuda"), backend)  # type: ignore[arg-type]
-    with patch.object(place, "available", return_value=triton):
-        assert place.Kernels().idle(setting).startswith(why) and bool(place.Kernels().idle(setting)) == bool(why)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_off_on_every_device_and_backend(backend, device):
+    setting: Any = Setting(MeshPlace(0, 2, ""), None, None, torch.device(device), backend)  # type: ignore[arg-type]
+    assert place.Kernels().idle(setting) == OFFERED
+
+
+class Dropped(nn.Module):
+    """Draws by counters, both ways."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(x, 0.5) + torch.rand_like(x)
+
+
+def test_what_draws_by_counters_runs_by_its_kernel_only_where_asked():
+    counts = []
+    for switches in (None, ON):
+        torch.manual_seed(3)
+        sharded: Any = autotp.compile(Dropped(), 1, example_inputs=torch.ones(4, 6), optimise=switches)
+        names = [short_name(n.target) for n in sharded._programs_made[-1].graph.nodes if n.op == "call_function"]
+        counts.append(sum(n.endswith("_fused") for n in names))
+        counts.append(sharded(torch.ones(4, 6)))
+    assert counts[0] == 0 and counts[2] == 2 and torch.equal(counts[1], counts[3])
+    ours = ("counter_dropout", "counter_uniform", "class_sums", "class_sums_backward")
+    assert not any(torch._C._dispatch_has_kernel_for_dispatch_key(f"autotp::{name}", "CUDA") for name in ours)
 
 
 # ---- where they are not ----------------------------------------------------------------------------------------------

@@ -30,7 +30,6 @@ def test_another_function_is_noticed():
 def test_every_kernel_of_the_table_is_measured():
     measured = {name.partition(",")[0] for name in WORK}
     assert {name for name, _ in pattern_table.PATTERNS} <= measured
-    assert measured >= pattern_table.FASTER
 
 
 def times(kernel: float, inductor: float) -> dict[str, list[float]]:
@@ -65,7 +64,7 @@ def test_without_a_device_the_page_stays(capsys, tmp_path):
         assert "no CUDA device" in capsys.readouterr().out and not write.called
         page.write_text("# Performance\n")
         kernels.main(["--write"])
-    assert "not been measured" in write.call_args.args[1]
+    assert "run on no device" in write.call_args.args[1]
 
 
 def test_the_section_has_the_table():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import json
 import pathlib
 import pickle
 from collections.abc import Mapping, Sequence
@@ -26,11 +25,13 @@ from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWrite
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autotp.errors import StateError
+from autotp.ir.files import GREATEST, opened, read_json
 
 from . import folders
 from .boxes import Box
 from .tensorfiles import Entry
 
+LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
 Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
 
 
@@ -89,6 +90,12 @@ class Files:
     def __init__(self, path: Path) -> None:
         self.path, self.reader = path, Reader(path)
         self.metadata = self.reader.read_metadata()
+        try:
+            _sound(self.metadata)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise StateError(
+                f"{path / '.metadata'} is no table of tensors: {error}. Save the checkpoint again."
+            ) from error
         self.reader.set_up_storage_reader(self.metadata, False)
         self.extra = _notes(path / folders.OWN)
         tensors = {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
@@ -128,7 +135,7 @@ class Files:
         planner = _Reads(name, boxes, self.metadata)
         try:
             self.reader.read_data(planner.create_local_plan(), planner).wait()
-        except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
+        except Exception as error:  # whatever a damaged file makes of itself
             raise StateError(f"{self.entries[name].file}: {name} cannot be read: {error}") from error
 
 
@@ -154,7 +161,7 @@ class Reader(FileSystemReader):
         """The folder's `.metadata`."""
         file = Path(self.path) / ".metadata"
         try:
-            with file.open("rb") as stream:
+            with opened(file, LARGEST_TABLE, error=StateError) as stream:
                 found = Records(stream).load()
         except StateError:
             raise
@@ -192,6 +199,32 @@ class Records(pickle.Unpickler):
         )
 
 
+def _sound(table: Metadata) -> None:
+    """Refuse a table whose records are filled with anything else than names, sizes and places."""
+    for name, tensor in table.state_dict_metadata.items():
+        if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata | metadata.BytesStorageMetadata):
+            raise TypeError(f"it has a {type(tensor).__name__} under {str(name)[:80]!r}")
+        if isinstance(tensor, TensorStorageMetadata):
+            if not isinstance(tensor.properties.dtype, torch.dtype):
+                raise TypeError(f"the dtype of {name} is none")
+            for chunk in tensor.chunks:
+                _numbers(name, tensor.size, chunk.offsets, chunk.sizes)
+                if any(a + b > n for a, b, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
+                    raise ValueError(f"a part of {name} lies outside of it")
+            _numbers(name, tensor.size)
+    for index, place in table.storage_data.items():
+        if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
+            raise TypeError(f"it has a {type(place).__name__} for a place in a file")
+        if not isinstance(place.relative_path, str):
+            raise TypeError(f"the file of {index.fqn} has no name")
+        _numbers(index.fqn, torch.Size((place.offset, place.length)))
+
+
+def _numbers(name: str, *sizes: Any) -> None:
+    if not all(isinstance(x, torch.Size) and all(0 <= n <= GREATEST for n in x) for x in sizes):
+        raise TypeError(f"the sizes of {name} are not sizes")
+
+
 class _StorageInfo:
     """Stands for DCP's private record of where a chunk lies."""
 
@@ -212,7 +245,7 @@ def _chunk(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
 
 
 def _notes(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
-    except (OSError, ValueError) as error:
-        raise StateError(f"{file} cannot be read: {error}") from error
+    found = read_json(file, LARGEST_NOTES, error=StateError) if file.exists() else {}
+    if not isinstance(found, dict) or not isinstance(found.get("extra", {}), dict):
+        raise StateError(f"{file} is not what a checkpoint of autotp holds there. Take it away, or save again.")
+    return found

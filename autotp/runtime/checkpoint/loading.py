@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
+from autotp.ir.files import opened
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import as_dtensor
@@ -108,6 +109,8 @@ def _pickled(files: Sequence[Path], trusted: bool) -> Given:
         )
     tensors: dict[str, Any] = {}
     for file in files:
+        with opened(file, error=StateError):
+            pass  # a regular file
         try:
             found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever a damaged file makes of itself

@@ -138,7 +138,16 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Stat
     Raises:
         StateError: there is none, its groups are others, or a state has another shape or type than its parameter.
     """
-    saved = archive.extra.get("optimizer")
+    try:
+        return _matching(shards, optimizer, archive, archive.extra.get("optimizer"))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise StateError(
+            f"what {archive.path} says of its optimizer was changed or damaged: {type(error).__name__}: {error}. Load "
+            "without optimizer=, or save again."
+        ) from error
+
+
+def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> States:
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
     if any(p.is_meta for p in shards.root.parameters()):
@@ -170,6 +179,9 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Stat
                 )
     if faults:
         raise StateError(f"{archive.path} does not fit the optimizer:\n" + "".join(f"  {f}\n" for f in faults))
+    for name in elements.keys() & saved["numbers"].keys():
+        for number in saved["numbers"][name].values():
+            _value(number)  # fails here rather than after the weights are loaded
     return States(saved["groups"], saved["numbers"], elements)
 
 

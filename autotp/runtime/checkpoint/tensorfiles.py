@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -13,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from autotp.errors import StateError
+from autotp.ir.files import bounded, opened, read_json
 
 from .boxes import Box
 
@@ -23,6 +25,7 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64,
 }  # fmt: skip
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
+LARGEST_INDEX = 100_000_000  # bytes: of millions of names
 WINDOW = 4 << 20  # bytes of a file that are mapped at a time: mapped pages count as this process's memory
 INDEX = ".safetensors.index.json"
 
@@ -103,9 +106,9 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
     try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        weight_map = read_json(index, LARGEST_INDEX, error=StateError)["weight_map"]
         named = {str(name): str(file) for name, file in weight_map.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StateError, KeyError, TypeError, AttributeError) as error:
         faults.append(f"{index.name}: no index of tensors: {type(error).__name__} {error}")
         return {}
     held: dict[str, dict[str, Entry]] = {}
@@ -131,8 +134,8 @@ def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
 def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
     """The tensors of a file by its header; what cannot be true of the file is added to `faults`."""
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with opened(path, error=StateError) as file:
+            size = os.fstat(file.fileno()).st_size
             length = int.from_bytes(file.read(8), "little")
             if size < 8 or length > min(LONGEST_HEADER, size - 8):
                 faults.append(
@@ -140,10 +143,11 @@ def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
                 )
                 return {}
             table = json.loads(file.read(length), object_pairs_hook=_once)
+        bounded(table, path.name, error=StateError)
         table.pop("__metadata__", None)
         found = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in table.items()}
         return _checked(path, found, size - 8 - length, faults)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (StateError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         faults.append(f"{path.name}: the header cannot be read: {type(error).__name__}: {error}")
         return {}
 

@@ -1,0 +1,114 @@
+"""JSON and TOML files that anybody may have written: what is read of them is bounded before it is used."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import stat
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from autotp.errors import AutoTPError
+from autotp.text import amount
+
+LARGEST = 16 << 20  # bytes of a file, where its reader says nothing else
+DEEPEST = 64  # lists and mappings within each other, or parts of a dotted key
+GREATEST = 1 << 63  # whole numbers beyond this are no size of anything
+QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
+
+
+@contextmanager
+def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> Iterator[BinaryIO]:
+    """A regular file of at most so many bytes, open for reading: never a pipe or a device, which may not end.
+
+    Raises:
+        AutoTPError: of the kind `error`: there is no such file, it is another kind of file, or it is too large.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))  # a pipe would wait for its writer
+    except (OSError, ValueError) as e:
+        raise error(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}. Check the path.") from e
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe or device"
+            raise error(f"{path} is a {kind}: give a regular file.")
+        if found.st_size > most:
+            raise error(
+                f"{path} has {amount(found.st_size)}, and at most {amount(most)} are read. Is it the right file?"
+            )
+        with os.fdopen(descriptor, "rb", closefd=False) as file:
+            yield file
+    finally:
+        os.close(descriptor)
+
+
+def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> str:
+    """The text of a file.
+
+    Raises:
+        AutoTPError: of the kind `error`: as `opened`, or it is not UTF-8.
+    """
+    with opened(path, most, error=error) as file:
+        try:
+            return file.read().decode("utf-8")
+        except UnicodeDecodeError as e:
+            raise error(f"{path} is not text in UTF-8 ({e}). Is it the right file?") from e
+        except OSError as e:
+            raise error(f"{path} cannot be read: {e.strerror or e}.") from e
+
+
+def read_json(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> Any:
+    """What a JSON file holds; errors are of the kind `error`."""
+    return parse_json(read_text(path, most, error=error), str(path), error=error)
+
+
+def parse_json(text: str, name: str, *, error: type[AutoTPError]) -> Any:
+    """What JSON text says, where nothing in it is nested too deep or too large a number.
+
+    Raises:
+        AutoTPError: of the kind `error`, which calls the text `name`.
+    """
+    return _parsed(json.loads, text, "JSON", name, error)
+
+
+def parse_toml(text: str, name: str, *, error: type[AutoTPError]) -> dict[str, Any]:
+    """Likewise of TOML, whose dotted keys nest too."""
+    lines = (line.partition("#")[0] for line in QUOTED.sub("", text).splitlines())
+    keys = (key for line in lines for key in re.split(r"[=,\[\]{}]", line))
+    if any(key.count(".") >= DEEPEST for key in keys):  # a parser takes minutes for thousands
+        raise error(f"{name} is not TOML that is read here: a key has more than {DEEPEST} parts. Correct the file.")
+    return _parsed(tomllib.loads, text, "TOML", name, error)
+
+
+def _parsed(parse: Any, text: str, kind: str, name: str, error: type[AutoTPError]) -> Any:
+    try:
+        data = parse(text)
+    except RecursionError:
+        raise error(f"{name} is nested too deep to be read as {kind}. Correct the file.") from None
+    except ValueError as e:  # what both formats' errors derive from, and numbers of thousands of digits
+        raise error(f"{name} is not {kind}: {e}. Correct the file.") from e
+    bounded(data, name, error=error)
+    return data
+
+
+def bounded(data: Any, name: str, *, error: type[AutoTPError]) -> None:
+    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`."""
+    level, depth = [data], 0
+    while level:
+        if depth > DEEPEST:
+            raise error(f"{name} is nested more than {DEEPEST} deep. Correct the file.")
+        if odd := next((x for x in level if isinstance(x, int) and abs(x) > GREATEST), None):
+            raise error(f"{name} holds the number {_short(odd)}, which is no size of anything. Correct the file.")
+        inner = ((x.values() if isinstance(x, dict) else x) for x in level if isinstance(x, dict | list))
+        level, depth = [y for values in inner for y in values], depth + 1
+
+
+def _short(number: int) -> str:
+    digits = str(number)
+    return digits if len(digits) <= 30 else f"{digits[:20]}... of {len(digits)} digits"
