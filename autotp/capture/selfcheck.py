@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +18,9 @@ from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.proof.numerics import largest, loss, relative
 from autotp.proof.simulate import reference
+
+from .copies import copied
+from .made_real import made_real
 
 LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
 GRADIENT = "the gradient of "
@@ -40,6 +42,8 @@ class Trial:
 
     Attributes:
         skip: why nothing is compared; "" where it is. remark: what else the user should know.
+        ground: what is compared in place of the model on the example inputs; "" where it is these.
+        refused: how many captures were found to be wrong.
     """
 
     model: nn.Module
@@ -47,45 +51,54 @@ class Trial:
     device: torch.device
     skip: str = ""
     remark: str = ""
+    ground: str = ""
+    refused: int = 0
 
     @classmethod
     def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None = None) -> Trial:
-        """A trial of this model; by default where its weights are real and under 1 GB.
+        """A trial of this model as it is, whole; by default where its weights take under 1 GB.
 
         Args:
             wanted: `check_capture` of the public functions: False never compares, True also where weights are large.
         """
         if wanted is not None and not isinstance(wanted, bool):
             raise InputError(f"check_capture={wanted!r} is {type(wanted).__name__}: give None, True or False.")
-        held = [*model.parameters(), *model.buffers()]
-        tensors = [*held, *(v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor))]
-        size = sum(t.numel() * t.element_size() for t in held)
         if wanted is False:
             return cls(model, inputs, device, "check_capture=False")
-        if any(t.is_meta for t in tensors):
-            if wanted:
-                raise InputError("check_capture=True compares values, and there are tensors on the meta device.")
-            return cls(model, inputs, device, "there are tensors on the meta device")
+        size = bytes_of(model)
         if size >= LARGEST and not wanted:
             why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
             return cls(model, inputs, device, why)
-        return cls(model, inputs, device)
+        given = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
+        empty = ["weights"] if on_meta(model) else []
+        empty += ["inputs"] if any(t.is_meta for t in given) else []
+        ground = f"random {' and '.join(empty)}, for there are none on the meta device" if empty else ""
+        return cls(model, inputs, device, ground=ground)
 
     @cached_property
     def copied(self) -> nn.Module:
         """The model with weights of its own, on the device of the capture."""
-        memo: dict[int, Any] = {}
-        for tensor in [*self.model.parameters(), *self.model.buffers()]:
+        named = [*self.model.named_parameters(), *self.model.named_buffers()]
+        names = {id(tensor): name for name, tensor in named}
+
+        def own(tensor: Tensor) -> Tensor:
+            if tensor.is_meta:
+                return made_real(tensor, self.device, names[id(tensor)])
             made = tensor.detach().to(self.device, copy=True)
-            memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
-        return copy.deepcopy(self.model, memo)
+            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+        return copied(self.model, own, self._other)
+
+    def _other(self, tensor: Tensor) -> Tensor | None:
+        """A tensor that is neither a parameter nor a buffer."""
+        return made_real(tensor, self.device) if tensor.is_meta else None
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:
         """The example inputs on the device of the capture, each tensor changed."""
 
         def own(tensor: Tensor) -> Tensor:
-            made = change(tensor.detach()).to(self.device, copy=True)
-            return made.requires_grad_(tensor.requires_grad)
+            real = made_real(tensor, self.device) if tensor.is_meta else tensor.detach()
+            return change(real.detach()).to(self.device, copy=True).requires_grad_(tensor.requires_grad)
 
         args, kwargs = compat.tree_map_only(Tensor, own, (self.inputs.args, dict(self.inputs.kwargs)))
         return Inputs(*args, **kwargs)
@@ -103,7 +116,7 @@ class Trial:
 
     def on(self, inputs: Inputs) -> Trial:
         """The same for other inputs."""
-        return Trial(self.model, inputs, self.device)
+        return Trial(self.model, inputs, self.device, ground=self.ground)
 
     def compare(self, program: Capture) -> float:
         """The largest relative difference between a capture and the model; nan where the model fails, see `skip`.
@@ -117,10 +130,12 @@ class Trial:
         try:
             ours = self._captured(program, theirs.gradients is not None)
         except Exception as error:  # whatever operators may raise
+            self.refused += 1
             raise CaptureError(f"self-check: the captured graph fails where the model runs: {error}") from error
         error, name = _worst(_compared(ours, theirs))
         allowed = self.tolerance(program)
         if not error <= allowed:
+            self.refused += 1
             raise CaptureError(
                 f"self-check: the captured graph is not the model: {name} is off by {error:.1e} of its largest value, "
                 f"and rounding allows {allowed:.1e}"
@@ -140,10 +155,15 @@ class Trial:
         try:
             self.outputs(self.mapped())  # the call after this one sees what it leaves in attributes
             with self._undisturbed(), torch.enable_grad():
-                return self._results(inputs)
+                found = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            self.skip = f"the model itself fails on the example inputs: {_short(error)}"
+            where = f"on {self.ground}" if self.ground else "on the example inputs"
+            self.skip = f"the model itself fails {where}: {_short(error)}"
             return None
+        if self.ground and not _finite(found.outputs.values()):
+            self.skip = f"the model gives no finite numbers on {self.ground}"
+            return None
+        return found
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
@@ -158,7 +178,9 @@ class Trial:
 
     def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
-        held: dict[str, Any] = {**program.constants, **dict(self.copied.named_buffers(remove_duplicate=False))}
+        plain = {n: self._other(v) for n, v in program.constants.items() if isinstance(v, Tensor)}
+        made = {n: v for n, v in plain.items() if v is not None}
+        held: dict[str, Any] = {**program.constants, **made, **dict(self.copied.named_buffers(remove_duplicate=False))}
         held |= dict(self.copied.named_parameters(remove_duplicate=False))
         flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
         given: dict[fx.Node, Any] = {}
@@ -234,6 +256,22 @@ def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Ite
             yield relative(a.detach(), b.detach(), scale), kind + name
         elif isinstance(a, (*PLAIN, Tensor)) and isinstance(b, (*PLAIN, Tensor)):
             yield 0.0 if type(a) is type(b) and a == b else float("inf"), kind + name
+
+
+def _finite(values: Iterable[Any]) -> bool:
+    """Whether numbers of these are finite, where there are any."""
+    held = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
+    return not held or any(bool(torch.isfinite(v).any()) for v in held)
+
+
+def bytes_of(model: nn.Module) -> int:
+    """What the parameters and buffers of a model take."""
+    return sum(t.numel() * t.element_size() for t in [*model.parameters(), *model.buffers()])
+
+
+def on_meta(model: nn.Module) -> bool:
+    """Whether some parameter or buffer is on the meta device."""
+    return any(t.is_meta for t in [*model.parameters(), *model.buffers()])
 
 
 def _short(error: Exception) -> str:

@@ -77,17 +77,17 @@ def _too_large(given: Given) -> str:
 
 def as_data(report: Report) -> dict[str, Any]:
     """A report as plain data, without the plan."""
-    kept = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference")}
-    difference = None if report.difference is None else asdict(report.difference)
-    return {"ok": report.ok, "model": report.plan.model if report.plan else None, **kept, "difference": difference}
+    kept = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference", "inside")}
+    difference, inside = (d and asdict(d) for d in (report.difference, report.inside))
+    model = report.plan.model if report.plan else None
+    return {"ok": report.ok, "model": model, **kept, "difference": difference, "inside": inside}
 
 
 def _table(report: Report, sizes: str) -> RenderableType:
     """What was compared, and the verdict."""
     model = report.plan.model if report.plan else "the model"
     gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
-    apart = report.capture_error != report.capture_error  # nan
-    capture = "not compared: the weights are not real" if apart else f"{report.capture_error:.1e}"
+    capture = f"not compared: {report.unproved}" if report.unproved else f"{report.capture_error:.1e}"
     rows = [
         ("ranks", f"{report.tp}, simulated"), ("inputs", sizes), ("values compared", str(report.values)),
         ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),

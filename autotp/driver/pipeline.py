@@ -118,8 +118,11 @@ def capture_model(
     bare = skeleton(model, device)
     captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, request)
     captured.origin = bare, inputs
+    captured.unproved = trial.skip
     if trial.skip:
         captured.notes.append(f"the capture was not compared with the model: {trial.skip}")
+    elif trial.ground:
+        captured.notes.append(f"the capture was compared with the model on {trial.ground}")
     captured.notes += [trial.remark] if trial.remark else []
     drawn = sum(draws(n) for n in captured.graph.nodes)
     whole = f"{drawn} operators draw random numbers by torch: they run whole, so that every rank draws the same"

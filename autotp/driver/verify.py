@@ -51,7 +51,8 @@ def verify(
             with a plan.
 
     Returns:
-        A `Report`, true where everything agrees; it names the first operator that differs.
+        A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
+        could not be compared with the model, as where that fails on the example inputs.
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -63,13 +64,12 @@ def verify(
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
     steering.refuse_beside(plan)
     chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
-    real = not any(t.is_meta for t in [*model.parameters(), *model.buffers()])
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=real or None)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True)
     if plan is None:
         plan = solve_plan(captured, notes, chosen, type(model).__name__)
     planned, sharded = apply_plan(captured, plan, chosen)
     compared = compare(planned, sharded, Values.of(planned.program, model, inputs))
-    return replace(compared, plan=plan, capture_error=captured.error)
+    return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
 
 
 def capture_error(program: Capture, model: nn.Module, values: Values) -> float:

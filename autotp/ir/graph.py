@@ -62,6 +62,7 @@ class Capture:
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
+    unproved: str = ""  # why it was not
 
     @property
     def inputs(self) -> list[Leaf]:

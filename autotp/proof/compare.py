@@ -15,75 +15,10 @@ from autotp.ir.graph import Value, resolve, short_name
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
-from autotp.plans.plan import Plan
 
 from .numerics import backward, largest, layout_error, loss
+from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, reference, run
-
-TOLERANCE = 1e-9  # both sides run in float64
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Where the sharded program first differs.
-
-    Attributes:
-        direction: "forward" or "backward"; "capture" where the captured graph is not the model.
-        value: name of the captured graph's value that arrives or comes out wrong; `op`: what made it; `module`: where.
-        error: largest difference over the largest reference value; inf where an operator failed.
-        detail: what was found, for a person.
-    """
-
-    direction: str
-    value: str
-    op: str
-    module: str
-    error: float
-    detail: str
-
-
-@dataclass(frozen=True)
-class Report:
-    """What `verify` found; true where outputs and every gradient agree.
-
-    Attributes:
-        tp: number of simulated ranks. plan: the plan that was proved.
-        output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
-        capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
-            between the captured graph and the model itself; nan for a model on the meta device.
-        values: values compared forward and backward.
-        forward_only: why no gradients were compared: the original has none; empty where they were.
-        difference: the first operator that differs, None where all agree.
-    """
-
-    tp: int
-    plan: Plan | None
-    output_error: float
-    gradient_error: float
-    capture_error: float
-    values: int
-    difference: Difference | None = None
-    tolerance: float = TOLERANCE
-    forward_only: str = ""
-
-    @property
-    def ok(self) -> bool:
-        """Whether nothing differs."""
-        return self.difference is None
-
-    def __bool__(self) -> bool:
-        return self.ok
-
-    def __str__(self) -> str:
-        if self.difference is not None:
-            d = self.difference
-            return f"differs ({d.direction}) at {d.value} = {d.op} in {d.module or 'the model'}: {d.detail}"
-        none = f"no gradients, for the original has none ({self.forward_only})"
-        gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
-        return (
-            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
-            f"values compared); the captured graph is within {self.capture_error:.1e} of the model"
-        )
 
 
 def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
@@ -102,10 +37,10 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     with promoted(planned.program.graph, sharded.graph):
         expected = _expect(planned, given)
         torch.set_rng_state(drawn)  # the ranks draw what the original drew
-        proof = _Proof(planned, sharded, _bind(planned, given), expected)
-        difference = proof.forward(given) or (proof.backward() if not expected.failed else None)
+        proof = _Proof(planned, sharded, _bind(planned, given), expected, given)
+        difference, inside = proof.run()
     errors = proof.output_error, proof.gradient_error, 0.0
-    return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed)
+    return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed, inside=inside)
 
 
 @dataclass
@@ -146,29 +81,43 @@ class _Proof:
     sharded: Sharded
     sizes: Mapping[str, int]
     expected: _Expected
+    given: Mapping[fx.Node, Any]
     held: dict[fx.Node, list[Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     output_error: float = 0.0
     gradient_error: float = 0.0
     compared: int = 0
 
-    def forward(self, given: Mapping[fx.Node, Any]) -> Difference | None:
-        """The first value, then the first output, that differs."""
+    def run(self) -> tuple[Difference | None, Difference | None]:
+        """The first operator that differs; it comes second where no result differs."""
+        inside, result = self.forward()
+        if result is not None or self.expected.failed:
+            return result and (inside or result), None if result else inside
+        within, result = self.backward()
+        inside = inside or within
+        return result and (inside or result), None if result else inside
+
+    def forward(self) -> tuple[Difference | None, Difference | None]:
+        """The first value that differs, and the first result: an output, or a buffer or input that is written to."""
         graphs = self.sharded.graph, self.planned.program.graph
         leaves = zip(*([n for n in g.nodes if n.op == "placeholder"] for g in graphs), strict=True)
         failed: StepError | None = None
         try:
-            inputs = {n: self._deal(n, given[whole]) for n, whole in leaves}
+            inputs = {n: self._deal(n, self.given[whole]) for n, whole in leaves}
             self.outputs = run(self.sharded, self.planned.tp, inputs, self._keep)
         except StepError as e:
             failed = e
+        first: Difference | None = None
         for node, ranks in self.held.items():
             error = self._value_error(node, ranks)
             if not error <= TOLERANCE:
-                return self._blame(node, error, f"the recombined value is off by {error:.2e}")
+                found = self._blame(node, error, f"the recombined value is off by {error:.2e}")
+                first = first or found
+                if failed is not None or node.op == "placeholder":
+                    return first, found
         if failed is not None:
-            return self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
-        return self._compare_outputs()
+            return first, self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
+        return first, self._compare_outputs()
 
     def _deal(self, node: fx.Node, value: Any) -> list[Any]:
         """A leaf's value on every rank, as its layout says."""
@@ -202,18 +151,26 @@ class _Proof:
         error = layout_error(ranks, spec, whole.detach())
         if error <= TOLERANCE:
             return error
-        read = [self.expected.values[v] for i in origin[0].all_input_nodes if (v := resolve(i)) in self.expected.values]
-        scale = max((largest(v) for v in read if not v.is_complex()), default=0.0)  # a sum of these may be zero
-        return layout_error(ranks, spec, whole.detach(), scale)
+        return layout_error(ranks, spec, whole.detach(), self._scale(origin[0]))
+
+    def _scale(self, node: fx.Node) -> float:
+        """The largest of what a value is made of: a sum of these may be zero. A buffer that an operator writes to is
+        made of what that reads."""
+        makers = list(node.users) if node.op == "placeholder" else [node]
+        read = [self.expected.values.get(resolve(i)) for maker in makers for i in maker.all_input_nodes]
+        return max((largest(v) for v in read if v is not None and not v.is_complex()), default=0.0)
 
     def _compare_outputs(self) -> Difference | None:
         """Every output is whole on every rank."""
+        wholes = compat.tree_leaves(self.planned.program.graph.output_node().args[0])
         nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
         ranks = [compat.tree_leaves(o) for o in self.outputs]
         for i, (node, whole) in enumerate(zip(nodes, self.expected.outputs, strict=True)):
             found = [r[i] for r in ranks]
             if isinstance(whole, Tensor):
-                error = layout_error(found, self._spec(I), whole.detach())
+                written = i in self.planned.program.mutations
+                scale = self._scale(wholes[i]) if written and isinstance(wholes[i], fx.Node) else 0.0
+                error = layout_error(found, self._spec(I), whole.detach(), scale)
             else:
                 error = 0.0 if all(v == whole for v in found) else float("inf")
             if not error <= TOLERANCE:
@@ -221,8 +178,8 @@ class _Proof:
             self.output_error = max(self.output_error, error)
         return None
 
-    def backward(self) -> Difference | None:
-        """The first gradient that differs, from the last value made back to the parameters."""
+    def backward(self) -> tuple[Difference | None, Difference | None]:
+        """The first gradient that differs, from the last value made back to the parameters, and the first of a leaf."""
         totals = [loss(o) for o in self.outputs]
         failed: RuntimeError | None = None
         if any(t.requires_grad for t in totals):
@@ -230,13 +187,20 @@ class _Proof:
                 torch.stack(totals).sum().backward()
             except RuntimeError as e:
                 failed = e
+        first: Difference | None = None
         for node in reversed(self.held):
             error = 0.0 if "conversion" in node.meta else self._gradient_error(node)
-            if not error <= TOLERANCE:
-                detail = f"the backward fails: {failed}" if failed else f"the gradient is off by {error:.2e}"
-                return self._difference("backward", node, error, detail)
-            self.gradient_error = max(self.gradient_error, error)
-        return Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}") if failed else None
+            if error <= TOLERANCE:
+                self.gradient_error = max(self.gradient_error, error)
+                continue
+            detail = f"the backward fails: {failed}" if failed else f"the gradient is off by {error:.2e}"
+            found = self._difference("backward", node, error, detail)
+            first = first or found
+            if failed or node.op == "placeholder":
+                return first, found
+        if failed is None:
+            return first, None
+        return first, Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
 
     def _gradient_error(self, node: fx.Node) -> float:
         whole = self.expected.values.get(self.sharded.origin[node])

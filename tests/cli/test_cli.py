@@ -205,7 +205,12 @@ def test_verify_notices_a_wrong_rule(run):
 def test_what_json_has_no_word_for_is_null(run, folder, monkeypatch):
     monkeypatch.setattr("autotp.cli.models.LARGEST", 1)
     told = json.loads(run("verify", folder, "--json").stdout)
-    assert told["ok"] and told["capture_error"] is None
+    assert told["ok"] and told["capture_error"] < 1e-6  # on random weights, for there are none
+    monkeypatch.setattr("autotp.capture.selfcheck.Trial.original", lambda trial: setattr(trial, "skip", "it fails"))
+    done, told = (run("verify", folder, *x) for x in ([], ["--json"]))
+    assert done.exit_code == told.exit_code == 1 and "not compared: it fails" in done.stdout
+    found = json.loads(told.stdout)
+    assert not found["ok"] and found["capture_error"] is None and found["unproved"] == "it fails"
 
 
 def test_verify_says_that_a_model_is_too_large(run, monkeypatch):

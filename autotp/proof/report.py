@@ -1,0 +1,84 @@
+"""What `verify` reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autotp.plans.plan import Plan
+
+TOLERANCE = 1e-9  # both sides run in float64
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Where the sharded program first differs.
+
+    Attributes:
+        direction: "forward" or "backward"; "capture" where the captured graph is not the model.
+        value: name of the captured graph's value that arrives or comes out wrong; `op`: what made it; `module`: where.
+        error: largest difference over the largest reference value; inf where an operator failed.
+        detail: what was found, for a person.
+    """
+
+    direction: str
+    value: str
+    op: str
+    module: str
+    error: float
+    detail: str
+
+    def __str__(self) -> str:
+        return f"({self.direction}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `verify` found; true where outputs and every gradient agree.
+
+    Attributes:
+        tp: number of simulated ranks. plan: the plan that was proved.
+        output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
+        capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
+            between the captured graph and the model itself; nan where `unproved` says why they were not compared.
+        values: values compared forward and backward.
+        forward_only: why no gradients were compared: the original has none; empty where they were.
+        difference: the first operator that differs, None where all agree.
+        inside: the first value or gradient that differs while every output and every gradient of a parameter or input
+            agrees, as where rounding decides which of equal values is the largest; it is no fault.
+        unproved: why the captured graph was not compared with the model; the report is then false. Empty where it was.
+    """
+
+    tp: int
+    plan: Plan | None
+    output_error: float
+    gradient_error: float
+    capture_error: float
+    values: int
+    difference: Difference | None = None
+    tolerance: float = TOLERANCE
+    forward_only: str = ""
+    inside: Difference | None = None
+    unproved: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether no result differs, and the captured graph is known to be the model."""
+        return self.difference is None and not self.unproved
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"differs {self.difference}"
+        none = f"no gradients, for the original has none ({self.forward_only})"
+        gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
+        inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""
+        ranks = (
+            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
+            f"values compared{inside})"
+        )
+        if self.unproved:
+            graph = "the ranks agree with the captured graph, but that was not compared with the model"
+            return f"not proved: {graph}: {self.unproved} ({ranks})"
+        return f"{ranks}; the captured graph is within {self.capture_error:.1e} of the model"
