@@ -319,3 +319,15 @@ def operator(op: Any) -> Any:
         op = getattr(getattr(torch.ops, space), packet, None) if packet else None
         op = getattr(op, overload, None) if overload else op
     return op if isinstance(op, OpOverloadPacket | torch._ops.OpOverload) else None
+
+
+def graph_task() -> int:
+    """A number for the backward that is running in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def group_timeout(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of this process group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found.total_seconds() if found is not None else 1800.0

@@ -86,16 +86,16 @@ class Link:
             self._send(primitive, x, tp, out)
             return out
 
-        def waited(primitive: Any, started: Tensor, dtype: torch.dtype) -> Tensor:
+        def waited(primitive: Any, started: Tensor, dtype: torch.dtype, group: str) -> Tensor:
             began = time.perf_counter()
-            out = finish(primitive, started, dtype)
+            out = finish(primitive, started, dtype, group)
             ready = self.ready.pop(id(started))[1]
             time.sleep(max(0.0, ready - time.perf_counter()))
             self.spans.append(Span("waiting", primitive, began, max(began, ready)))  # not for a rank that is late
             return out
 
         def both(primitive: Any, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
-            return waited(primitive, begun(primitive, x, reduction, tp=tp, group=group), x.dtype)
+            return waited(primitive, begun(primitive, x, reduction, tp=tp, group=group), x.dtype, group)
 
         with ExitStack() as stack:
             for name, function in {"start": begun, "finish": waited, "real": both}.items():

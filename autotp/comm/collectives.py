@@ -23,6 +23,8 @@ from torch import Tensor
 
 from autotp.compat import below_autograd, c10d_ops
 
+from .lockstep import lost
+
 Primitive = Literal["all_reduce", "all_gather", "reduce_scatter", "all_to_all"]
 Exchange = Callable[[Primitive, list[Tensor], str], list[Tensor]]
 
@@ -35,20 +37,32 @@ _all_to_all = c10d_ops.all_to_all_single.default
 
 def real(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """This rank's result of a functional collective over the process group named `group`."""
-    with _unrecorded():
-        return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
+    try:
+        with _unrecorded():
+            return _finish(primitive, _start(primitive, x, reduction, tp, group), x.dtype)
+    except RuntimeError as error:
+        lost(error, group)
+        raise
 
 
 def start(primitive: Primitive, x: Tensor, reduction: str, *, tp: int, group: str) -> Tensor:
     """The collective begun: what it gives may be read after `finish` only."""
-    with _unrecorded():
-        return _start(primitive, x, reduction, tp, group)
+    try:
+        with _unrecorded():
+            return _start(primitive, x, reduction, tp, group)
+    except RuntimeError as error:
+        lost(error, group)
+        raise
 
 
-def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor:
+def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype, group: str) -> Tensor:
     """The result of what `start` gave, for values of this type: waits for it."""
-    with _unrecorded():
-        return _finish(primitive, started, dtype)
+    try:
+        with _unrecorded():
+            return _finish(primitive, started, dtype)
+    except RuntimeError as error:
+        lost(error, group)
+        raise
 
 
 def _unrecorded() -> AbstractContextManager[Any]:

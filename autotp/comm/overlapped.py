@@ -119,10 +119,10 @@ def end(flight: _Flight) -> Tensor:
     """Wait for a conversion."""
     if flight.conversion is None:
         return flight.value
-    src, dst, (rank, tp, _) = flight.conversion
+    src, dst, (rank, tp, group) = flight.conversion
     kind = kind_of(src, dst)
     assert kind.primitive is not None
-    return kind.post(collectives.finish(kind.primitive, flight.value, flight.dtype), src, dst, rank, tp)
+    return kind.post(collectives.finish(kind.primitive, flight.value, flight.dtype, group), src, dst, rank, tp)
 
 
 class _Grouped(torch.autograd.Function):
@@ -192,7 +192,7 @@ def _gather(
     flights = [collectives.start("all_gather", part, "sum", tp=tp, group=group) for part in parts]
     pieces: list[list[Tensor]] = []
     for flight in flights:
-        rows = collectives.finish("all_gather", flight, x.dtype)  # [tp, ..., repeat, length, ..., k]
+        rows = collectives.finish("all_gather", flight, x.dtype, group)  # [tp, ..., repeat, length, ..., k]
         pieces.append([_product(*given, rows) for given in zip(kinds, weights, biases, strict=True)])
         pieces[-1] += [rows] if keep else []
     joined = [_joined([p.movedim(0, dim + 1) for p in same], dim) for same in zip(*pieces, strict=True)]
@@ -218,7 +218,7 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
         collectives.start("reduce_scatter", _product(kind, weight, bias, part), "sum", tp=tp, group=group)
         for part in parts
     ]
-    dealt = [collectives.finish("reduce_scatter", flight, x.dtype) for flight in flights]
+    dealt = [collectives.finish("reduce_scatter", flight, x.dtype, group) for flight in flights]
     return torch.stack(dealt, dim + 1).flatten(dim, dim + 2)
 
 

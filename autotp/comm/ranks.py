@@ -8,7 +8,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,9 +22,12 @@ from autotp import compat
 from autotp._version import __version__
 from autotp.errors import InputError, RankError
 
+from .channel import Channel
+from .lockstep import channel_of, meet
+from .told import by_value, rank_list
+
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-WIDEST = 200  # characters of one rank's value in a message
 SETTLE = 0.1  # seconds at exit for gloo's threads
 
 
@@ -79,6 +82,11 @@ class Ranks:
     def planners(self) -> Ranks:
         """The ranks that must have the same model and plan."""
         return self.every or self
+
+    @property
+    def channel(self) -> Channel | None:
+        """By which the tp ranks keep in step; a collective call where it is the first."""
+        return channel_of(self.group, self.rank, self.tp, self.device) if self.axes == "tp" else None
 
     @staticmethod
     def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:
@@ -160,7 +168,7 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
     """
     if ranks is None:
         return
-    everyone = _gather(ranks, dict(mine))
+    everyone = _gather(ranks, dict(mine), f"comparison of {what}")
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     differing = [
         f"  {name}: {by_value(values)}"
@@ -174,14 +182,6 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
         )
-
-
-def by_value(values: Sequence[str]) -> str:
-    """Which ranks have which value: `ranks 0-2: abc, rank 3: def`."""
-    return ", ".join(
-        f"{_rank_list([rank for rank, other in enumerate(values) if other == value])}: {_short(value)}"
-        for value in dict.fromkeys(values)
-    )
 
 
 def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
@@ -200,14 +200,14 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:
-        _gather(ranks, f"{type(error).__name__}: {error}")
+        _gather(ranks, f"{type(error).__name__}: {error}", what)
         raise
-    messages = _gather(ranks, None)
+    messages = _gather(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
         told = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
         raise RankError(
-            f"Here {what} worked, but it failed on {_rank_list(list(failed))} of {ranks.tp}, so every rank "
+            f"Here {what} worked, but it failed on {rank_list(list(failed))} of {ranks.tp}, so every rank "
             f"stops:\n{told}"
         )
     return result
@@ -217,6 +217,7 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
     """tp rank 0's `obj` (anything that pickles) on every rank. A collective call."""
     if ranks is None:
         return obj
+    meet(ranks.channel, "broadcast of an object")
     box = [obj]
     dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
@@ -227,7 +228,8 @@ def versions() -> dict[str, str]:
     return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
 
 
-def _gather(ranks: Ranks, obj: object) -> list[Any]:
+def _gather(ranks: Ranks, obj: object, what: str) -> list[Any]:
+    meet(ranks.channel, what)
     everyone: list[Any] = [None] * ranks.tp
     dist.all_gather_object(everyone, obj, group=ranks.group)
     return everyone
@@ -298,19 +300,3 @@ def _torchrun(tp: int) -> str:
 
 def _are(world: int) -> str:
     return "is 1 rank" if world == 1 else f"are {world} ranks"
-
-
-def _short(text: str) -> str:
-    return text if len(text) <= WIDEST else text[: WIDEST - 3] + "..."
-
-
-def _rank_list(ranks: Sequence[int]) -> str:
-    """`rank 3`, `ranks 0-2`, `ranks 0, 2-4`; `ranks` ascend."""
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {told}"

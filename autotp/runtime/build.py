@@ -74,6 +74,7 @@ class Build:
             want=self.request,
             lowering=self.lowering.priced(self.options.cluster, self.options.objective),
             check=bool(self.check),
+            sample=self.check is not False,
         )
         if captured is not None:
             source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))

@@ -19,7 +19,7 @@ from autotp.comm.ranks import agree, no_ranks_error, together
 from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, draws
 from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
@@ -28,6 +28,7 @@ from autotp.runtime import checkpoint
 
 from . import data_parallel, state
 from .call_key import form, signature
+from .calls import Calls, Drawn
 from .programs import Known, Program, Source, taken
 from .shard_state import ShardState
 from .storage import Storage
@@ -55,6 +56,7 @@ class ShardedModule(Part):
         self._known = Known()
         state.populate(self._shards, self, model, plan.placements)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
+        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
@@ -71,30 +73,33 @@ class ShardedModule(Part):
         flat, spec = compat.tree_flatten((args, kwargs))
         key = (self._mode(), *signature(flat, spec))
         known = self._known.get(key)
-        if known is None or self._source.check:
+        new, drawn = self._calls.begin(key, flat, spec, known and known[0])
+        if new or known is None or self._source.check:
             program, order = self._find(flat, spec)
-            outputs = self._first(program, [flat[i] for i in order])
+            outputs = self._first(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
             if program.capture.conditions is None:  # else every call is asked whether it meets them
                 self._known[key] = program, order
         else:
             program, order = known
-            outputs = self._run(program, [flat[i] for i in order])
+            outputs = self._run(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
         return self._finish(program, outputs, [flat[i] for i in order])
 
-    def _run(self, program: Program, inputs: list[Tensor]) -> Any:
+    def _run(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
         # A capture under autocast holds its casts already.
-        autocast = program.capture.state[-1] is not None
-        with torch.autocast(self._shards.device.type, enabled=False) if autocast else nullcontext():
-            return self._programs[program.key](*inputs, *program.random(self._shards))
+        cast = program.capture.state[-1] is not None
+        plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        with plain, self._calls.running(drawn):
+            return self._programs[program.key](*inputs, *program.random(self._shards, drawn.seed))
 
-    def _first(self, program: Program, inputs: list[Tensor]) -> Any:
-        """Run it, and where it draws random numbers make sure that all ranks draw the same."""
-        if self._source.tp == 1:
-            return self._run(program, inputs)
+    def _first(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
+        """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
+        if self._source.tp == 1 or program.draws:
+            return self._run(program, inputs, drawn)
         before = state.random_state(self._shards.device)
-        outputs = self._run(program, inputs)
+        outputs = self._run(program, inputs, drawn)
         if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
+            program.draws = True
         return outputs
 
     def _mode(self) -> Mode:
@@ -150,7 +155,9 @@ class ShardedModule(Part):
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
-        self._programs_made.append(Program(captured, sharded, graph, key, called, count, fired, compiler))
+        self._programs_made.append(
+            Program(captured, sharded, graph, key, called, count, any(map(draws, graph.nodes)), fired, compiler)
+        )
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
@@ -166,6 +173,7 @@ class ShardedModule(Part):
                 split = self._source.want.outputs == "sharded"
                 kept.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
         data_parallel.refuse_twice(self._shards, kept)
+        self._calls.end(kept, inputs)
         return compat.tree_unflatten(kept, captured.out_spec)
 
     # ---- state -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ class Program:
     Attributes:
         form: of the call that it was captured with.
         seeds: how many operators draw by counters.
+        draws: whether others draw as torch does.
         fired: what became of each optimisation; `compiler`: what compiles it.
     """
 
@@ -43,6 +44,7 @@ class Program:
     key: int
     form: Form
     seeds: int = 0
+    draws: bool = False
     fired: Fired = ()
     compiler: Compiler | None = None
 
@@ -54,12 +56,12 @@ class Program:
         values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(self.capture.inputs)]
         return [at[i] for i in sorted(at)] if self.capture.accepts(values) is None else None
 
-    def random(self, shards: ShardState) -> list[Tensor]:
+    def random(self, shards: ShardState, base: int) -> list[Tensor]:
         """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
         if not self.seeds:
             return []
         batch = shards.ranks.batch if shards.ranks is not None else None
-        return [seeds(self.seeds, batch.rank if batch is not None else 0).to(shards.device)]
+        return [seeds(self.seeds, batch.rank if batch is not None else 0, base).to(shards.device)]
 
     def left_sharded(self, position: int, value: Any, inputs: list[Tensor], ranks: Ranks | None) -> Any:
         """An output of this rank as a DTensor."""
@@ -99,7 +101,7 @@ class Source:
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
         lowering: how programs run.
-        check: compare input values between the ranks at every call.
+        check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
     """
 
@@ -111,6 +113,7 @@ class Source:
     want: CaptureRequest = DEFAULT_CAPTURE
     lowering: Lowering = field(default_factory=Lowering)
     check: bool = False
+    sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
 
     def places(self) -> dict[str, MeshPlace]:

@@ -23,14 +23,20 @@ from autotp.rules.local import Sizes
 SEEDS = "seeds"
 
 
-def seeds(count: int, place: int = 0) -> Tensor:
-    """A seed for each of `count` operators, from one number of torch's default generator.
+def base_seed() -> int:
+    """One number of torch's default generator."""
+    return int(torch.randint(2**62, (), dtype=torch.int64))
+
+
+def seeds(count: int, place: int = 0, base: int | None = None) -> Tensor:
+    """A seed for each of `count` operators, from one number.
 
     Args:
         place: on the data-parallel axis: slices of a batch are drawn for independently.
+        base: that number, the same on all tp ranks; by default one of torch's default generator.
     """
-    base = torch.randint(2**62, (), dtype=torch.int64)
-    return mixed(torch.arange(count) + mixed(base + place * GOLDEN))
+    start = torch.tensor(base_seed() if base is None else base)
+    return mixed(torch.arange(count) + mixed(start + place * GOLDEN))
 
 
 def by_counter(program: Capture) -> Capture:

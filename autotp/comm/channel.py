@@ -1,0 +1,228 @@
+"""Small messages between the ranks of a group, beside its collectives.
+
+Ranks take turns: in each, every rank sends one message to every other and takes one from each. Messages are of any kind
+and length, so ranks that do different things meet here, and hear of it, where two collectives that do not fit would
+hang, abort the process, or give numbers. A turn tells who is late, and who has gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from autotp.errors import RankError
+from autotp.log import log
+
+from .sockets import Peers
+
+WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
+GRACE = 2.0  # seconds that a rank is given to answer, or to be seen to end
+FIXED = 1024  # bytes of a message that goes as a collective
+FRAME = struct.Struct("!IQ")  # length of the message, number of the turn
+
+
+def wait_limit() -> float:
+    """Seconds of waiting after which a line is logged: `AUTOTP_WAIT_LOG_S`, by default 30."""
+    try:
+        return max(0.05, float(os.environ.get(WAIT, "30")))
+    except ValueError:
+        return 30.0
+
+
+class Channel:
+    """The turns of the ranks of one group.
+
+    Attributes:
+        rank, size: this process's place in the group.
+        doing: what this rank is about to do or does, in words; since when; and in which thread.
+        running: whether it does that by now.
+        asks: connections to the other ranks for questions and answers.
+        modules: how many sharded modules use it.
+        gone: ranks whose process has ended.
+    """
+
+    def __init__(self, rank: int, size: int, timeout: float, peers: Peers, asks: Peers) -> None:
+        self.rank, self.size, self.timeout, self.asks = rank, size, timeout, asks
+        self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
+        self.running = False
+        self.modules = 0
+        self.gone: set[int] = set()
+        self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
+        self._peers, self._read = peers, {rank: bytearray() for rank in peers}
+        self._turn, self._lock = 0, threading.Lock()
+
+    def exchange(self, what: str, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank. A collective call.
+
+        Args:
+            what: the turn in words, for who waits.
+            message: this rank's.
+
+        Raises:
+            RankError: a rank has ended, or did not come within the group's time-out.
+        """
+        with self._lock:
+            self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
+            self._turn += 1
+            frame = FRAME.pack(len(message), self._turn) + message
+            for rank, peer in self._peers.items():
+                try:
+                    peer.settimeout(self.timeout)
+                    peer.sendall(frame)
+                except OSError:
+                    self.gone.add(rank)
+            found = [message if rank == self.rank else self._receive(rank, what) for rank in range(self.size)]
+            self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
+            return found
+
+    def leave(self) -> None:
+        """Say that what the last turn was for is done."""
+        if self.running:
+            self.doing, self.running = (self.doing[0], time.monotonic(), self.doing[2]), False
+
+    def _receive(self, rank: int, what: str) -> bytes:
+        """The message of this turn from one rank."""
+        began = time.monotonic()
+        notice = limit = wait_limit()
+        while (message := self._taken(rank)) is None:
+            waited = time.monotonic() - began
+            if waited >= self.timeout:
+                raise self.error(what, [rank], f"did not come within the {self.timeout:g} s of the process group")
+            if waited >= notice:
+                self._notice(rank, what, waited)
+                notice = max(2 * notice, waited + limit)
+                continue
+            self._peers[rank].settimeout(min(notice, self.timeout) - waited + 1e-3)
+            try:
+                data = self._peers[rank].recv(65536)
+            except TimeoutError:
+                continue
+            except OSError:
+                data = b""
+            if not data:
+                self.gone.add(rank)
+                raise self.error(what, self.ended(), "ended")
+            self._read[rank] += data
+        return message
+
+    def _taken(self, rank: int) -> bytes | None:
+        """This turn's message, if it has come; what an interrupted turn left is dropped."""
+        read = self._read[rank]
+        while len(read) >= FRAME.size:
+            length, turn = FRAME.unpack_from(read)
+            if len(read) < FRAME.size + length:
+                return None
+            message = bytes(read[FRAME.size : FRAME.size + length])
+            del read[: FRAME.size + length]
+            if turn >= self._turn:
+                return message
+        return None
+
+    def _late(self, known: int) -> list[int]:
+        """The ranks of which no message of this turn has come."""
+        late = []
+        for rank in range(known, self.size):
+            if rank == self.rank:
+                continue
+            with contextlib.suppress(OSError):
+                self._peers[rank].setblocking(False)
+                self._read[rank] += self._peers[rank].recv(65536)
+            if not self._holds(rank):
+                late.append(rank)
+        return late
+
+    def _holds(self, rank: int) -> bool:
+        read = self._read[rank]
+        return len(read) >= FRAME.size and len(read) >= FRAME.size + FRAME.unpack_from(read)[0]
+
+    def _notice(self, rank: int, what: str, waited: float) -> None:
+        """Log for whom this rank waits."""
+        late = self._late(rank)
+        if late:
+            answers = self.answers(late)
+            log.warning(
+                "rank %d of %d has waited %.0f s at the %s, for %s", self.rank, self.size, waited, what, answers
+            )
+
+    def answers(self, ranks: Sequence[int]) -> str:
+        """What these ranks say they are doing."""
+        told = self.ask([r for r in ranks if r not in self.gone])
+        return "; ".join(
+            f"rank {r}, which has ended" if r in self.gone else f"rank {r}, {told.get(r, 'which does not answer')}"
+            for r in ranks
+        )
+
+    def ended(self, grace: float = GRACE) -> list[int]:
+        """The ranks whose process has ended, as far as that is seen within a moment."""
+        end = time.monotonic() + grace
+        while True:
+            self.gone |= {rank for rank, peer in self._peers.items() if _closed(peer)}
+            if self.gone or time.monotonic() >= end:
+                return sorted(self.gone)
+            time.sleep(0.02)
+
+    def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
+        """The error for ranks that are not there."""
+        names = f"tp rank {ranks[0]}" if len(ranks) == 1 else f"tp ranks {', '.join(map(str, ranks))}"
+        doing = "" if how == "ended" else f"\n  {self.answers(ranks)}"
+        return RankError(
+            f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it at the {what}.{doing}\n"
+            "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."
+        )
+
+    def close(self) -> None:
+        """End the connections."""
+        for peer in self._peers.values():
+            peer.close()
+        for peer in self.asks.values():
+            with contextlib.suppress(OSError):
+                peer.shutdown(socket.SHUT_RDWR)  # whoever reads them sees that, and closes them
+
+    def drop(self) -> None:
+        """Let go of the connections in a process that only inherited them."""
+        for peer in [*self._peers.values(), *self.asks.values()]:
+            peer.close()
+
+
+def _closed(peer: socket.socket) -> bool:
+    """Whether the other end is closed; messages that wait to be read stay."""
+    try:
+        peer.setblocking(False)
+        return not peer.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+class Collective(Channel):
+    """The turns as a collective of messages of one length, where ranks cannot connect to each other."""
+
+    def __init__(self, rank: int, size: int, timeout: float, group: ProcessGroup, device: torch.device) -> None:
+        super().__init__(rank, size, timeout, {}, {})
+        self._group, self._device = group, device
+
+    def exchange(self, what: str, message: bytes) -> list[bytes]:
+        """Every rank's message, by rank, as one all-gather."""
+        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
+        head = struct.pack("!H", min(len(message), FIXED - 2)) + message[: FIXED - 2]
+        mine = torch.frombuffer(bytearray(head.ljust(FIXED, b"\0")), dtype=torch.uint8).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self._group)
+        self.running = True
+        return [_unpadded(x) for x in everyone]
+
+
+def _unpadded(x: Tensor) -> bytes:
+    data = x.cpu().numpy().tobytes()
+    return data[2 : 2 + struct.unpack_from("!H", data)[0]]

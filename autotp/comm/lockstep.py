@@ -1,0 +1,116 @@
+"""Ranks in step: before a rank begins what others must begin too, all of them compare what that is.
+
+A forward, a backward and every exchange of objects begins with one turn of the group's channel (`channel.py`), in
+which each rank says in words what it is about to do. Where the words differ, all ranks raise the same error, and no
+collective has begun. So a backward that one rank leaves out meets the next forward here, and not in an all-reduce.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from autotp import compat
+from autotp.errors import RankError
+from autotp.log import log
+
+from . import waiting
+from .channel import Channel, Collective
+from .sockets import connected
+from .told import by_value
+
+WHAT = 160  # characters of what a rank is about to do
+MOST = 64  # ranks that are all connected to each other
+HEAD = struct.Struct("!H")
+COMMUNICATION = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|rendezvous|abort", re.IGNORECASE)
+CAUSES = (
+    "All ranks of a tp group must make the same calls in the same order, with inputs of the same shapes, in the same "
+    "mode, and update the weights together. Usual causes: a batch that is skipped on one rank (a try/except, an empty "
+    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`."
+)
+
+_open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
+_named: dict[str, Channel] = {}
+
+
+def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> Channel | None:
+    """The channel of a group; made, a collective call, where there is none yet. None for a group too large for one."""
+    if size > MOST or size == 1:
+        return None
+    found = _open.get(group)
+    if found is None:
+        timeout, peers = compat.group_timeout(group, device), connected(group, rank, size)
+        if peers is None:
+            log.warning("the tp ranks cannot connect to each other: none will say which one it waits for")
+            found = Collective(rank, size, timeout, group, device)
+        else:
+            found = Channel(rank, size, timeout, *peers)
+            waiting.watch(found)
+        _open[group] = _named[group.group_name] = found
+        weakref.finalize(group, found.close)
+    return found
+
+
+def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
+    """Make sure that every rank is about to do the same, and hear what else each one has to say. A collective call.
+
+    Args:
+        channel: None where nothing is compared.
+        what: what this rank is about to do, in words that are the same on all ranks.
+        more: this rank's, of any content.
+
+    Returns: every rank's `more`, by rank.
+
+    Raises:
+        RankError: the ranks are about to do different things, or one of them is gone.
+    """
+    if channel is None:
+        return [more]
+    text = what.encode()[:WHAT]
+    everyone = channel.exchange(what, HEAD.pack(len(text)) + text + more)
+    said = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
+    if any(other != text for other in said):
+        channel.leave()
+        told = by_value([x.decode(errors="replace") for x in said])
+        raise RankError(f"The {channel.size} tp ranks have parted: {told}.\n{CAUSES}")
+    return [message[HEAD.size + len(text) :] for message in everyone]
+
+
+def lost(error: Exception, group: str) -> None:
+    """Where an error is one of communication: raise the one that names the rank that is gone in its place.
+
+    Args:
+        error: that a collective raised.
+        group: the name of its process group.
+
+    Raises:
+        RankError: caused by `error`.
+    """
+    channel = _named.get(group)
+    if channel is None or isinstance(error, torch.OutOfMemoryError) or not COMMUNICATION.search(str(error)):
+        return
+    what = channel.doing[0]
+    if gone := channel.ended():
+        raise channel.error(what, gone, "ended") from error
+    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    told = channel.ask(others)
+    silent = [rank for rank in others if rank not in told]
+    raise channel.error(what, silent or others, "did not come to a collective in time") from error
+
+
+def _forked() -> None:
+    """In a child process: let go of the connections, so that others see it when this rank's own process ends."""
+    for channel in list(_open.values()):
+        channel.drop()
+    _open.clear()
+    _named.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)

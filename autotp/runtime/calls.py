@@ -1,0 +1,233 @@
+"""A module's calls, each held against those of the other tp ranks before it begins.
+
+Every forward and every backward begins with a turn in which ranks say what they are about to do (`comm/lockstep.py`).
+With a forward go the shapes and the mode, which parameters are trained, whether weights were written since the forward
+before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp import compat
+from autotp.comm.channel import Channel
+from autotp.comm.lockstep import CAUSES, lost, meet
+from autotp.comm.ranks import agree, broadcast
+from autotp.comm.told import by_value
+from autotp.errors import RankError
+from autotp.passes.decompose.counter_random import base_seed
+
+from . import state
+from .programs import Program
+from .samples import NOTHING, SAMPLES, alike, sampled
+from .shard_state import ShardState
+
+BODY = struct.Struct(f"!8sIBq8sI{SAMPLES}d")
+NEW, WRITTEN = 1, 2
+DIGESTS = 256
+
+
+@dataclass
+class Drawn:
+    """What random numbers of a forward come from.
+
+    Attributes:
+        seed: one number, of rank 0, for what draws by counters.
+        apart: whether the ranks' generators are in different states, for what draws as torch does.
+    """
+
+    seed: int = 0
+    apart: bool = False
+
+
+@dataclass
+class Ticket:
+    """One forward, for its backwards; it holds nothing of the module."""
+
+    channel: Channel
+    what: str
+    task: int = -1
+
+    def backward(self, place: int, grads: Any) -> None:
+        """Before the first operator of a backward through the forward, which `place`, one of its outputs, leads to."""
+        if (task := compat.graph_task()) != self.task:
+            self.task = task
+            meet(
+                self.channel, f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
+            )
+
+
+@dataclass
+class Calls:
+    """Counts the calls of one sharded module on this rank.
+
+    Attributes:
+        name: of the original's class.
+        order: the parts of the module.
+        values: whether values of the inputs are compared.
+    """
+
+    shards: ShardState
+    name: str
+    order: Sequence[Any]
+    values: bool = True
+    number: int = 0
+    versions: int | None = None
+    digests: dict[Any, bytes] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.channel is not None:
+            self.channel.modules += 1
+            self.name += f" ({self.channel.modules})" if self.channel.modules > 1 else ""
+
+    @property
+    def channel(self) -> Channel | None:
+        """By which the ranks keep in step; None for one rank alone."""
+        return self.shards.ranks.channel if self.shards.ranks is not None else None
+
+    @property
+    def what(self) -> str:
+        """The present call in words."""
+        return f"call {self.number} of {self.name}"
+
+    def begin(self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None) -> tuple[bool, Drawn | None]:
+        """Hold a forward against those of the other ranks. A collective call.
+
+        Args:
+            key: by which programs for calls of this kind are known, and `program` that one.
+            flat, spec: the inputs.
+
+        Returns: whether the call is of a new kind to any rank, and what its random numbers come from, if that is known.
+        """
+        self.number += 1
+        channel = self.channel
+        if channel is None:
+            return program is None, None
+        trained, versions = self._parameters()
+        written = self.versions is not None and versions != self.versions
+        self.versions = versions
+        flags = NEW * (program is None) + WRITTEN * written
+        exact, near = sampled(flat) if self.values else NOTHING
+        mine = BODY.pack(self._digest(key), trained, flags, *self._numbers(program), exact, *near)
+        everyone = [BODY.unpack(one) for one in meet(channel, f"forward, {self.what}", mine)]
+        if len({one[:2] for one in everyone}) > 1:
+            self._differ(key, flat, spec)
+        self._compare(everyone)
+        return any(one[2] & NEW for one in everyone), _drawn(everyone) if program is not None else None
+
+    def numbers(self, program: Program) -> Drawn:
+        """What the random numbers of a forward come from, where its program was not known before. Collective."""
+        mine = struct.pack("!q8s", *self._numbers(program))
+        if self.channel is None or not (program.seeds or program.draws):
+            return _drawn([(*[None] * 3, *struct.unpack("!q8s", mine))])
+        everyone = meet(self.channel, f"random numbers of {self.what}", mine)
+        return _drawn([(*[None] * 3, *struct.unpack("!q8s", one)) for one in everyone])
+
+    @contextlib.contextmanager
+    def running(self, drawn: Drawn) -> Iterator[None]:
+        """While the program runs: random numbers are rank 0's, and a rank that is gone is named."""
+        ranks, device = self.shards.ranks, self.shards.device
+        own = theirs = None
+        if drawn.apart:
+            own = _generator(device)
+            theirs = broadcast(ranks, own)
+        try:
+            if theirs is not None:
+                _generator(device, theirs)
+            yield
+        except RuntimeError as error:
+            if ranks is not None:
+                lost(error, ranks.group_name)
+            raise
+        finally:
+            if own is not None and ranks is not None and ranks.rank:
+                _generator(device, own)
+
+    def end(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
+        """The forward is done; backwards from its outputs are held against the other ranks' too."""
+        channel = self.channel
+        if channel is None:
+            return
+        channel.leave()
+        given = {id(x) for x in inputs}
+        graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in given]
+        ticket = Ticket(channel, self.what)
+        for i, node in enumerate(dict.fromkeys(graded)):
+            if node is not None:
+                node.register_prehook(partial(ticket.backward, i))
+
+    def _numbers(self, program: Program | None) -> tuple[int, bytes]:
+        seed = base_seed() if program is not None and program.seeds else 0
+        draws = program is not None and program.draws
+        return seed, bytes.fromhex(state.random_state(self.shards.device))[:8].ljust(8) if draws else bytes(8)
+
+    def _parameters(self) -> tuple[int, int]:
+        """Which parameters are trained, as a number, and how often they were written."""
+        flags, versions = bytearray(), 0
+        for part in self.order:
+            for p in part._parameters.values():
+                if p is not None:
+                    flags.append(p.requires_grad)
+                    versions += 0 if p.is_inference() else p._version
+        return zlib.crc32(flags) if torch.is_grad_enabled() else 0, versions
+
+    def _digest(self, key: Any) -> bytes:
+        """What the call is of, as text of the same meaning in every process, in short."""
+        key = (torch.is_grad_enabled(), key)
+        if key not in self.digests:
+            if len(self.digests) >= DIGESTS:
+                self.digests.clear()
+            self.digests[key] = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+        return self.digests[key]
+
+    def _differ(self, key: Any, flat: Sequence[Any], spec: Any) -> None:
+        """Say in what the calls differ."""
+        told = state.input_text(flat, spec, False)
+        for i, v in enumerate(flat):
+            if isinstance(v, Tensor) and v.requires_grad:
+                told[f"gradient of input {i}"] = "wanted"
+        told["gradients"] = "on" if torch.is_grad_enabled() else "off"
+        training, told["dtypes"], told["autocast"] = key[0][0], str(key[0][1]), str(key[0][2] or "off")
+        told["training"] = (
+            str(training) if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules"
+        )
+        frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
+        told["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
+        agree(self.shards.ranks, f"the inputs of this call ({self.what}), or its mode", told)
+        raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")
+
+    def _compare(self, everyone: Sequence[Any]) -> None:
+        """Refuse weights that were written on some ranks only, and other values of the inputs."""
+        written = [bool(one[2] & WRITTEN) for one in everyone]
+        if len(set(written)) > 1:
+            told = by_value(["weights written" if w else "weights as they were" for w in written])
+            raise RankError(f"Since the call before {self.what} the tp ranks have parted: {told}.\n{CAUSES}")
+        values = [(one[5], one[6:]) for one in everyone]
+        if not alike(values):
+            told = by_value([f"whole numbers {exact:08x}, others {', '.join(map(str, xs))}" for exact, xs in values])
+            raise RankError(f"The tp ranks do not agree on the values of the inputs of {self.what}: {told}\n{CAUSES}")
+
+
+def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:
+    """The state of the generator that a device's operators draw from, after it was given a new one, if there is one."""
+    if device.type == "cuda":
+        if new is not None:
+            torch.cuda.set_rng_state(new, device)
+        return torch.cuda.get_rng_state(device)
+    if new is not None:
+        torch.set_rng_state(new)
+    return torch.get_rng_state()
+
+
+def _drawn(everyone: Sequence[Any]) -> Drawn:
+    return Drawn(everyone[0][3], len({one[4] for one in everyone}) > 1)

@@ -1,0 +1,69 @@
+"""A few values of a call's inputs, by which ranks notice that they were given different ones.
+
+Of inputs on the CPU, which a loader makes: reading others would wait for the device. Whole numbers are compared
+exactly, in 64 KiB of each tensor; floating ones, which may have been computed with other rounding on each rank, nearly.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+SAMPLES = 16  # floating values of all inputs together
+NEAR = 1e-2  # of the largest sample
+BYTES = 2**16
+Sample = tuple[int, Sequence[float]]
+NOTHING: Sample = (0, [0.0] * SAMPLES)
+
+
+def sampled(flat: Sequence[Any]) -> Sample:
+    """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones."""
+    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.device.type == "cpu" and v.numel()]
+    floating = [v for v in tensors if v.is_floating_point()]
+    exact, near = 0, []
+    try:
+        for v in tensors:
+            if not v.is_floating_point() and not v.is_complex():
+                exact = _summed(v, exact)
+        for v in floating[:SAMPLES]:
+            near += _spread(v.detach(), SAMPLES // min(len(floating), SAMPLES))
+    except RuntimeError:  # under a transform, such as vmap, values cannot be read
+        return NOTHING
+    return exact, near + [0.0] * (SAMPLES - len(near))
+
+
+def _line(x: Tensor, most: int) -> Tensor:
+    """The elements in a line; of a large tensor that lies in pieces those of one part."""
+    while x.ndim > 1 and x.numel() > most and not x.is_contiguous():
+        x = x[x.shape[0] // 2]
+    return x.reshape(-1)
+
+
+def _summed(x: Tensor, start: int) -> int:
+    most = BYTES // x.element_size()
+    line = _line(x, most)
+    for part in (line,) if line.numel() <= most else (line[: most // 2], line[-(most // 2) :]):
+        start = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start)
+    return start
+
+
+def _spread(x: Tensor, count: int) -> list[float]:
+    """So many elements of a tensor, evenly spread; zeros where it has fewer."""
+    line = _line(x, BYTES)
+    found = line[:: max(1, line.numel() // count)][:count].tolist()
+    return found + [0.0] * (count - len(found))
+
+
+def alike(samples: Sequence[Sample]) -> bool:
+    """Whether these may be samples of the same inputs."""
+    return all(exact == samples[0][0] and _near(samples[0][1], near) for exact, near in samples)
+
+
+def _near(a: Sequence[float], b: Sequence[float]) -> bool:
+    scale = max((abs(x) for x in (*a, *b) if math.isfinite(x)), default=0.0)
+    return all(x == y or (x != x and y != y) or abs(x - y) <= NEAR * scale for x, y in zip(a, b, strict=True))
