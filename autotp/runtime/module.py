@@ -26,7 +26,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 
-from . import data_parallel, state
+from . import data_parallel, operators, state
 from .call_key import form, signature
 from .programs import Program, Source, taken
 from .shard_state import ShardState
@@ -54,6 +54,8 @@ class ShardedModule(Part):
         self._programs_made: list[Program] = []
         self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
         state.populate(self._shards, self, model, plan.placements)
+        if source.ranks is not None:
+            operators.know(source.ranks.group)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         for captured, sharded in source.ready:
             self._install(captured, sharded)
