@@ -26,7 +26,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 
-from . import data_parallel, operators, state
+from . import data_parallel, operators, rehearsal, state
 from .call_key import form, signature
 from .programs import Program, Source, taken
 from .shard_state import ShardState
@@ -56,6 +56,7 @@ class ShardedModule(Part):
         state.populate(self._shards, self, model, plan.placements)
         if source.ranks is not None:
             operators.know(source.ranks.group)
+            rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         for captured, sharded in source.ready:
             self._install(captured, sharded)
