@@ -295,6 +295,22 @@ def local_of(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def operator_handlers() -> dict[Any, Callable[..., Any]]:
+    """Operator -> what computes it on DTensors, called with (operator, args, kwargs), where its shards do not say."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def by_default(op: Any, args: Any, kwargs: Any) -> Any:
+    """An operator on DTensors as torch computes it, from within its handler."""
+    handlers = operator_handlers()
+    own = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[op] = own
+
+
 # Within it operators are called below autograd: where nothing is recorded, the functional collectives cost a third.
 below_autograd = torch._C._AutoDispatchBelowAutograd
 

@@ -26,7 +26,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 
-from . import data_parallel, state
+from . import data_parallel, operators, rehearsal, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .programs import Known, Program, Source, taken
@@ -55,6 +55,9 @@ class ShardedModule(Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         state.populate(self._shards, self, model, plan.placements)
+        if source.ranks is not None:
+            operators.know(source.ranks.group)
+            rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample)
         for captured, sharded in source.ready:

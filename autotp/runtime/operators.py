@@ -1,0 +1,205 @@
+"""Operators on DTensors that torch computes from a rank's own part, or not at all: here of the whole tensors.
+
+Torch looks an operator up in a table of handlers before it asks how its operands are split. What stands in that table
+holds for the whole process, so a handler refuses only what lies over the ranks of a sharded module, and is otherwise
+right for every DTensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from autotp import compat
+from autotp.errors import StateError
+
+aten = torch.ops.aten
+Handler = Callable[[Any, Sequence[Any], Any], Any]
+STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__  # around every optimizer's `step`
+_groups: set[str] = set()  # names of the groups over which sharded modules lie
+
+
+def know(group: ProcessGroup) -> None:
+    """Operators on DTensors over this group, or a mesh with it, are from now on as this file has them."""
+    _install()
+    _groups.add(group.group_name)
+
+
+def ours(value: Any) -> bool:
+    """Whether a value is a DTensor over the ranks of a sharded module."""
+    if not isinstance(value, DTensor):
+        return False
+    mesh = value.device_mesh
+    return any(mesh.get_group(i).group_name in _groups for i in range(mesh.ndim))
+
+
+def in_parts(value: DTensor) -> bool:
+    """Whether a rank holds less than the value: a slice of it, or a summand."""
+    return any(
+        n > 1 and not isinstance(p, Replicate) for n, p in zip(value.device_mesh.shape, value.placements, strict=True)
+    )
+
+
+def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """A tensor of one element as a number of Python: no collective, as it may be asked for on one rank alone.
+
+    Within an optimizer's step all ranks ask, and it is the whole tensor's.
+    """
+    value = args[0]
+    if in_parts(value) and ours(value):
+        if not _stepping():
+            how = " and ".join(sorted({str(p) for p in value.placements if not isinstance(p, Replicate)}))
+            raise StateError(
+                f"a number was asked (item, float, bool) of a DTensor that is {how}: each rank holds its own part of "
+                "it, such as the norm of its slice of a gradient. Call .full_tensor() first, on every rank, as in "
+                "p.grad.norm().full_tensor().item()."
+            )
+        value = value.full_tensor()
+    return op(_local(value))
+
+
+def _stepping() -> bool:
+    """Whether this is called from within `step` of an optimizer of torch's kind."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not STEP:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
+    """Unscale gradients in place, and note an overflow wherever any rank has one, whichever gradient it is in.
+
+    Torch's own reduces the note as the first gradient lies.
+    """
+    grads, found, scale = args
+    op([_local(g) for g in grads], found, scale)
+    meshes: dict[Any, set[int]] = {}
+    for g in grads:
+        if isinstance(g, DTensor):
+            split = {i for i, p in enumerate(g.placements) if not isinstance(p, Replicate)}
+            meshes[g.device_mesh] = meshes.get(g.device_mesh, set()) | split
+    for mesh, split in meshes.items():
+        if split:
+            lies = [Partial("max") if i in split else Replicate() for i in range(mesh.ndim)]
+            found.copy_(DTensor.from_local(found.clone(), mesh, lies, run_check=False).full_tensor())
+
+
+def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """An operator over lists that computes element by element what is at one place: on each rank's own part.
+
+    Raises:
+        StateError: two tensors at one place lie in different ways.
+    """
+    lists = [x for x in args if _is_list(x)]
+    for at_one_place in zip(*(x for x in lists if len(x) == len(lists[0])), strict=True):
+        _refuse_unlike(op, [t for t in at_one_place if isinstance(t, Tensor) and t.ndim])
+    return op(*map(_local, args), **{k: _local(v) for k, v in kwargs.items()})
+
+
+def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """An operator over lists of tensors that stand beside each other: those that are no DTensors are whole.
+
+    What is made of whole tensors alone is given back as it came, and is no DTensor.
+    """
+    lists = [x for x in args if _is_list(x)]
+    mesh = next((t.device_mesh for x in lists for t in x if isinstance(t, DTensor)), None)
+    plain = {i for x in lists for i, t in enumerate(x) if isinstance(t, Tensor) and not isinstance(t, DTensor)}
+    split = {i for x in lists for i, t in enumerate(x) if isinstance(t, DTensor)}
+    if mesh is None or not plain - split:
+        return compat.by_default(op, args, kwargs)
+    made = [[_whole(t, mesh) if i in plain - split else t for i, t in enumerate(x)] if _is_list(x) else x for x in args]
+    found = compat.by_default(op, made, kwargs)
+    return [_local(t) if i in plain - split else t for i, t in enumerate(found)] if _is_list(found) else found
+
+
+def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
+    tensors, *rest = args
+    if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled():
+        return compat.by_default(op, args, kwargs)
+    return op([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors], *rest, **kwargs)
+
+
+def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """What a mask of the tensor's own shape says is overwritten with one number."""
+    into, indices, value, *_ = args
+    mask = indices[0]
+    number = not isinstance(value, DTensor) and value.numel() == 1
+    if len(indices) > 1 or not number or not isinstance(mask, DTensor) or mask.dtype != torch.bool:
+        return compat.by_default(op, args, kwargs)
+    _refuse_unlike(op, [into, mask])
+    op(*map(_local, args), **kwargs)
+    return into
+
+
+def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Norms along dimensions, of which a rank may have summands: in an optimizer's step they are made whole at once.
+
+    They are then squared in place and the like, which torch refuses for summands.
+    """
+    found = compat.by_default(op, args, kwargs)
+    if isinstance(found, DTensor) and found.ndim and any(p.is_partial() for p in found.placements) and _stepping():
+        whole = [Replicate() if p.is_partial() else p for p in found.placements]
+        return found.redistribute(placements=whole)
+    return found
+
+
+def _refuse_unlike(op: Any, tensors: Sequence[Any]) -> None:
+    """Refuse tensors that do not lie in one way, or in summands."""
+    ways = {(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in tensors}
+    if len(ways) > 1 or any(way is not None and any(p.is_partial() for p in way[1]) for way in ways):
+        told = " and ".join("whole" if way is None else str(way[1]) for way in ways)
+        raise StateError(f"{op} computes element by element, and its tensors lie over the ranks as {told}.")
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple) and any(isinstance(t, Tensor) for t in value)
+
+
+def _whole(value: Any, mesh: DeviceMesh) -> Any:
+    """The same memory as a DTensor that is whole on every rank."""
+    lies = [Replicate()] * mesh.ndim
+    return DTensor.from_local(value.detach(), mesh, lies, run_check=False) if isinstance(value, Tensor) else value
+
+
+def _local(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return compat.local_of(value)
+    return [_local(v) for v in value] if isinstance(value, list | tuple) else value
+
+
+def _foreach() -> Iterator[Any]:
+    """All overloads of torch's operators over lists of tensors that stand beside each other."""
+    for name in dir(aten):
+        if name.startswith("_foreach_") or name.startswith(("_fused_adam_", "_fused_adamw_")):
+            packet = getattr(aten, name)
+            yield from (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
+
+
+HANDLERS: dict[Any, Handler] = {
+    aten._local_scalar_dense.default: _number,
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,
+    aten.index_put_.default: _put,
+    aten.stack.default: _stack,
+    aten.linalg_vector_norm.default: _norms,
+    aten.norm.ScalarOpt_dim: _norms,
+    aten._foreach_copy_.default: _by_element,
+    aten._fused_sgd_.default: _by_element,
+    aten._fused_sgd_.tensor_lr: _by_element,
+    aten._fused_adagrad_.default: _by_element,
+    aten._fused_adagrad_.tensor_lr: _by_element,
+}
+
+
+@functools.cache
+def _install() -> None:
+    """Once per process."""
+    compat.operator_handlers().update({**dict.fromkeys(_foreach(), _lists), **HANDLERS})

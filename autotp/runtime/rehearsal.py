@@ -1,0 +1,236 @@
+"""An optimizer's first step, rehearsed: on small tensors that lie as the parameters do, beside the same tensors whole.
+
+What an optimizer computes of a parameter it computes of a rank's part, unless DTensor knows better; and whether it does
+is a matter of each operator that the optimizer uses. So before the first step a copy of the optimizer takes steps on
+stand-ins of a few elements. Where these end elsewhere than on whole tensors, or fail, the step is refused and nothing
+has been changed.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autotp.comm.ranks import Ranks
+from autotp.errors import StateError
+from autotp.ir.layouts import Partition, Shard
+
+from .shard_state import ShardState
+from .storage import Storage
+
+STEPS = 2  # the second one meets the state that the first one made
+RATE = 0.1  # of learning in a rehearsal: the model's own may be so small that rounding hides the rest, or 0
+CLOSE = 0.1  # largest difference as a part of the largest change: rounding in bfloat16 stays far below
+REST = 5  # elements of a dimension that is not split
+RIGHT = "Adam, AdamW, SGD, Adagrad, Adafactor, RMSprop, Adadelta, NAdam, RAdam, Adamax, ASGD and Rprop of torch.optim"
+
+_known: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+_done: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_rehearsing = False
+
+
+def watch(shards: ShardState) -> None:
+    """Optimizers over this module's parameters are rehearsed before their first step."""
+    _known[id(shards)] = shards
+    _hook()
+
+
+@functools.cache
+def _hook() -> None:
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Called before every step of every optimizer."""
+    if torch.compiler.is_compiling():
+        return
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
+    if _rehearsing or _done.get(optimizer) == sizes:
+        return
+    for shards in list(_known.values()):
+        if shards.ranks is not None and shards.tp > 1:
+            rehearse(optimizer, shards, shards.ranks)
+    _done[optimizer] = sizes
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Parameters that an optimizer cannot tell apart but for their sizes: a group, a type, a small way of lying."""
+
+    group: int
+    dtype: torch.dtype
+    storage: Storage
+
+
+def rehearse(optimizer: Optimizer, shards: ShardState, ranks: Ranks) -> None:
+    """Refuse an optimizer that steps otherwise on this module's parameters than on whole ones. A collective call.
+
+    An optimizer that holds more than options and tensors, or takes no step by itself, is not rehearsed.
+
+    Raises:
+        StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
+    """
+    kinds = _kinds(optimizer, shards)
+    if not kinds or not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
+        return
+    fault = _trial(optimizer, kinds, ranks)
+    everyone: list[Any] = [None] * ranks.tp
+    dist.all_gather_object(everyone, fault, group=ranks.group)
+    fault = next((f for f in everyone if f), None)
+    if fault:
+        raise StateError(
+            f"{type(optimizer).__name__} does not step on this module's parameters as on the model's: {fault}. Nothing "
+            f"was changed. Give such parameters to another optimizer. Right are {RIGHT}; of those that look at whole "
+            "matrices, as Muon does, those that compute with DTensors throughout, on parameters held in one piece."
+        )
+
+
+def _kinds(optimizer: Optimizer, shards: ShardState) -> dict[Kind, list[tuple[str, list[Tensor]]]]:
+    """Kind -> the names and the pieces of its parameters."""
+    group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+    found: dict[Kind, list[tuple[str, list[Tensor]]]] = {}
+    for name, storage in shards.storages.items():
+        owner, _, leaf = name.rpartition(".")
+        held = [shards.parts[owner]._parameters.get(n) for n in storage.names(leaf)]
+        if held and held[0] in group_of and all(p is not None for p in held):
+            kind = Kind(group_of[held[0]], held[0].dtype, small(storage))
+            found.setdefault(kind, []).append((name, [p for p in held if p is not None]))
+    return found
+
+
+def small(storage: Storage) -> Storage:
+    """The same way of lying with a few elements."""
+    shape = [min(n, REST) for n in storage.shape]
+    layout = storage.layout
+    if not isinstance(layout, Shard):
+        return replace(storage, shape=tuple(shape))
+    segments = [
+        replace(s, count=min(int(s.count), storage.tp + (s.count % storage.tp != 0)), unit=min(int(s.unit), 2))
+        for s in layout.partition.segments
+    ]
+    partition = replace(layout.partition, segments=tuple(segments))
+    assert isinstance(partition, Partition) and isinstance(partition.length, int)
+    shape[layout.dim] = partition.length
+    return replace(storage, shape=tuple(shape), layout=replace(layout, partition=partition))
+
+
+def _trial(optimizer: Optimizer, kinds: dict[Kind, Any], ranks: Ranks) -> str:
+    """What is wrong with the optimizer on this rank; empty where nothing is."""
+    global _rehearsing
+    ids = [ranks.device] if ranks.device.type != "cpu" else []
+    draw = torch.Generator().manual_seed(0)
+    data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
+    _rehearsing = True
+    try:
+        with torch.random.fork_rng(ids):
+            whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds)
+    except Exception:
+        _rehearsing = False
+        return ""  # it cannot be rehearsed, or is wrong on the model too
+    try:
+        with torch.random.fork_rng(ids):
+            cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds)
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+    finally:
+        _rehearsing = False
+    wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
+    if not wrong:
+        return ""
+    name, held = kinds[wrong[0]][0]
+    pieces = f", which is held in {len(held)} pieces," if len(held) > 1 else ""
+    return f"a step on {name}{pieces} comes out otherwise"
+
+
+def _values(kind: Kind, ranks: Ranks, draw: torch.Generator) -> Tensor:
+    """Numbers whose slices differ in size, so that a number of one slice is far from that of the whole."""
+    dtype = torch.promote_types(kind.dtype, torch.float32)
+    value = torch.randn(kind.storage.shape, generator=draw, dtype=torch.float64).to(dtype)
+    if isinstance(kind.storage.layout, Shard):
+        d = kind.storage.layout.dim
+        growth = torch.linspace(1, 4, value.shape[d]).view(-1, *[1] * (value.ndim - d - 1))
+        value = value * growth.to(value.real.dtype if value.is_complex() else value.dtype)
+    return value.to(ranks.device)
+
+
+def _whole(values: list[Tensor]) -> list[list[Tensor]]:
+    return [[v.clone()] for v in values]
+
+
+def _cut(kind: Kind, values: list[Tensor], ranks: Ranks) -> list[list[Any]]:
+    return [kind.storage.shard(v, ranks.mesh, ranks.rank, ranks.device) for v in values]
+
+
+def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: dict[Kind, Any]) -> dict[Kind, Any]:
+    """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
+    stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
+    made = _copied(optimizer, stand, kinds)
+    step: Any = type(optimizer).step
+    for i in range(STEPS):
+        for kind, parameters in stand.items():
+            for p, g in zip(parameters, values[kind][i + 1], strict=True):
+                p.grad = g.clone()
+        step(made)
+    return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
+
+
+def _copied(optimizer: Optimizer, stand: dict[Kind, list[nn.Parameter]], kinds: dict[Kind, Any]) -> Optimizer:
+    """The optimizer as it is made, with stand-ins in place of parameters; nothing that it holds is shared."""
+    memo: dict[int, Any] = {}
+    for kind, entries in kinds.items():
+        for _, held in entries:
+            for i, p in enumerate(held):
+                memo[id(p)] = stand[kind][min(i, len(stand[kind]) - 1)]
+    groups: list[dict[str, Any]] = []
+    for i, group in enumerate(optimizer.param_groups):
+        options = copy.deepcopy({k: v for k, v in group.items() if k != "params"}, {**memo})
+        if "lr" in options:
+            options["lr"] = torch.full_like(options["lr"], RATE) if isinstance(options["lr"], Tensor) else RATE
+        groups.append({**options, "params": [p for kind, ps in stand.items() if kind.group == i for p in ps]})
+    made = object.__new__(type(optimizer))
+    rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not _kept_out(k, v)}
+    others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
+    vars(made).update(copy.deepcopy(rest, {**others, **memo}))
+    made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+    return made
+
+
+def _apart(kind: Kind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
+    """Whether this rank's pieces ended elsewhere than the whole tensor's did."""
+    wanted = kind.storage.shard(whole, ranks.mesh, ranks.rank, ranks.device)
+    change = float((whole - start).abs().max())
+    far = [(a.to_local() - b.to_local()).abs() for a, b in zip(cut, wanted, strict=True)]
+    return any(x.numel() > 0 and not float(x.max()) <= CLOSE * change for x in far)
+
+
+def _kept_out(key: str, value: Any) -> bool:
+    """What a copy has none of: hooks, a step that a schedule counts, what a scaler left there."""
+    return callable(value) or (key.startswith("_optimizer_") and key.endswith("hooks")) or key in (
+        "state", "grad_scale", "found_inf"
+    )  # fmt: skip
+
+
+def _plain(value: Any) -> bool:
+    """Whether something consists of numbers, text and tensors, so that its copy shares nothing with it."""
+    return all(isinstance(v, Tensor | int | float | complex | str | bytes | torch.dtype | None) for v in _leaves(value))
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = [*value.values()]
+    if isinstance(value, list | tuple | set):
+        for v in value:
+            yield from _leaves(v)
+    else:
+        yield value
