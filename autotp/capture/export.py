@@ -23,6 +23,7 @@ from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
 from .conditions import Conditions
+from .functions import functions_kept, read_functions
 from .messages import line_of
 from .repeated_blocks import Repeats, expand, refuse_writes
 
@@ -68,8 +69,9 @@ class Attempt:
                 stack.enter_context(context)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for context in (compat.quiet_export(), _silent(), _unmoved(), regions_kept(), torch.enable_grad()):
-                stack.enter_context(context)  # enable_grad: else the model's own no_grad regions would not be seen
+            for context in (compat.quiet_export(), _silent(), _unmoved(), regions_kept(), functions_kept()):
+                stack.enter_context(context)
+            stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
             export = compat.draft_export if self.draft else torch.export.export
@@ -87,6 +89,8 @@ class Attempt:
                 program, written = program.run_decompositions({}), {}
             if self.repeats:
                 expand(program.graph, self.repeats, *self._holders(program))
+        for graph in (program.graph, *regions(program.graph)):
+            read_functions(graph)
         return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
 
     def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:

@@ -1,0 +1,178 @@
+"""The rule of a `torch.autograd.Function`: its loops are those of its forward and its backward, taken together."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import resolve, tensors
+from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes
+from autotp.kernels.functions import CALL, CALLS, DRAW, Loop
+
+from .core import rule_of
+
+Dim = tuple[fx.Node, int]
+# Operators that may read sizes: on a shard the Function gives them the shard's own.
+SHAPED = (
+    aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.zeros, aten.ones, aten.full, aten.empty,
+    aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full, aten.sym_size,
+)  # fmt: skip
+
+
+def function_rule(op: Op) -> Rule:
+    """What the Function's own operators agree on; the numbers were read off when it was captured."""
+    called = CALLS[op.args["key"]]
+    factors = []
+    for ins, outs in called.loops.get(tuple(map(len, op.ins)), ()):
+        carried = [(shape[d], d) for shape, d in zip([*op.ins, *op.outs], [*ins, *outs], strict=True) if d is not None]
+        if len({n for n, _ in carried}) == 1:
+            places = [tuple(None if d is None else Carry(d) for d in side) for side in (ins, outs)]
+            factors.append(Factor(carried[0][0], *places))
+    return Rule(tuple(factors), empty=False)
+
+
+CALL.rule = function_rule  # not in the table: there is no call of it that would stand for all
+DRAW.rule = lambda op: Rule()
+
+
+def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.Basic]) -> tuple[Loop, ...]:
+    """The loops of a traced forward and backward.
+
+    Args:
+        graph: placeholders are the operands and the gradients of the outputs, in order; outputs are the outputs and
+            the operands' gradients, None where there is none.
+        operands: how many there are. outs: how many outputs. guards: what had to hold of its sizes.
+    """
+    found = _Classes()
+    for guard in guards:
+        found.read_sizes |= set() if _says_equal(guard) else guard.free_symbols
+    for node in graph.nodes:
+        if node.op == "call_function" and tensors(node):
+            found.read(node)
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    given, toward = placeholders[:operands], placeholders[operands : operands + outs]
+    made, back = results[:outs], results[outs:]
+    for a, b in [*zip(made, toward, strict=True), *((x, g) for x, g in zip(given, back, strict=True) if g is not None)]:
+        found.equal(a, b)
+    return tuple(x for members in found.classes() if (x := _loop(found, members, given, made, back)) is not None)
+
+
+def _loop(found: _Classes, members: set[Dim], given: list[Any], made: list[Any], back: list[Any]) -> Loop | None:
+    """The loop that these dimensions are; None where it may not be split."""
+    at: dict[fx.Node, int] = {}
+    for node, d in members:
+        if node in at or not isinstance(_size(node, d), sympy.Expr) or _size(node, d).free_symbols & found.read_sizes:  # type: ignore[union-attr]
+            return None
+        at[node] = d
+    if members & found.whole or not any(x in at for x in given) or not all(x in at for x in made):
+        return None
+    partial = _partial(found, at)
+    if partial is None:
+        return None
+    for x, gradient in zip(given, back, strict=True):
+        if gradient is not None and (x in at) == (gradient in partial):  # a shard's gradient is a shard, else a summand
+            return None
+    if partial - set(back) - found.onward:
+        return None
+    return tuple(at.get(x) for x in given), tuple(at.get(x) for x in made)
+
+
+def _size(node: fx.Node, d: int) -> Any:
+    return expression(tensors(node)[0].shape[d])
+
+
+def _partial(found: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
+    """The values that are sums over the ranks where these dimensions are split; None where that cannot be."""
+    partial: set[fx.Node] = set()
+    found.onward = set()
+    for node, (op, rule) in found.ops.items():
+        summed = {i for i, x in enumerate(op.slots) if x in partial}
+        carried = {i for i, x in enumerate(op.slots) if x in at}
+        if summed:
+            if rule is None or carried or node in at or summed not in [set(s) for s in rule.linear]:
+                return None
+            found.onward |= {op.slots[i] for i in summed}
+            partial.add(node)
+        elif carried or node in at:
+            factors = [f for f in (rule.factors if rule else ()) if _splits(f, op, node, at)]
+            if not any(node in at or (f.contracted and f.reduction == "sum") for f in factors):
+                return None
+            partial |= set() if node in at else {node}
+    return partial
+
+
+def _says_equal(guard: sympy.Basic) -> bool:
+    """Whether a guard says of two sizes that they are one, which is no number read."""
+    return isinstance(guard, sympy.Eq) and all(isinstance(x, sympy.Symbol) for x in guard.args)
+
+
+def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bool:
+    """Whether splitting this factor splits just these dimensions."""
+    wanted = [*(at.get(x) for x in op.slots), at.get(node)]
+    carries = [*factor.ins, *factor.outs]
+    return len(carries) == len(wanted) and all(
+        (d is None) == (c is None) and (c is None or (c.dim, c.repeat, c.unit, c.piece, c.groups) == (d, 1, 1, None, None))
+        for c, d in zip(carries, wanted, strict=True)
+    )
+
+
+@dataclass
+class _Classes:
+    """Dimensions of the values of a graph that are one loop.
+
+    Attributes:
+        whole: dimensions that must stay whole. read_sizes: symbols of sizes that are read as numbers.
+        ops: every operator with its rule. onward: partial values that are summed up further.
+    """
+
+    parent: dict[Dim, Dim] = field(default_factory=dict)
+    whole: set[Dim] = field(default_factory=set)
+    read_sizes: set[Any] = field(default_factory=set)
+    ops: dict[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
+    onward: set[fx.Node] = field(default_factory=set)
+
+    def root(self, dim: Dim) -> Dim:
+        while self.parent.setdefault(dim, dim) != dim:
+            dim = self.parent[dim]
+        return dim
+
+    def equal(self, a: Any, b: Any) -> None:
+        for d in range(len(sizes(tensors(a)[0]))):
+            self.parent[self.root((a, d))] = self.root((b, d))
+
+    def read(self, node: fx.Node) -> None:
+        op = Op.of(node)
+        rule = rule_of(op) if len(op.outs) == 1 and node.target is not CALL else None
+        self.ops[node] = op, rule
+        dims = [*((x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))), *_dims(node)]
+        carried: set[Dim] = set()
+        for f in rule.factors if rule is not None else ():
+            places = [(x, c) for x, c in zip([*op.slots, node], [*f.ins, *f.outs], strict=True) if c is not None]
+            plain = all((c.repeat, c.unit, c.piece, c.groups) == (1, 1, None, None) for _, c in places)
+            own = [(x, c.dim) for x, c in places]
+            carried |= set(own) if plain else set()
+            for a, b in zip(own, own[1:], strict=False):
+                self.parent[self.root(a)] = self.root(b)
+        self.whole |= set(dims) - carried
+        if getattr(node.target, "overloadpacket", None) not in SHAPED:
+            numbers = [x.meta["val"] for x in node.all_input_nodes if not is_tensor(x) and "val" in x.meta]
+            for n in compat.tree_leaves(numbers):
+                found = expression(n) if hasattr(n, "node") else None
+                self.read_sizes |= found.free_symbols if isinstance(found, sympy.Expr) else set()
+
+    def classes(self) -> list[set[Dim]]:
+        groups: dict[Dim, set[Dim]] = defaultdict(set)
+        for dim in list(self.parent):
+            groups[self.root(dim)].add(dim)
+        return list(groups.values())
+
+
+def _dims(node: fx.Node) -> Sequence[Dim]:
+    return [(node, d) for v in tensors(node)[:1] for d in range(len(v.shape))]
