@@ -87,7 +87,8 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     models = load("models.json") if models is None else models
     hand = load("hand_plans.json") if hand is None else hand
     records = models["models"]
-    head = HEAD.format(count=len(records), made=made(models["made"]), scale=SCALE, rows=ROWS, length=LENGTH)
+    runs = made(models["made"], models.get("again"))
+    head = HEAD.format(count=len(records), made=runs, scale=SCALE, rows=ROWS, length=LENGTH)
     parts = [head, *_summary(records)]
     for family in dict.fromkeys(r["family"] for r in records.values()):
         parts += _family(family, {n: r for n, r in records.items() if r["family"] == family})
@@ -96,12 +97,13 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     return "\n".join(parts)
 
 
-def made(with_: Mapping[str, str]) -> str:
-    """With what the results were made, as a sentence."""
+def made(with_: Mapping[str, str], again: Mapping[str, str] | None = None) -> str:
+    """With what the results were made, and the last run that replaced a part of them, in a sentence each."""
     if not with_:
         return ""
+    since = f" A part again on {again['date']} by `{again['command']}`." if again else ""
     named = ", ".join(f"{k} {with_[k]}" for k in ("autotp", "torch", "transformers", "python"))
-    return f"Made on {with_['date']} with {named}, on {with_['machine']}, by `{with_['command']}`."
+    return f"Made on {with_['date']} with {named}, on {with_['machine']}, by `{with_['command']}`.{since}"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -126,6 +126,20 @@ def test_a_hand_written_plan_is_counted():
     assert f"| {found:.2f} |" in page
 
 
+def test_a_run_of_a_part_does_not_pass_for_the_run_of_the_list(tmp_path, monkeypatch):
+    whole = json.loads(models.RESULTS.read_text())
+    (tmp_path / "models.json").write_text(json.dumps(whole))
+    monkeypatch.setattr(models, "RESULTS", tmp_path / "models.json")
+    monkeypatch.setattr(models, "PAGE", tmp_path / "models.md")
+    monkeypatch.setattr(models, "run", lambda architecture, *_: whole["models"][architecture.name])
+    models.main(["--only", "llama"])
+    found = json.loads((tmp_path / "models.json").read_text())
+    assert found["made"] == whole["made"] and found["models"] == whole["models"]
+    assert found["again"]["command"] == "python -m benchmarks.models --only llama"
+    head = render(found).split("- **passes**")[0]
+    assert f"by `{whole['made']['command']}`. A part again on" in head and "--only llama`." in head
+
+
 class Peer:
     """Stands for the peer's class: notes what it is given."""
 

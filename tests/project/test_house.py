@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import shutil
 import subprocess
 import sys
@@ -278,4 +279,5 @@ def test_the_table_of_slow_tests_is_true():
     for name in names:
         path, function = name.split("[")[0].split("::")
         assert f"def {function}(" in (ROOT / path).read_text(), name
+        assert all((ROOT / document).exists() for document in re.findall(r"docs/[\w-]+\.md", name)), name
     assert 0 < len(SAMPLE) <= 12 and {when for _, when, _ in ROWS} == {"check", "-"}
