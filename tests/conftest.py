@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import gc
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ import torch
 
 from tests.helpers.cpu import cpu_seconds
 from tests.helpers.pool import Pool
+from tests.helpers.shared_captures import shared_captures
 from tests.helpers.slow import SAMPLE, SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -54,6 +56,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         others = [item for item in items if "golden" not in getattr(item, "fixturenames", ())]
         items[:] = [item for item in items if item not in others]
         config.hook.pytest_deselected(items=others)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # libraries and tests stay: every collection would look through a million objects of theirs
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # what libraries report as leaked otherwise
 
 
 @pytest.hookimpl(wrapper=True)
@@ -100,6 +110,13 @@ def seed() -> None:
     """Every test draws the same numbers, alone or among others."""
     random.seed(0)
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def sharing() -> Iterator[None]:
+    """Equal captures are made once; the folder of tests of capture itself has another fixture of this name."""
+    with shared_captures():
+        yield
 
 
 @pytest.fixture

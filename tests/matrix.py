@@ -7,6 +7,7 @@ at the end; a combination whose tests fail is status 1.
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
@@ -28,16 +29,33 @@ def told(command: list[str], log: Path) -> tuple[int, str]:
 
 
 def interpreter(version: str) -> str | None:
-    """The path of a Python of this version."""
-    own = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return sys.executable if own == version else shutil.which(f"python{version}")
+    """The path of a Python of this version: this one, one on the PATH, or one that pyenv installed."""
+    if f"{sys.version_info.major}.{sys.version_info.minor}" == version:
+        return sys.executable
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"), "versions")
+    found = [shutil.which(f"python{version}"), *sorted(map(str, pyenv.glob(f"{version}.*/bin/python")))]
+    return next((path for path in found if path and _version(path) == version), None)
+
+
+def _version(path: str) -> str:
+    """Of an interpreter; "" of one that does not run, such as a shim for versions that are not chosen."""
+    asked = [path, "-c", "import sys; print('%d.%d' % sys.version_info[:2])"]
+    return subprocess.run(asked, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True).stdout.strip()
+
+
+def pins() -> str:
+    """The lines of constraints.txt but for torch's and those of what belongs to one torch."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    return "".join(line for line in lines if not line.startswith(("torch==", "triton==", "nvidia-", "cuda-")))
 
 
 def prepared(python: str, torch: str, folder: Path, log: Path) -> tuple[str, str]:
     """The interpreter of an environment with this torch, and why there is none."""
     own = str(folder / "bin/python")
+    (folder / "constraints.txt").write_text(pins(), encoding="utf-8")
     pip = [own, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    # torch first, in any patch version; the others without constraints.txt, which names one torch.
+    pip += ["--constraint", str(folder / "constraints.txt")]
+    # torch first, in any patch version.
     for command in (
         [python, "-m", "venv", str(folder)],
         [*pip, f"torch=={torch}.*", "setuptools>=77"],

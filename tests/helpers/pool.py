@@ -26,6 +26,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from tests.helpers.shared_captures import shared_captures, sharing_captures
+
 SIZE = 4
 GRACE = 3.0  # seconds that the other ranks get once one rank has failed
 PATIENCE = 600.0  # seconds until ranks count as hung: far more than any test takes, on a machine however slow
@@ -65,7 +67,7 @@ class Pool:
         if not self._workers or not all(worker.is_alive() for worker in self._workers):
             self.close()
             self.start()
-        message = pickle.dumps((fn, world, args))
+        message = pickle.dumps((fn, world, args, sharing_captures()))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
         answers = self._answers(world, timeout)
@@ -163,8 +165,8 @@ def _share_a_device() -> None:
 
 def _answer(rank: int, message: bytes, groups: dict[int, Any]) -> bytes:
     try:
-        fn, world, args = pickle.loads(message)
-        with warnings.catch_warnings():
+        fn, world, args, sharing = pickle.loads(message)
+        with shared_captures(sharing), warnings.catch_warnings():
             warnings.simplefilter("error")
             # Dynamo itself instantiates the autograd.Functions that it traces (torch 2.13).
             warnings.filterwarnings("ignore", ".*Function.* should not be instantiated", DeprecationWarning)

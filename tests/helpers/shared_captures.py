@@ -1,0 +1,160 @@
+"""Captures shared by tests: exporting a tiny model takes longer than all that most tests do with its graph.
+
+Nothing is named by a test: a capture is given again where everything that it is made from is equal. That is the tree of
+modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them are
+graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested, and
+what a test patched in the files that capture. A capture with notes or conditions depends on more than these, and is not
+kept. The tests of capture itself (tests/capture) take none.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+
+from autotp.driver import pipeline
+from autotp.ir.graph import Capture
+from autotp.runtime import module as runtime
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
+CODE = (type, FunctionType, BuiltinFunctionType)
+HELD = {"_parameters", "_buffers", "_modules"}
+MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
+MAKERS += (pipeline.__name__,)
+KEPT: dict[Any, Capture] = {}
+_on = False
+
+
+class _Same:
+    """Equal to itself alone, whatever it holds."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+def _makers() -> Iterator[tuple[str, str, Any]]:
+    """Every name of the files that capture, and of the classes in them, with what it stands for."""
+    for name, module in [(n, m) for n, m in list(sys.modules.items()) if n.startswith(MAKERS)]:
+        for key, value in vars(module).items():
+            yield name, key, value
+            if isinstance(value, type) and value.__module__ == name:
+                yield from ((name, f"{key}.{k}", v) for k, v in vars(value).items() if not k.startswith("__"))
+
+
+def _patched() -> frozenset[Any]:
+    """What the files that capture hold now and did not when this one was read."""
+    return frozenset((m, k, _Same(v)) for m, k, v in _makers() if USUAL.get((m, k)) is not v and k != "prepare")
+
+
+class _Unlike(Exception):
+    """Something whose equality cannot be told."""
+
+
+USUAL = {(name, key): value for name, key, value in _makers()}
+
+
+@contextmanager
+def shared_captures(on: bool = True) -> Iterator[None]:
+    """Within this context equal captures are made once in this process."""
+    global _on
+    if not on:
+        yield
+        return
+    sharing = _sharing(pipeline.prepare)
+    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing):
+        _on = True
+        try:
+            yield
+        finally:
+            _on = False
+
+
+def sharing_captures() -> bool:
+    """Whether this process is within the context: the pool's workers then are too."""
+    return _on
+
+
+def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
+    def shared(bare: nn.Module, inputs: Any, device: Any, mode: Any, trial: Any = None, request: Any = None) -> Capture:
+        request = pipeline.DEFAULT_CAPTURE if request is None else request
+        try:
+            given = told((inputs.args, inputs.kwargs))
+            key = model_key(bare), given, device, mode, request, _patched()
+        except _Unlike:
+            return prepare(bare, inputs, device, mode, trial, request)
+        compared = trial is not None and not trial.skip
+        if key not in KEPT or (compared and math.isnan(KEPT[key].error)):
+            made = prepare(bare, inputs, device, mode, trial, request)
+            if made.notes or made.conditions is not None or (trial is not None and trial.remark):
+                return made
+            KEPT[key] = made
+        found = KEPT[key]
+        error = found.error if compared else math.nan
+        # Of its own: ranks that follow the first one's order change the leaves, and the notes grow.
+        leaves = [replace(leaf) for leaf in found.leaves]
+        return replace(found, leaves=leaves, notes=[], symbols=dict(found.symbols), error=error)
+
+    return shared
+
+
+def model_key(bare: nn.Module) -> Any:
+    """What a capture of a model depends on, hashable: equal for models that differ in their numbers alone.
+
+    Raises:
+        _Unlike: the model holds what cannot be compared.
+    """
+    named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    tensors = tuple((n, first.setdefault(id(t), n), type(t), *_tensor(t)) for n, t in named)
+    return tensors, tuple((n, type(m), type(m).forward, _attributes(m)) for n, m in bare.named_modules())
+
+
+def _attributes(module: nn.Module) -> Any:
+    hooks = [k for k, v in vars(module).items() if k.endswith("hooks") and "state_dict" not in k and v]
+    if hooks:
+        raise _Unlike(hooks)
+    return told({k: v for k, v in vars(module).items() if k not in HELD and not k.endswith("hooks")})
+
+
+def told(x: Any) -> Any:
+    """A value as something that can be compared and hashed; of a tensor, what it is like and not its numbers."""
+    if isinstance(x, CODE):
+        if getattr(x, "__closure__", None):
+            raise _Unlike(x)
+        return x
+    if isinstance(x, PLAIN):
+        return type(x), repr(x)
+    if isinstance(x, Tensor):
+        return _tensor(x)
+    if isinstance(x, partial):
+        return told(x.func), told(x.args), told(x.keywords)
+    if isinstance(x, Mapping):
+        return type(x), tuple((told(k), told(v)) for k, v in x.items())
+    if isinstance(x, list | tuple):
+        return type(x), tuple(map(told, x))
+    if isinstance(x, set | frozenset):
+        return type(x), frozenset(map(told, x))
+    if hasattr(x, "to_dict"):  # a config of transformers
+        return type(x), told(vars(x))
+    raise _Unlike(x)
+
+
+def _tensor(t: Tensor) -> Any:
+    return tuple(t.shape), t.stride(), t.dtype, t.device, t.requires_grad, t.is_inference(), t.is_meta

@@ -1,0 +1,73 @@
+"""Captures that tests share: given again where the model is the same but for its numbers, and nowhere else."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import autotp
+from autotp.capture.capture import skeleton
+from autotp.driver import pipeline
+from autotp.inputs import Inputs
+from tests.helpers.shared_captures import model_key, sharing_captures
+from tests.helpers.stacked import Stack
+
+X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "training": lambda m: m.layers[1].eval(),
+    "dtype": lambda m: m.layers[1].bfloat16(),
+    "frozen": lambda m: m.layers[1].requires_grad_(False),
+    "a flag": lambda m: setattr(m, "way", "none"),
+    "a number": lambda m: setattr(m.layers[1].norm, "eps", 1e-3),
+    "a forward": lambda m: setattr(m.layers[1], "forward", lambda x: 2 * x),
+    "tied": lambda m: setattr(m.layers[1], "up", m.layers[0].up),
+    "a module": lambda m: setattr(m.layers[1], "norm", torch.nn.Identity()),
+}
+
+
+def captured(model: Any, x: torch.Tensor = X) -> Any:
+    return pipeline.capture_model(model, Inputs(x), torch.device("cpu"))[0]
+
+
+def test_equal_models_share_a_capture():
+    assert sharing_captures()
+    one, other = captured(Stack("none")), captured(Stack("none"))
+    assert one.graph is other.graph and one is not other and one.leaves[0] is not other.leaves[0]
+    assert autotp.verify(Stack("none"), 2, X)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_differs_is_captured_by_itself(change):
+    model = Stack("layers")
+    CHANGES[change](model)
+    assert captured(model, X).graph is not captured(Stack("layers")).graph
+    assert model_key(skeleton(Stack("layers"), "cpu")) == model_key(skeleton(Stack("layers"), "cpu"))
+
+
+def test_what_was_not_compared_with_the_model_is_not_given_to_who_wants_that():
+    model, inputs = Stack("sequential"), Inputs(X)
+    found = [pipeline.capture_model(model, inputs, torch.device("cpu"), check)[0] for check in (False, None, False)]
+    assert [math.isnan(each.error) for each in found] == [True, False, True]
+    assert found[0].graph is not found[1].graph and found[1].graph is found[2].graph
+
+
+def test_what_is_patched_counts(monkeypatch):
+    first = captured(Stack("none")).graph
+    monkeypatch.setattr(pipeline, "CANONICAL", pipeline.CANONICAL[:1])
+    assert captured(Stack("none")).graph is not first
+    monkeypatch.undo()
+    assert captured(Stack("none")).graph is first
+
+
+def test_inputs_and_hooks_count():
+    first = captured(Stack("none")).graph
+    assert captured(Stack("none"), X[:4]).graph is not first
+    assert captured(Stack("none"), X.clone().requires_grad_()).graph is not first
+    assert captured(Stack("none"), X + 1).graph is first
+    hooked = Stack("none")
+    hooked.layers[0].register_forward_hook(lambda *_: None)
+    assert captured(hooked).graph is not captured(hooked).graph
