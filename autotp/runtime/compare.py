@@ -16,7 +16,8 @@ from autotp.log import log
 from autotp.plans.plan import Plan
 
 from . import state
-from .compare_runs import Call, Trial
+from .compare_runs import Call
+from .compare_trial import Trial
 from .module import ShardedModule
 from .programs import Source
 

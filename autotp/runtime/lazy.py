@@ -48,6 +48,7 @@ class LazyModule(ShardedModule):
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
             self.__class__ = kind = self._kind  # type: ignore[assignment]
             kind.__init__(self, *made)
+        del self._build, self._kind  # they hold the original, and a process group, which cannot be copied
         self.__dict__.update(hooks)
         if mode != made[0].training:
             self.train(mode)
