@@ -23,6 +23,7 @@ from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 from autotp.runtime.build import Build, capture_on_ranks
+from autotp.runtime.compare import kind_of
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
@@ -105,6 +106,7 @@ def parallelize(
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
     check: bool | None = None,
+    compare: Literal["first", "every"] | None = None,
 ) -> ShardedModule:
     """Shard a model by a plan: every rank keeps its part of the parameters, and the module answers like the original.
 
@@ -114,21 +116,21 @@ def parallelize(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
         outputs, random, backend, options, optimise: see `compile`.
-        check: compare values between the ranks too; see `compile`.
+        check, compare: compare values between the ranks, and with the original; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
     request = CaptureRequest.read(plan.batch.size, outputs, random)
-    lowering = Lowering.read(backend, options, optimise)
+    lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
     build = Build(model, ranks, Options.of_plan(plan), request, lowering, plan, check, check_capture=False)
     captured = build.capture(inputs)[0] if inputs is not None else None
-    return ShardedModule(*build.shard(plan, captured))
+    return kind(*build.shard(plan, captured))
 
 
 def compile(
@@ -155,6 +157,7 @@ def compile(
     optimise: Switches = None,
     check: bool | None = None,
     check_capture: bool | None = None,
+    compare: Literal["first", "every"] | None = None,
 ) -> ShardedModule:
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
@@ -174,6 +177,8 @@ def compile(
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call.
+        compare: for debugging, "first" or "every": run the original beside that call and its backward, on every rank,
+            and name the first module whose values or gradients differ.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
@@ -181,6 +186,7 @@ def compile(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
     _refuse(plan, steering, tp, mesh)
+    kind = kind_of(compare)
     lowering, model = Lowering.read(backend, options, optimise), with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     request, captured = CaptureRequest.read(axis.size, outputs, random), None
@@ -190,7 +196,7 @@ def compile(
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
     build = Build(model, ranks, chosen, request, lowering, plan, check, check_capture, captured)
-    return ShardedModule(*build(inputs)) if inputs is not None else LazyModule(model, build)
+    return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 
 def _refuse_other(plan: Any) -> None:

@@ -387,6 +387,11 @@ def by_default(op: Any, args: Any, kwargs: Any) -> Any:
 below_autograd = torch._C._AutoDispatchBelowAutograd
 
 
+def after_backward(function: Callable[[], None]) -> None:
+    """Called in a backward: run the function when all of it is done; what it raises is raised by the backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
 def flat_mesh(mesh: Any) -> Any:
     """A mesh of several dimensions as one of one dimension."""
     return mesh._flatten()

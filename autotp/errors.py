@@ -27,3 +27,7 @@ class StateError(AutoTPError):
 
 class RuleError(AutoTPError):
     """An operator rule contradicts the operator it describes."""
+
+
+class CompareError(AutoTPError):
+    """With `compare=`, a module's values or gradients on the ranks are not the original's; the message names it."""

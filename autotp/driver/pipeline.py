@@ -180,11 +180,13 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
 def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:
     """The plan's decisions by node; refused where they are not those that its graph needs."""
     nodes = {n.name: n for n in [*builder.leaves, *builder.calls]}
-    odd = set(plan.decisions) ^ set(nodes)
+    output = builder.program.graph.output_node()  # decided where it is pinned
+    odd = (set(plan.decisions) ^ set(nodes)) - {output.name}
     for name in set(plan.decisions) & set(nodes):
         found, op = plan.decisions[name], builder.ops.get(nodes[name])
         if (len(found.ins), len(found.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
             odd.add(name)
+    nodes[output.name] = output
     if odd:
         raise PlanError(
             f"the plan's decisions are not those that its graph needs, such as for {min(odd)}: it was changed after it "

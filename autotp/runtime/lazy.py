@@ -29,20 +29,26 @@ def _early(self: Any, *args: Any, **kwargs: Any) -> NoReturn:
 class LazyModule(ShardedModule):
     """Becomes a `ShardedModule` at its first call; `train` and `eval` are remembered, the rest raises `StateError`."""
 
-    def __init__(self, model: nn.Module, build: Callable[[Inputs], tuple[nn.Module, Plan, Source]]) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        build: Callable[[Inputs], tuple[nn.Module, Plan, Source]],
+        kind: type[ShardedModule] = ShardedModule,
+    ) -> None:
         nn.Module.__init__(self)
         self.training = model.training
         self.config = getattr(model, "config", None)
         self._original, self._leaf = type(model).__name__, ""
-        self._build = build
+        self._build, self._kind = build, kind
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Capture and shard for these inputs, then be that sharded module."""
         with torch.inference_mode(False), torch.enable_grad():
             made, mode = self._build(Inputs(*args, **kwargs)), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
-            self.__class__ = ShardedModule  # type: ignore[assignment]
-            ShardedModule.__init__(self, *made)
+            self.__class__ = kind = self._kind  # type: ignore[assignment]
+            kind.__init__(self, *made)
+        del self._build, self._kind  # they hold the original, and a process group, which cannot be copied
         self.__dict__.update(hooks)
         if mode != made[0].training:
             self.train(mode)
