@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.selfcheck import Trial
+from autotp.capture.stand_in import trial_of
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -85,6 +86,18 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
+    finish = _finishing(mode, trial)
+    with stage("capture"):
+        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial)
+    with stage("batch axis"):
+        made = local_program(whole, request.dp)
+    made = only_loss(made) if request.outputs == "loss" else made
+    return by_counter(made) if request.random == "counter" else made
+
+
+def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
+    """What makes a capture canonical, and holds it against the model."""
+
     def finish(program: Capture) -> None:
         program.state = mode
         casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
@@ -93,12 +106,13 @@ def prepare(
             with stage("self-check"):
                 program.error = trial.compare(program)
 
-    with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial)
-    with stage("batch axis"):
-        made = local_program(whole, request.dp)
-    made = only_loss(made) if request.outputs == "loss" else made
-    return by_counter(made) if request.random == "counter" else made
+    return finish
+
+
+def _small(trial: Trial) -> Capture:
+    """The capture of a stand-in, held against it."""
+    finish = _finishing(mode_of(trial.model.modules(), trial.device), trial)
+    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial)
 
 
 @uncollected()
@@ -114,7 +128,7 @@ def capture_model(
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
-    trial = Trial.of(model, two_examples(inputs, request.dp), device, check)
+    trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
     bare = skeleton(model, device)
     captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, request)
     captured.origin = bare, inputs

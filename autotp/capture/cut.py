@@ -1,0 +1,183 @@
+"""A model made small: with a few blocks of each stack, and with narrower layers where its constructor can be asked.
+
+What is made is a model of the same classes, on the meta device or with the original's own tensors; nothing of the
+original changes.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections import Counter
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .copies import copied
+from .stacks import FEWEST, kinds
+
+FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
+RATIOS = (64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
+NARROW = 128  # what the widest of the common widths comes to, or more
+Stack = nn.ModuleList | nn.Sequential
+
+
+def cuts(model: nn.Module) -> dict[str, int]:
+    """Stacks of blocks -> how many from the first on hold every kind of block after every kind that it follows.
+
+    The last that is kept is of the kind of the stack's last. Stacks within blocks that are kept are cut too.
+    """
+    found: dict[str, int] = {}
+    for name, module in model.named_modules():
+        gone = any(name.startswith(f"{stack}.") and _place(name, stack) >= kept for stack, kept in found.items())
+        if not gone and isinstance(module, Stack) and len(module) >= FEWEST and len(set(module)) == len(module):
+            kept = _needed(kinds(module))
+            if kept < len(module):
+                found[name] = kept
+    return found
+
+
+def _place(name: str, stack: str) -> int:
+    return int(name.removeprefix(f"{stack}.").split(".")[0])
+
+
+def _needed(found: list[Hashable | None]) -> int:
+    """The length of the shortest beginning with all pairs of neighbours, and the last kind at its end."""
+    if None in found:
+        return len(found)
+    pairs = set(zip(found, found[1:], strict=False))
+    for n in range(FEWEST_KEPT, len(found)):
+        if found[n - 1] == found[-1] and set(zip(found[:n], found[1:n], strict=False)) == pairs:
+            return n
+    return len(found)
+
+
+@contextmanager
+def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
+    """Within this context the stacks of the model have these lengths."""
+    held = [(module, dict(module._modules), lengths[name]) for name, module in model.named_modules() if name in lengths]
+    try:
+        for module, blocks, length in held:
+            module._modules = dict(list(blocks.items())[:length])
+        yield
+    finally:
+        for module, blocks, _ in held:
+            module._modules = blocks
+
+
+# ---- narrower --------------------------------------------------------------------------------------------------------
+
+
+def narrowed(model: nn.Module) -> tuple[nn.Module, int] | None:
+    """A model of the same classes on the meta device, made by the same constructor with smaller widths, and the ratio.
+
+    A width is a number among the constructor's arguments that is a dimension of a layer, but for how many rows the
+    embeddings have and how many experts there are. None where the constructor's arguments are not kept, or it does not
+    take others.
+    """
+    given, common = _given(model), _widths(model)
+    if given is None or not common:
+        return None
+    widest = max(n for n, count in common.items() if 4 * count >= max(common.values()))
+    ratio = next((r for r in RATIOS if widest % r == 0 and widest // r >= NARROW), 0)
+    widths = {n: n // ratio for n in common if n % ratio == 0 and n > ratio} if ratio else {}
+    made = _made(model, given, widths) if widths else None
+    return None if made is None else (made, ratio)
+
+
+def _widths(model: nn.Module) -> Counter[int]:
+    """The dimensions of layers, with how often they are met."""
+    found: Counter[int] = Counter()
+    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            shape = list(parameter.shape)
+            if isinstance(module, nn.Embedding):
+                shape = shape[1:]
+            elif "Conv" in type(module).__name__:
+                shape = shape[:2]
+            elif len(shape) > 2:  # one for each expert
+                shape = shape[1:]
+            found.update(shape)
+    return Counter({n: count for n, count in found.items() if n not in rows or count > 2})
+
+
+def _made(model: nn.Module, given: Mapping[str, Any], widths: Mapping[int, int]) -> nn.Module | None:
+    """The model with these widths, where it is then made of the same modules."""
+    dtypes = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
+    try:
+        with torch.device("meta"), torch.random.fork_rng(devices=[]), _default(dtypes.most_common(1)[0][0]):
+            made = type(model)(**{name: _narrow(value, widths, {}) for name, value in given.items()})
+    except Exception:  # whatever a constructor thinks of these sizes
+        return None
+    want, have = dict(model.named_modules()), dict(made.named_modules())
+    wanted, names = _tensors(model), {id(t): n for n, t in _tensors(made).items()}
+    if want.keys() != have.keys() or any(type(m) is not type(have[n]) for n, m in want.items()):
+        return None
+    if wanted.keys() != set(names.values()):
+        return None
+    for name, module in want.items():
+        have[name].training = module.training
+
+    def like(tensor: Tensor) -> Tensor:
+        other = wanted[names[id(tensor)]]
+        empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=other.dtype, device="meta")
+        return nn.Parameter(empty, other.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+
+    return copied(made, like)
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+@contextmanager
+def _default(dtype: torch.dtype) -> Iterator[None]:
+    held = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(held)
+
+
+def _given(model: nn.Module) -> dict[str, Any] | None:
+    """The arguments that the model's constructor takes, as far as the model keeps them under the same names, itself or
+    in its `config`; None where one that it needs is not kept."""
+    config = getattr(model, "config", None)
+    found: dict[str, Any] = {}
+    for name, parameter in list(inspect.signature(type(model).__init__).parameters.items())[1:]:
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            continue
+        if isinstance(config, Mapping) and name in config:
+            found[name] = config[name]
+        elif name in vars(model):
+            found[name] = vars(model)[name]
+        elif hasattr(config, name):
+            found[name] = getattr(config, name)
+        elif parameter.default is parameter.empty:
+            return None
+    return found
+
+
+def _narrow(value: Any, widths: Mapping[int, int], seen: dict[int, Any]) -> Any:
+    """A copy of arguments with other widths."""
+    if type(value) is int:
+        return widths.get(value, value)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
+        return type(value)(_narrow(v, widths, seen) for v in value)
+    if isinstance(value, dict):
+        made = copy.copy(value)
+        for key, v in value.items():
+            dict.__setitem__(made, key, _narrow(v, widths, seen))
+        return made
+    if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
+        return value
+    if id(value) not in seen:
+        seen[id(value)] = made = copy.copy(value)
+        for key, v in list(vars(value).items()):
+            vars(made)[key] = _narrow(v, widths, seen)
+    return seen[id(value)]

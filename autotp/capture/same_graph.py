@@ -1,0 +1,178 @@
+"""Whether the capture of a small model is that of a large one of the same classes, but for depth and widths.
+
+A graph is read as runs of operators: those of one block of a stack that was cut, and those between blocks. Two runs are
+equal where they have the same operators on the same operands: values of the run, the block's own weights, values of
+other runs by what these are and how many like them lie between. Every run of the large graph must have its like in the
+small one, and the other way round.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import Capture, short_name, tensors, where
+from autotp.ir.scopes import module_path
+
+CLOSE = 1e-6  # of two literals' logarithms
+
+
+@dataclass
+class _Run:
+    """Operators one after the other: of the block at `place`, or of none.
+
+    Attributes:
+        kind: what they compute, wherever their operands come from. links: where these come from.
+        numbers: literals, which may differ between the graphs as widths do.
+    """
+
+    place: tuple[str, int] | None
+    nodes: list[fx.Node] = field(default_factory=list)
+    kind: str = ""
+    links: Hashable = None
+    numbers: list[Any] = field(default_factory=list)
+
+
+def differs(large: Capture, small: Capture, stacks: Mapping[str, int], ratio: int = 1) -> str:
+    """Where the graphs are not the same, in words; empty where they are.
+
+    Args:
+        stacks: names of the stacks of which the small model has fewer blocks.
+        ratio: by which its layers are narrower.
+    """
+    ours, theirs = _runs(large, stacks), _runs(small, stacks)
+    known: dict[Hashable, list[_Run]] = {}
+    for run in theirs:
+        known.setdefault((run.kind, run.links), []).append(run)
+    for run in ours:
+        like = known.get((run.kind, run.links), [])
+        if not like:
+            return f"no operators of it are those from {where(run.nodes[0])} on"
+        if not any(_numbers_fit(run.numbers, other.numbers, ratio) for other in like):
+            return f"numbers among the operators from {where(run.nodes[0])} on are others"
+    missing = known.keys() - {(run.kind, run.links) for run in ours}
+    return f"it has operators more, from {where(known[missing.pop()][0].nodes[0])} on" if missing else ""
+
+
+def _runs(program: Capture, stacks: Mapping[str, int]) -> list[_Run]:
+    """The runs of a graph, in order."""
+    found: list[_Run] = []
+    home: dict[fx.Node, tuple[int, int]] = {}  # node -> its run, and its place in it
+    for node in program.graph.nodes:
+        if node.op == "placeholder":
+            continue
+        place = next((p for path in module_path(node) if (p := _block(path, stacks))), None)
+        if not found or found[-1].place != place or node.op == "output":
+            found.append(_Run(place))
+        home[node] = len(found) - 1, len(found[-1].nodes)
+        found[-1].nodes.append(node)
+    reader = _Reader(program, found, home, stacks)
+    for i, run in enumerate(found):
+        reader.read(i, run)
+    for i, run in enumerate(found):
+        run.links = tuple(reader.link(i, node) for node in reader.outside[i])
+    return found
+
+
+def _block(name: str, stacks: Mapping[str, int]) -> tuple[str, int] | None:
+    """The block of one of the stacks that this is, or lies in."""
+    for stack in stacks:
+        if name.startswith(f"{stack}."):
+            place = name.removeprefix(f"{stack}.").split(".")[0].split("@")[0].split("#")[0]
+            if place.isdigit():
+                return stack, int(place)
+    return None
+
+
+@dataclass
+class _Reader:
+    program: Capture
+    runs: list[_Run]
+    home: dict[fx.Node, tuple[int, int]]
+    stacks: Mapping[str, int]
+    outside: list[list[fx.Node]] = field(default_factory=list)  # of each run: what it reads of other runs
+
+    def __post_init__(self) -> None:
+        self.leaves = {leaf.node: leaf for leaf in self.program.leaves}
+        self.taken: dict[Any, list[str | int]] = {}
+        results = compat.tree_leaves(self.program.graph.output_node().args)
+        for i, taker in self.program.mutations.items():
+            self.taken.setdefault(results[i], []).append(taker)
+
+    def read(self, index: int, run: _Run) -> None:
+        """Say what a run computes."""
+        outside: dict[fx.Node, int] = {}
+
+        def told(x: Any) -> Hashable:
+            if isinstance(x, fx.Node):
+                if x in self.leaves:
+                    return self._leaf(x, run)
+                if self.home[x][0] == index:
+                    return "own", self.home[x][1]
+                return "outside", outside.setdefault(x, len(outside)), _shape(x)
+            if type(x) in (int, float):
+                run.numbers.append(x)
+                return type(x)
+            return repr(x)
+
+        rows = []
+        for node in run.nodes:
+            given = (node.args, node.kwargs)
+            if node.op == "output":
+                kept = [x for i, x in enumerate(compat.tree_leaves(node.args)) if i not in self.program.mutations]
+                given = (tuple(kept), {})
+            target = short_name(node.target) if node.op == "call_function" else node.op
+            rows.append((target, tuple(map(told, compat.tree_leaves(given))), _shape(node), self._written(node, run)))
+        place = run.place[0] if run.place else None
+        run.kind = hashlib.sha256(repr((place, rows)).encode()).hexdigest()
+        self.outside.append(list(outside))
+
+    def link(self, index: int, node: fx.Node) -> Hashable:
+        """Where a value of another run comes from: the kind of that run, and how many like it lie between."""
+        maker, place = self.home[node]
+        kind = self.runs[maker].kind
+        return kind, place, sum(run.kind == kind for run in self.runs[maker + 1 : index])
+
+    def _leaf(self, node: fx.Node, run: _Run) -> Hashable:
+        leaf = self.leaves[node]
+        return leaf.kind, self._name(leaf.name, run) if leaf.kind != "constant" else "", _shape(node)
+
+    def _name(self, name: str, run: _Run) -> Hashable:
+        """A name, relative to the run's block where it is within that."""
+        place = _block(name, self.stacks)
+        if place is None or place != run.place:
+            return name
+        return name.removeprefix(f"{place[0]}.{place[1]}")
+
+    def _written(self, node: fx.Node, run: _Run) -> Hashable:
+        """Which buffers or inputs take this value afterwards."""
+        return tuple(self._name(t, run) if isinstance(t, str) else t for t in self.taken.get(node, ()))
+
+
+def _shape(node: fx.Node) -> Hashable:
+    """What is the same at every width."""
+    return node.meta.get("no_grad"), tuple((v.ndim, v.dtype) for v in tensors(node))
+
+
+def _numbers_fit(ours: list[Any], theirs: list[Any], ratio: int) -> bool:
+    return len(ours) == len(theirs) and all(_fits(a, b, ratio) for a, b in zip(ours, theirs, strict=True))
+
+
+def _fits(a: float, b: float, ratio: int) -> bool:
+    """Whether two literals are the same, or differ as sizes, or numbers made of one size, do."""
+    if a == b or (a != a and b != b):
+        return True
+    if ratio == 1:
+        return False
+    if type(a) is int:
+        return 0 < b < a
+    if a * b <= 0 or not math.isfinite(a) or not math.isfinite(b):
+        return False
+    halves = 2 * math.log(a / b) / math.log(ratio)
+    return abs(halves - round(halves)) < CLOSE

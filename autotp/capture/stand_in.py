@@ -1,0 +1,161 @@
+"""The self-check of a model that is too large for it: a small model of the same classes is captured and compared in its
+place, and the captures of both must be the same graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import torch
+from torch import Tensor, nn
+
+from autotp import compat
+from autotp.errors import AutoTPError, CaptureError
+from autotp.inputs import Inputs
+from autotp.ir.graph import Capture
+
+from .copies import copied
+from .cut import cut, cuts, narrowed
+from .same_graph import differs
+from .selfcheck import LARGEST, Results, Trial, bytes_of, finite, on_meta
+
+CHEAP = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
+LIMIT = 1 << 26  # numbers in all weights of a stand-in
+LENGTH = 16  # what the first dimensions of inputs are cut to
+Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
+
+
+@dataclass(frozen=True)
+class Small:
+    """A small model of the same classes; `stacks`, `ratio`: what was made smaller, as `same_graph.differs` takes it."""
+
+    model: nn.Module
+    stacks: dict[str, int]
+    ratio: int
+    told: str
+
+
+def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None, capturer: Capturer) -> Trial:
+    """A trial of this model, or by default of a stand-in where its weights are large or many on the meta device.
+
+    Args:
+        wanted: `check_capture` of the public functions: False never compares, True compares the model itself.
+        capturer: captures a stand-in.
+    """
+    whole = Trial.of(model, inputs, device, wanted)
+    if wanted is not None:
+        return whole
+    empty, size = on_meta(model), bytes_of(model)
+    if not empty and size < LARGEST:
+        return whole
+    if not empty or _count(model) > CHEAP:
+        for small in _smaller(model):
+            for given in (*shortened(inputs), inputs):
+                trial = StandIn(small.model, given, device, ground=small.told, small=small, capturer=capturer)
+                if trial.runs():
+                    return trial
+    if size >= LARGEST:
+        return replace(whole, skip=f"{whole.skip}; no small model of its classes could be made from it")
+    return replace(whole, short=tuple(shortened(inputs)))
+
+
+def _count(model: nn.Module) -> int:
+    return sum(t.numel() for t in [*model.parameters(), *model.buffers()])
+
+
+def _smaller(model: nn.Module) -> Iterator[Small]:
+    """Small models of the same classes, those first that are most like the model."""
+    stacks = cuts(model)
+    lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
+    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name}" for name, kept in stacks.items())
+    random = "random weights" if on_meta(model) else "its own weights"
+    short = None
+    if stacks:
+        with cut(model, stacks):
+            short = copied(model, lambda t: t)
+        small = Small(short, stacks, 1, f"a stand-in with {depth}, and {random}")
+        if _count(short) <= LIMIT:
+            yield small
+    found = narrowed(model)
+    if found is not None:
+        thin, ratio = found
+        with cut(thin, stacks):
+            thin = copied(thin, lambda t: t)
+        told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
+        if _count(thin) <= LIMIT:
+            yield Small(thin, stacks, ratio, f"a stand-in of the same classes with {told}, and random weights")
+    if short is not None and _count(short) > LIMIT and bytes_of(short) < LARGEST:
+        yield small
+
+
+def shortened(inputs: Inputs) -> Iterator[Inputs]:
+    """The inputs with fewer examples and positions, then with fewer examples, where they have more."""
+    for dims in (2, 1):
+        changed = False
+
+        def own(tensor: Tensor, dims: int = dims) -> Tensor:
+            nonlocal changed
+            made = tensor
+            for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else 1)):
+                if made.shape[d] > LENGTH:
+                    made, changed = made.narrow(d, 0, LENGTH), True
+            return (made if made is tensor else made.clone()).detach().requires_grad_(tensor.requires_grad)
+
+        args, kwargs = compat.tree_map_only(Tensor, own, (inputs.args, dict(inputs.kwargs)))
+        if changed:
+            yield Inputs(*args, **kwargs)
+
+
+@dataclass
+class StandIn(Trial):
+    """A trial of a small model, for captures of the large one."""
+
+    small: Small | None = None
+    capturer: Capturer | None = None
+
+    def runs(self) -> bool:
+        """Whether the small model takes these inputs, and gives numbers."""
+        try:
+            outputs = self.outputs(self.mapped()).values()
+        except Exception:  # whatever a forward thinks of these sizes
+            return False
+        return finite(outputs)
+
+    @cached_property
+    def _made(self) -> tuple[Capture | None, str, str]:
+        """The capture of the small model that was found right, or why there is none; and what was refused of it."""
+        trial = Trial(self.model, self.inputs, self.device, ground=self.ground)
+        assert self.capturer is not None
+        try:
+            made = self.capturer(trial)
+        except AutoTPError as error:
+            return None, f"{self.ground} cannot be captured: {str(error).splitlines()[0]}", trial.refused
+        return (None, trial.skip, trial.refused) if trial.skip else (made, "", trial.refused)
+
+    def compare(self, program: Capture) -> float:
+        """The largest relative difference between the stand-in's capture and the stand-in; nan where this capture is
+        another graph, see `skip`.
+
+        Raises:
+            CaptureError: it is more than rounding allows.
+        """
+        made, why, refused = self._made
+        if made is not None:
+            assert self.small is not None
+            other = differs(program, made, self.small.stacks, self.small.ratio)
+            if not other:
+                return made.error
+            why = f"{self.ground} is captured as another graph: {other}"
+        if refused:
+            raise CaptureError(f"{refused} (on {self.ground})")
+        self.skip = why
+        return float("nan")
+
+    def original(self) -> Results | None:
+        """The model itself is not run; what its stand-in gives is no use for messages."""
+        return Results({}, {}, None)
+
+    def on(self, inputs: Inputs) -> Trial:
+        """For what the ladder assumes: the stand-in's own capture is held against it."""
+        return replace(self, inputs=inputs)
