@@ -56,7 +56,7 @@ class ShardedModule(Part):
         self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
         state.populate(self._shards, self, model, plan.placements)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
-        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample)
+        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample and not source.check)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
