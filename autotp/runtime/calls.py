@@ -12,6 +12,7 @@ import hashlib
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -75,20 +76,31 @@ class Calls:
         name: of the original's class.
         order: the parts of the module.
         values: whether values of the inputs are compared.
+        copy: "copy of " where it is one, which ranks may make alone.
+        place: of the module among the rank's sharded ones.
     """
 
     shards: ShardState
     name: str
     order: Sequence[Any]
     values: bool = True
+    copy: str = ""
+    place: int = 1
     number: int = 0
     versions: int | None = None
     digests: dict[Any, bytes] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.channel is not None:
-            self.channel.modules += 1
-            self.name += f" ({self.channel.modules})" if self.channel.modules > 1 else ""
+            self.channel.modules += self.copy == ""
+            self.place = self.channel.modules
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
+        """Of another module, which begins to count."""
+        shards, order = deepcopy((self.shards, self.order), memo)
+        made = Calls(shards, self.name, order, self.values, "copy of ")
+        made.place = self.place
+        return made
 
     @property
     def channel(self) -> Channel | None:
@@ -98,7 +110,7 @@ class Calls:
     @property
     def what(self) -> str:
         """The present call in words."""
-        return f"call {self.number} of {self.name}"
+        return f"call {self.number} of {self.copy}{self.name}" + (f" ({self.place})" if self.place > 1 else "")
 
     def begin(self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None) -> tuple[bool, Drawn | None]:
         """Hold a forward against those of the other ranks. A collective call.
@@ -214,8 +226,11 @@ class Calls:
             raise RankError(f"Since the call before {self.what} the tp ranks have parted: {told}.\n{CAUSES}")
         values = [(one[5], one[6:]) for one in everyone]
         if not alike(values):
-            told = by_value([f"whole numbers {exact:08x}, others {', '.join(map(str, xs))}" for exact, xs in values])
-            raise RankError(f"The tp ranks do not agree on the values of the inputs of {self.what}: {told}\n{CAUSES}")
+            told = by_value([f"{exact:08x} {', '.join(f'{x:g}' for x in near[:4])}" for exact, near in values])
+            raise RankError(
+                f"The tp ranks do not agree on the values of the inputs of {self.what} (a sum of whole numbers, and "
+                f"some others): {told}.\n{CAUSES} With check=False values of inputs are not looked at."
+            )
 
 
 def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:

@@ -1,0 +1,177 @@
+"""Ranks that part: all of them hear of it at once, by name, before a collective of the one meets another's."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import autotp
+from autotp.errors import RankError
+from tests.helpers.compare import gradients_differ, mesh_of
+
+
+class Net(nn.Module):
+    """Split in two; `drop` draws when training."""
+
+    def __init__(self, drop: float = 0.0) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(8, 32), nn.Linear(32, 8), nn.Dropout(drop)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(self.down(torch.relu(self.up(x))))
+
+
+X = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0))
+
+
+def made(group: Any, drop: float = 0.0, **options: Any) -> Any:
+    torch.manual_seed(0)
+    return autotp.compile(Net(drop).train(), example_inputs=X[0], mesh=mesh_of(group), **options)
+
+
+def told_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def step(sharded: Any, x: Tensor, optimizer: Any = None, backward: bool = True) -> None:
+    loss = sharded(x).square().mean()
+    if backward:
+        loss.backward()
+    if optimizer is not None:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def odd_step(sharded: Any, what: str) -> None:
+    """A step as rank 1 makes it, and as rank 0 does where it is called with nothing."""
+    x, optimizer = X[4], torch.optim.SGD(sharded.parameters(), lr=0.1)
+    x = {"length": x.repeat(2, 1), "shape": x.reshape(2, 2, 8), "new": x[:3]}.get(what, x)
+    sharded.train(what != "train")
+    sharded.up.weight.requires_grad_(what != "frozen")
+    with torch.autocast("cpu", torch.bfloat16, enabled=what == "autocast"):
+        if what != "step":
+            step(sharded, x, None if what == "update" else optimizer, what != "backward")
+    step(sharded, X[5], optimizer)
+    step(sharded, X[6], optimizer)
+
+
+WORDS = {
+    "backward": "rank 0: backward of call 1 of copy of Net, rank 1: forward, call 2 of copy of Net",
+    "step": "do not agree on the values of the inputs of call 1 of copy of Net",
+    "update": "rank 0: weights written, rank 1: weights as they were",
+    "length": "input 0: rank 0: (4, 8) torch.float32, rank 1: (8, 8) torch.float32",
+    "shape": "input 0: rank 0: (4, 8) torch.float32, rank 1: (2, 2, 8) torch.float32",
+    "new": "input 0: rank 0: (4, 8) torch.float32, rank 1: (3, 8) torch.float32",
+    "train": "training: rank 0: True, rank 1: False",
+    "autocast": "autocast: rank 0: off, rank 1: torch.bfloat16",
+    "frozen": "frozen parameters: rank 0: none, rank 1: 1: up.weight",
+}
+
+
+def parting(rank: int, world: int, group: Any) -> dict[str, str]:
+    """What ranks hear of a step that is another on rank 1; of every kind of call there is a program on both by then."""
+    sharded = made(group)
+    step(sharded, X[0])
+    sharded(X[0].repeat(2, 1)), sharded(X[0].reshape(2, 2, 8)), sharded.eval()(X[0]), sharded.train()
+    with torch.autocast("cpu", torch.bfloat16):
+        sharded(X[0])
+    return {what: told_by(partial(odd_step, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+
+
+def test_a_step_that_is_another_on_one_rank_is_one_error_on_all(pool):
+    one, other = pool.run(parting, world=2)
+    assert one == other
+    for what, words in WORDS.items():
+        assert words in one[what], (what, one[what])
+
+
+def alike(rank: int, world: int, group: Any) -> float:
+    """What ranks may do together: the largest difference of gradients to the model's."""
+    model, sharded = Net(), made(group)
+    model.load_state_dict(sharded.full_state_dict())
+    apart = 0.0
+    for use in (accumulated, together, kept, without_gradients, checkpointed, in_place):
+        for module in (model, sharded):
+            module.zero_grad()
+            use(module)
+        apart = max(apart, gradients_differ(sharded, model))
+    return apart
+
+
+def accumulated(module: Any) -> None:
+    for x in X[:3]:
+        step(module, x)
+
+
+def together(module: Any) -> None:
+    """Several forwards before one backward, and before several in another order."""
+    (module(X[0]).square().mean() + module(X[1]).square().mean()).backward()
+    first, second = module(X[2]).square().mean(), module(X[3]).square().mean()
+    second.backward()
+    first.backward()
+
+
+def kept(module: Any) -> None:
+    loss = module(X[0]).square().mean()
+    loss.backward(retain_graph=True)
+    loss.backward()
+
+
+def without_gradients(module: Any) -> None:
+    loss = module(X[0]).square().mean()
+    with torch.no_grad():
+        module.eval()(X[1])
+    module.train()(X[2])  # and nothing is made of it
+    loss.backward()
+
+
+def checkpointed(module: Any) -> None:
+    for reentrant in (False, True):
+        x = X[0].clone().requires_grad_()
+        module(x)  # not captured within
+        checkpoint(module, x, use_reentrant=reentrant).square().mean().backward()
+
+
+def in_place(module: Any) -> None:
+    module(X[0]).mul_(2).square().mean().backward()
+
+
+def test_what_ranks_may_do_together_is_no_error(pool):
+    assert max(pool.run(alike, world=2)) < 1e-5
+
+
+def drawing(rank: int, world: int, group: Any) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Outputs, and a whole bias after a step, where ranks have drawn other numbers than each other; the model's too."""
+    found: list[list[Tensor]] = []
+    for random in ("counter", "torch"):
+        sharded = made(group, 0.5, random=random)
+        optimizer = torch.optim.SGD(sharded.parameters(), lr=1.0)
+        torch.manual_seed(rank)
+        outputs = [sharded(X[0])]  # the first call of a kind, and then one that is known
+        torch.rand(rank)
+        outputs.append(sharded(X[1]))
+        outputs[-1].square().mean().backward()
+        optimizer.step()
+        found.append([*(y.detach() for y in outputs), sharded.down.bias.to_local().detach()])
+    model = Net(0.5)
+    model.load_state_dict(made(group).full_state_dict())
+    torch.manual_seed(0)
+    return found[0], found[1], [model(X[0]).detach(), model(X[1]).detach()]
+
+
+def test_random_numbers_are_rank_0s_at_every_call(pool):
+    one, other = pool.run(drawing, world=2)
+    for mine, theirs in zip([*one[0], *one[1]], [*other[0], *other[1]], strict=True):
+        assert torch.equal(mine, theirs)
+    for mine, wanted in zip(one[1], one[2], strict=False):
+        torch.testing.assert_close(mine, wanted)
