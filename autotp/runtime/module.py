@@ -26,7 +26,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 
-from . import data_parallel, operators, rehearsal, state
+from . import data_parallel, enclosed, operators, rehearsal, state
 from .call_key import form, signature
 from .programs import Program, Source, taken
 from .shard_state import ShardState
@@ -54,6 +54,7 @@ class ShardedModule(Part):
         self._programs_made: list[Program] = []
         self._known: dict[Any, tuple[Program, list[int]]] = {}  # a call's signature -> what runs it
         state.populate(self._shards, self, model, plan.placements)
+        enclosed.load_by_original(self._shards)
         if source.ranks is not None:
             operators.know(source.ranks.group)
             rehearsal.watch(self._shards)

@@ -173,12 +173,13 @@ def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
     else:
         held = pieces(shards, first)
         if isinstance(value, DTensor):
-            if len(held) == 1 and _same_layout(held[0], value):
+            if len(held) == 1 and same_layout(held[0], value):
                 held[0].copy_(value)
                 return
             value = value.full_tensor()
         parts = [
-            _like(old, new, shards.device) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
+            laid_like(old, new, shards.device)
+            for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
         ]
     for old, new in zip(held, parts, strict=True):
         if old.is_meta:
@@ -187,11 +188,12 @@ def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
             old.copy_(new)
 
 
-def _same_layout(old: Tensor, new: DTensor) -> bool:
+def same_layout(old: Tensor, new: DTensor) -> bool:
+    """Whether what is held lies over the ranks as the other does."""
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
 
 
-def _like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
+def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
     """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
     if not isinstance(old, DTensor):
         return whole
