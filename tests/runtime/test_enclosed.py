@@ -75,11 +75,13 @@ def train(modules: list[Any], x: Tensor, make: Callable[[Any], Any], foreach: bo
 
 def enclosed(rank: int, world: int, group: Any) -> dict[str, Any]:
     torch.manual_seed(0)
-    original, x = Outer(Attention()).double(), torch.randn(2, 3, 8).double()
+    inner = Attention()
+    original, x = Outer(inner).double(), torch.randn(2, 3, 8).double()
     outer: Any = copy.deepcopy(original)
-    outer.inner = autotp.compile(original.inner, example_inputs=x, mesh=mesh_of(group))
+    sharded: Any = autotp.compile(inner, example_inputs=x, mesh=mesh_of(group))
+    outer.inner = sharded
     start = copy.deepcopy(original.state_dict())
-    found: dict[str, Any] = {"pieces": len(list(outer.inner.qkv.parameters()))}
+    found: dict[str, Any] = {"pieces": len(list(sharded.qkv.parameters()))}
     for i, (name, make) in enumerate(OPTIMIZERS.items()):
         both = [outer, original]
         norms = train(both, x, make, (None, True)[i % 2])
@@ -96,8 +98,8 @@ def enclosed(rank: int, world: int, group: Any) -> dict[str, Any]:
     with pytest.raises(RuntimeError) as error:
         outer.load_state_dict(wrong)
     found["error"] = str(error.value)
-    outer.inner.qkv.load_state_dict({"weight": start["inner.qkv.weight"], "bias": start["inner.qkv.bias"]})
-    found["part"] = float((outer.inner.full_state_dict()["qkv.weight"] - start["inner.qkv.weight"]).abs().max())
+    sharded.qkv.load_state_dict({"weight": start["inner.qkv.weight"], "bias": start["inner.qkv.bias"]})
+    found["part"] = float((sharded.full_state_dict()["qkv.weight"] - start["inner.qkv.weight"]).abs().max())
     return found
 
 
