@@ -66,6 +66,24 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return OPS.class_sums_backward(grad, *ctx.saved_tensors, ctx.total), None, None, None
 
 
+def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
+    """The same classes, where all are classes, or to be ignored: on CUDA an assertion on the device, without a wait.
+
+    Raises:
+        IndexError: one is none, in the words of torch's own loss.
+    """
+    bad = ((target < 0) | (target >= classes)) & (target != ignored)
+    if target.device.type == "cuda":
+        torch.ops.aten._assert_async.msg(~bad.any(), f"Target out of bounds: classes are 0 to {classes - 1}.")
+    elif bool(bad.any()):
+        raise IndexError(f"Target {int(target[bad][0])} is out of bounds.")
+    return target.clone()
+
+
+def _checked_fake(target: Tensor, classes: int, ignored: int) -> Tensor:
+    return torch.empty_like(target)
+
+
 def counter_uniform(
     size: Sequence[int], seed: Tensor, place: Tensor | None, dim: int, whole: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
@@ -133,6 +151,7 @@ _ENTRIES = (
     ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, _sums_fake),
     ("class_sums_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total)", class_sums_backward,
      _sums_gradient_fake),
+    ("checked_classes(Tensor target, SymInt classes, SymInt ignored)", checked_classes, _checked_fake),
     ("counter_uniform(SymInt[] size, Tensor seed, Tensor? place, int dim, SymInt[] whole, ScalarType dtype)",
      counter_uniform, _uniform_fake),
     ("counter_dropout(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p)", counter_dropout,

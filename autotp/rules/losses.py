@@ -50,6 +50,12 @@ def cross_entropy(op: Op) -> Rule:
     return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{kept}")
 
 
+@rule(OPS.checked_classes.default)
+def checked_classes(op: Op) -> Rule:
+    """Stays whole, so that every rank refuses what is no class."""
+    return Rule()
+
+
 @rule(OPS.class_sums.default)
 def class_sums(op: Op) -> Rule:
     """Examples split, and classes are summed over: of a target, the rank that has its class."""

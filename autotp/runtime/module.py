@@ -26,7 +26,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 
-from . import data_parallel, operators, rehearsal, state
+from . import data_parallel, enclosed, operators, rehearsal, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .programs import Known, Program, Source, taken
@@ -55,6 +55,7 @@ class ShardedModule(Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         state.populate(self._shards, self, model, plan.placements)
+        enclosed.load_by_original(self._shards)
         if source.ranks is not None:
             operators.know(source.ranks.group)
             rehearsal.watch(self._shards)

@@ -26,6 +26,7 @@ from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import Partition, Shard
 
+from . import foreign
 from .shard_state import ShardState
 from .storage import Storage
 
@@ -55,13 +56,16 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called before every step of every optimizer."""
     if torch.compiler.is_compiling():
         return
-    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
-    if _rehearsing or _done.get(optimizer) == sizes:
+    seen = id(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups)  # other states when loaded
+    if _rehearsing or _done.get(optimizer) == seen:
         return
     for shards in list(_known.values()):
-        if shards.ranks is not None and shards.tp > 1:
-            rehearse(optimizer, shards, shards.ranks)
-    _done[optimizer] = sizes
+        if shards.ranks is not None and shards.tp > 1 and (kinds := _kinds(optimizer, shards)):
+            foreign.refuse_states(optimizer, shards.ranks)
+            rehearse(optimizer, kinds, shards.ranks)
+    if optimizer not in _done:
+        optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
+    _done[optimizer] = seen
 
 
 @dataclass(frozen=True)
@@ -73,16 +77,18 @@ class Kind:
     storage: Storage
 
 
-def rehearse(optimizer: Optimizer, shards: ShardState, ranks: Ranks) -> None:
-    """Refuse an optimizer that steps otherwise on this module's parameters than on whole ones. A collective call.
+Kinds = dict[Kind, list[tuple[str, list[Tensor]]]]  # with the names and the pieces of the parameters of a kind
+
+
+def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
+    """Refuse an optimizer that steps otherwise on parameters of these kinds than on whole ones. A collective call.
 
     An optimizer that holds more than options and tensors, or takes no step by itself, is not rehearsed.
 
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
-    kinds = _kinds(optimizer, shards)
-    if not kinds or not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
+    if not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
         return
     fault = _trial(optimizer, kinds, ranks)
     everyone: list[Any] = [None] * ranks.tp
@@ -96,16 +102,16 @@ def rehearse(optimizer: Optimizer, shards: ShardState, ranks: Ranks) -> None:
         )
 
 
-def _kinds(optimizer: Optimizer, shards: ShardState) -> dict[Kind, list[tuple[str, list[Tensor]]]]:
-    """Kind -> the names and the pieces of its parameters."""
+def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
+    """The kinds of this module's parameters that the optimizer updates."""
     group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found: dict[Kind, list[tuple[str, list[Tensor]]]] = {}
+    found: Kinds = {}
     for name, storage in shards.storages.items():
         owner, _, leaf = name.rpartition(".")
-        held = [shards.parts[owner]._parameters.get(n) for n in storage.names(leaf)]
-        if held and held[0] in group_of and all(p is not None for p in held):
+        held = [p for n in storage.names(leaf) if (p := shards.parts[owner]._parameters.get(n)) is not None]
+        if held and held[0] in group_of and len(held) == len(storage.names(leaf)):
             kind = Kind(group_of[held[0]], held[0].dtype, small(storage))
-            found.setdefault(kind, []).append((name, [p for p in held if p is not None]))
+            found.setdefault(kind, []).append((name, [*held]))
     return found
 
 
@@ -125,7 +131,7 @@ def small(storage: Storage) -> Storage:
     return replace(storage, shape=tuple(shape), layout=replace(layout, partition=partition))
 
 
-def _trial(optimizer: Optimizer, kinds: dict[Kind, Any], ranks: Ranks) -> str:
+def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
     global _rehearsing
     ids = [ranks.device] if ranks.device.type != "cpu" else []
@@ -172,7 +178,7 @@ def _cut(kind: Kind, values: list[Tensor], ranks: Ranks) -> list[list[Any]]:
     return [kind.storage.shard(v, ranks.mesh, ranks.rank, ranks.device) for v in values]
 
 
-def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: dict[Kind, Any]) -> dict[Kind, Any]:
+def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: Kinds) -> dict[Kind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
     stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
     made = _copied(optimizer, stand, kinds)
@@ -185,7 +191,7 @@ def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: d
     return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
 
 
-def _copied(optimizer: Optimizer, stand: dict[Kind, list[nn.Parameter]], kinds: dict[Kind, Any]) -> Optimizer:
+def _copied(optimizer: Optimizer, stand: dict[Kind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:
     """The optimizer as it is made, with stand-ins in place of parameters; nothing that it holds is shared."""
     memo: dict[int, Any] = {}
     for kind, entries in kinds.items():

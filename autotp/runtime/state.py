@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autotp import compat
-from autotp.comm.ranks import Ranks
+from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout
 
-from . import data_parallel
+from . import data_parallel, foreign
 from .meta import fresh_buffer
 from .shard_state import ShardState
 from .storage import Storage
@@ -144,6 +144,8 @@ def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
     unexpected = [n for n in given if n not in names and n not in buffers]
     loaded = {name: first for name, first in (buffers | names).items() if name in given}
     wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, given[name]))]
+    if any(isinstance(v, DTensor) for v in given.values()):
+        together(shards.ranks, "loading a state dict", lambda: _refuse_foreign(given))
     if wrong or (strict and (missing or unexpected)):
         raise StateError(
             "the state dict does not fit the model, and nothing was loaded.\n"
@@ -154,6 +156,12 @@ def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
     for name, first in loaded.items():
         _load_one(shards, name, first, given[name])
     return compat.IncompatibleKeys(missing, unexpected)
+
+
+def _refuse_foreign(given: Mapping[str, Any]) -> None:
+    odd = [name for name, value in given.items() if foreign.of_another_rank(value)]
+    if odd:
+        raise StateError(f"{odd[0]} is another rank's part: one rank had pickled it for all. {foreign.INSTEAD}")
 
 
 def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
@@ -173,12 +181,13 @@ def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
     else:
         held = pieces(shards, first)
         if isinstance(value, DTensor):
-            if len(held) == 1 and _same_layout(held[0], value):
+            if len(held) == 1 and same_layout(held[0], value):
                 held[0].copy_(value)
                 return
             value = value.full_tensor()
         parts = [
-            _like(old, new, shards.device) for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
+            laid_like(old, new, shards.device)
+            for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
         ]
     for old, new in zip(held, parts, strict=True):
         if old.is_meta:
@@ -187,11 +196,12 @@ def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
             old.copy_(new)
 
 
-def _same_layout(old: Tensor, new: DTensor) -> bool:
+def same_layout(old: Tensor, new: DTensor) -> bool:
+    """Whether what is held lies over the ranks as the other does."""
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
 
 
-def _like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
+def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
     """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
     if not isinstance(old, DTensor):
         return whole

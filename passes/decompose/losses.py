@@ -32,6 +32,9 @@ def apart(program: Capture) -> Capture:
     if not any(n.target in CROSS_ENTROPIES for n in program.graph.nodes):
         return program
     made = _copied(program)
+    for node in list(made.graph.nodes):
+        if node.target in CROSS_ENTROPIES:
+            _check_classes(made.graph, Op.of(node))
     take_sums_apart(made)
     for node in list(made.graph.nodes):
         if node.target is aten.cross_entropy_loss.default:
@@ -107,6 +110,22 @@ def _copied(program: Capture) -> Capture:
         leaves=[Leaf(env[leaf.node], leaf.kind, leaf.name) for leaf in program.leaves],
         symbols={symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()},
     )
+
+
+def _check_classes(graph: fx.Graph, op: Op) -> None:
+    """The targets are looked at before they are dealt out: what is no class is then refused, and on every rank.
+
+    A rank that has not the class could not tell it from one that another rank has.
+    """
+    target, dim = op.args["target"], min(len(op.ins[0]) - 1, 1)
+    classes: Any = op.ins[0][dim]
+    if target.meta["val"].is_floating_point() or target.target is OPS.checked_classes.default:
+        return
+    with graph.inserting_before(op.node):
+        call = caller(graph, op.node)
+        classes = classes if isinstance(classes, int) else call(compat.sym_size, op.args["self"], dim)
+        checked = call(OPS.checked_classes.default, target, classes, op.args["ignore_index"])
+    op.node.replace_input_with(target, checked)
 
 
 def _sum_apart(graph: fx.Graph, op: Op) -> None:

@@ -186,3 +186,39 @@ def test_memory_of_the_loss_falls_with_tp(pool):
     scores = 4 * classes * examples
     assert grown[1] > 1.5 * scores  # the scores, and at least a part of their gradient at the same time
     assert grown[2] < 1.25 * grown[1] / 2 and grown[4] < 1.25 * grown[1] / 4, grown
+
+
+class Tokens(nn.Module):
+    """A loss by labels, over a vocabulary that is dealt out."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.head, self.options = nn.Linear(8, 24), options
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(self.head(x), labels, **self.options)
+
+
+def out_of_bounds(rank: int, world: int, group: Any) -> dict[Any, Any]:
+    found: dict[Any, Any] = {}
+    x, good = torch.randn(6, 8), torch.arange(6)
+    for name, options in (("mean", {}), ("smoothed", {"label_smoothing": 0.1}), ("none", {"reduction": "none"})):
+        model = Tokens(**options)
+        sharded: Any = autotp.compile(model, mesh=mesh_of(group), example_inputs=(x, good), pins=COLUMNS)
+        for bad in (24, 1000, -1, -100):
+            labels = good.clone()
+            labels[-1] = bad
+            texts = []
+            for m in (model, sharded):
+                try:
+                    texts.append(f"{m(x, labels).sum().item():.5f}")
+                except IndexError as error:
+                    texts.append(str(error))
+            found[name, bad] = texts
+    return found
+
+
+def test_a_class_out_of_bounds_is_refused_on_every_rank_as_by_the_model(pool):
+    for found in pool.run(out_of_bounds, world=2):
+        for (_, bad), (wanted, text) in found.items():
+            assert text == wanted and ("out of bounds" in text) == (bad != IGNORED), found

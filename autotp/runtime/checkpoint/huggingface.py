@@ -12,16 +12,20 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autotp.comm.ranks import Ranks, together
+from autotp.inputs import is_transformers
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
-from . import folders
+from . import adapters, folders
 from .renaming import reverted
 from .tensorfiles import INDEX
 
 
 def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) -> None:
     """Write the files; one tensor at a time is whole on every rank, and one file's on the rank that writes."""
+    if adapters.has_adapters(shards):
+        _save_adapters(shards, ranks, place)
+        return
     writer = ranks is None or ranks.rank == 0
     draft = folders.draft_of(place)
     files = _files(shards, max_file)
@@ -44,6 +48,24 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
         _describe(shards, draft)
         folders.keep_others(place, draft)
         folders.commit(place)
+
+    together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
+
+
+def _save_adapters(shards: ShardState, ranks: Ranks | None, place: Path) -> None:
+    writer = ranks is None or ranks.rank == 0
+    names = together(ranks, "choosing the tensors of the adapters", lambda: adapters.names(shards))
+    tensors: dict[str, Tensor] = {}
+    for name, first in names.items():
+        tensor = _whole(shards, first)
+        if writer:
+            tensors[name] = tensor.to("cpu", copy=True).contiguous()
+
+    def finish() -> None:
+        if writer:
+            adapters.save(shards, tensors, folders.draft_of(place))
+            folders.keep_others(place, folders.draft_of(place))
+            folders.commit(place)
 
     together(ranks, "putting the checkpoint in its place", lambda: folders.writing(place, finish))
 
@@ -98,8 +120,10 @@ def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:
 
 
 def _describe(shards: ShardState, draft: Path) -> None:
-    """The original's config beside its weights, where it is one that transformers reads."""
+    """The original's config beside its weights, where the names are those of a model of transformers."""
     bare: Any = shards.bare
+    if not is_transformers(bare):
+        return
     described: list[Any] = [getattr(bare, "config", None), getattr(bare, "generation_config", None)]
     for each in described:
         if hasattr(each, "save_pretrained"):

@@ -106,6 +106,7 @@ LOSSES = [
     case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 0),
     frozen(1, aten.amax, f(4, 6), [1]),
     frozen(1, aten.amax, f(4, 6, 8), [0, -1], True),
+    case(OPS.checked_classes, ints(5, 6), 5, -100),
     frozen(2, OPS.class_sums, f(6, 8), f(6), ints(8, 6), False),
     frozen(2, OPS.class_sums, f(6, 9), f(6), ints(12, 6), True),  # some targets are no class
     case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 1),

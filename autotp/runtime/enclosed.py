@@ -1,0 +1,67 @@
+"""A sharded module inside a larger one: what `load_state_dict` of that one, or of a single part, does here.
+
+`nn.Module.load_state_dict` copies by the names and shapes of what a module holds. Here the names and shapes are the
+original's, so each module first puts what it holds in the place of what was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from . import state
+from .shard_state import ShardState
+from .storage import Storage
+
+
+def load_by_original(shards: ShardState) -> None:
+    """Let every module take the original's whole tensors, and those of its `state_dict`, when it is loaded alone."""
+    held: dict[str, dict[str, Storage]] = {}
+    for name, first in shards.aliases.items():
+        if first in shards.storages:
+            owner, _, leaf = name.rpartition(".")
+            held.setdefault(owner, {})[leaf] = shards.storages[first]
+    for path, storages in held.items():
+        shards.parts[path].register_load_state_dict_pre_hook(partial(_translate, storages))
+
+
+def _translate(
+    storages: Mapping[str, Storage], module: nn.Module, given: dict[str, Any], prefix: str,
+    metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str],
+) -> None:  # fmt: skip
+    """What is given for a parameter, cut as the module holds it."""
+    for leaf, storage in storages.items():
+        names, key = storage.names(leaf), prefix + leaf
+        held = [module._parameters.get(n) for n in names]
+        if any(p is None for p in held):
+            continue  # it was replaced by something of the user's
+        value = given.get(key)
+        pieces = [p for p in held if p is not None]
+        if key not in given:
+            if len(names) > 1 and not any(prefix + n in given for n in names):
+                missing.append(key)
+                given.update({prefix + n: p for n, p in zip(names, pieces, strict=True)})  # it stays as it is
+        elif isinstance(value, Tensor) and tuple(value.shape) == storage.shape:
+            if pieces[0].is_meta:
+                errors.append(f"{key} is on the meta device: load the sharded module by a call of its own.")
+            given.pop(key)
+            given.update({prefix + n: t for n, t in zip(names, _cut(storage, pieces, value), strict=True)})
+        elif len(names) > 1 or not isinstance(value, Tensor):
+            given.pop(key)
+            given.update({prefix + n: p for n, p in zip(names, pieces, strict=True)})
+            shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
+
+
+def _cut(storage: Storage, held: list[nn.Parameter], value: Tensor) -> list[Tensor]:
+    """A whole tensor, or a DTensor of it, in the pieces that are held."""
+    if isinstance(value, DTensor):
+        if len(held) == 1 and held[0].shape == value.shape and state.same_layout(held[0], value):
+            return [value]
+        value = value.full_tensor()
+    cut = storage.cut(value.to(held[0].dtype))
+    return [state.laid_like(old, new, old.device) for old, new in zip(held, cut, strict=True)]
