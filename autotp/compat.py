@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import io
 import logging
-import types
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -24,7 +23,7 @@ from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.tensor import DTensor
 from torch.export import _trace
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
@@ -170,45 +169,8 @@ def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]
         yield
 
 
-_Function: Any = torch.autograd.Function
-_apply = _Function.apply.__func__
-# `Function.apply` as torch has it, also while its code is another.
-_own_apply = types.FunctionType(_apply.__code__, _apply.__globals__, "apply", _apply.__defaults__, _apply.__closure__)
-
-
-def apply_function(function: Any, *args: Any, **kwargs: Any) -> Any:
-    """`function.apply(...)` of a `torch.autograd.Function`, also within `functions_as`."""
-    return _own_apply(function, *args, **kwargs)
-
-
-@contextlib.contextmanager
-def functions_as(call: Callable[..., Any]) -> Iterator[None]:
-    """Within this context `SomeFunction.apply(...)` is `call(SomeFunction, ...)`.
-
-    The code is exchanged, not the method: many keep `reverse = Reverse.apply` from when their module was imported.
-    """
-
-    def with_cell(__class__: Any) -> Callable[..., Any]:  # code with as many free variables as the original's
-        return lambda cls, *args, **kwargs: (__class__, _autotp_call)[1](cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
-
-    own, names = _apply.__code__, _apply.__globals__
-    names["_autotp_call"], _apply.__code__ = call, with_cell(_Function).__code__
-    try:
-        yield
-    finally:
-        _apply.__code__ = own
-        del names["_autotp_call"]
-
-
-def trace_gradient(function: Callable[..., Any], like: list[torch.Tensor]) -> tuple[fx.Graph, int, list[sympy.Basic]]:
-    """The graph of a function and of its gradient, with a symbol for every size.
-
-    Args:
-        function: from tensors to a list of tensors. like: tensors as large as those it is called with.
-
-    Returns: a graph from operands and outputs' gradients to outputs and operands' gradients, None where there is none;
-        the number of outputs; and what had to hold of the sizes.
-    """
+def symbolic(like: list[torch.Tensor]) -> tuple[FakeTensorMode, ShapeEnv, list[torch.Tensor]]:
+    """Fake values as large as others, with a symbol of its own for every size, in a mode of their own."""
     env = ShapeEnv(duck_shape=False)
     mode, values = FakeTensorMode(shape_env=env), []
     for i, x in enumerate(like):
@@ -217,22 +179,7 @@ def trace_gradient(function: Callable[..., Any], like: list[torch.Tensor]) -> tu
         sized = mode.from_tensor(meta, symbolic_context=free, source=ConstantSource(f"x{i}"))
         with mode:
             values.append(torch.empty_strided(sized.shape, sized.stride(), dtype=x.dtype, device=x.device))
-
-    def whole(xs: list[torch.Tensor], toward: list[torch.Tensor]) -> tuple[list[Any], list[Any]]:
-        xs = [x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in xs]
-        with torch.enable_grad():
-            outs = function(*xs)
-        asked, wanted = [x for x in xs if x.requires_grad], [i for i, y in enumerate(outs) if y.requires_grad]
-        if not toward or not asked or not wanted:
-            return outs, [None] * len(xs)
-        given = [toward[i] for i in wanted]
-        found = iter(torch.autograd.grad([outs[i] for i in wanted], asked, given, allow_unused=True))
-        return [y.detach() for y in outs], [next(found) if x.requires_grad else None for x in xs]
-
-    with mode:
-        toward = [torch.empty_like(y) for y in whole(values, [])[0]]
-        made = make_fx(whole)(values, toward)
-    return made.graph, len(toward), [g.expr for g in env.guards]
+    return mode, env, values
 
 
 def hint(size: Any) -> int:

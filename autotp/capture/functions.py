@@ -8,46 +8,48 @@ size a symbol (`autotp.rules.functions`).
 from __future__ import annotations
 
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import sympy
 import torch
 from torch import Tensor, fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.graph import draws
-from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, Called, enter
-from autotp.rules.functions import loops_of
+from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, Called, apply, enter, functions_as
+from autotp.rules.functions import linear_backward, loops_of
 
 from .messages import the_users
 
 PLAIN = (
     bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
 )  # fmt: skip
-WAY_OUT = "Pass every tensor that it reads as an argument of `apply`, and everything else as a plain number or string."
+
+HOOKED = "torch.nn.modules._functions.BackwardHookFunction"  # gives what it is given, for a module's backward hooks
 
 
 @contextmanager
 def functions_kept() -> Iterator[None]:
     """Within this context a Function that a trace comes to is an operator of the graph."""
-    with compat.functions_as(_call):
+    with functions_as(_call):
         yield
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
-    hooks = function is torch.nn.modules._functions.BackwardHookFunction  # gives what it is given
-    if compat.module_stack() is None or hooks:
-        return compat.apply_function(function, *args, **kwargs)
+    if compat.module_stack() is None or f"{function.__module__}.{function.__name__}" == HOOKED:
+        return apply(function, *args, **kwargs)
     leaves, spec = compat.tree_flatten((args, kwargs))
     for x in leaves:
         if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN:
             raise _refused(function, f"it is given {_told(x)}, which may hold tensors", _line())
     slots = tuple(TENSOR if isinstance(x, Tensor) else SIZE if isinstance(x, torch.SymInt) else x for x in leaves)
-    key = enter(Called(function, slots, spec, where=_line()))
+    xs, numbers = [x for x in leaves if isinstance(x, Tensor)], [x for x in leaves if isinstance(x, torch.SymInt)]
+    key = enter(Called(function, slots, spec, tuple(x.dtype for x in xs), _line()))
     called = CALLS[key]
-    xs, numbers = ([x for x in leaves if isinstance(x, kind)] for kind in (Tensor, torch.SymInt))
     version = [x._version for x in xs]
     made = iter(CALL(xs, numbers, key))
     if version != [x._version for x in xs]:
@@ -69,7 +71,7 @@ def read_functions(graph: fx.Graph) -> None:
         called, values = CALLS[key], [x.meta["val"] for x in xs]
         kind = tuple(v.ndim for v in values)
         try:
-            graph, count, guards = compat.trace_gradient(lambda *given, node=node: _again(node, given), values)
+            graph, count, guards = _traced(lambda *given, node=node: _again(node, given), values)
         except Exception as error:  # whatever the user's code may raise
             told = (str(error).splitlines() or [""])[0]
             why = f"its forward and backward cannot be traced by themselves ({type(error).__name__}: {told})"
@@ -77,8 +79,34 @@ def read_functions(graph: fx.Graph) -> None:
         if any(draws(n) for n in graph.nodes if n.op == "call_function"):
             node.target = DRAW
         found = loops_of(graph, len(values), count, guards) if node.target is CALL and not node.args[1] else ()
+        called.linear = called.linear and linear_backward(graph, len(values))
         known = called.loops.get(kind, found)
         called.loops[kind] = tuple(x for x in found if x in known)
+
+
+def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[fx.Graph, int, list[sympy.Basic]]:
+    """The graph of a function and of its gradient, with a symbol for every size.
+
+    Returns: a graph from operands and outputs' gradients to outputs and operands' gradients, None where there is none;
+        the number of outputs; and what had to hold of the sizes.
+    """
+    mode, env, values = compat.symbolic(like)
+
+    def whole(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        xs = [x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in xs]
+        with torch.enable_grad():
+            outs = function(*xs)
+        asked, wanted = [x for x in xs if x.requires_grad], [i for i, y in enumerate(outs) if y.requires_grad]
+        if not toward or not asked or not wanted:
+            return outs, [None] * len(xs)
+        given = [toward[i] for i in wanted]
+        found = iter(torch.autograd.grad([outs[i] for i in wanted], asked, given, allow_unused=True))
+        return [y.detach() for y in outs], [next(found) if x.requires_grad else None for x in xs]
+
+    with mode:
+        toward = [torch.empty_like(y) for y in whole(values, [])[0]]
+        made = make_fx(whole)(values, toward)
+    return made.graph, len(toward), [g.expr for g in env.guards]
 
 
 def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -88,11 +116,7 @@ def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
 
 def _refused(function: Any, why: str, where: str) -> CaptureError:
     at = f" ({where})" if where else ""
-    return CaptureError(
-        f"{function.__qualname__}.apply{at} cannot be captured with its own backward: {why}. {WAY_OUT} Or write it "
-        "with torch operators whose derivative is the wanted one (`x + (f(x) - x).detach()` for a straight-through "
-        "gradient)"
-    )
+    return CaptureError(f"{function.__qualname__}.apply{at} cannot be captured with its own backward: {why}")
 
 
 def _told(x: Any) -> str:

@@ -32,6 +32,12 @@ KINDS: dict[str, str] = {
 # The first row that fits says what to do; it is searched in the same text.
 WAYS_OUT: tuple[tuple[str, str], ...] = (
     (
+        r"cannot be captured with its own backward",
+        "Pass every tensor that it reads as an argument of `apply`, and everything else as a plain number or string; "
+        "decide nothing by values. Or write it with torch operators whose derivative is the wanted one: "
+        "`x + (f(x) - x).detach()` for a straight-through gradient.",
+    ),
+    (
         KINDS["loop"],
         "The loop runs as often as the values of a tensor say. Let it run over all indices and mask what does not "
         "count, or compute all of them at once (a batched or grouped matmul).",

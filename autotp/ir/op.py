@@ -62,6 +62,8 @@ class Rule:
     `addends`: slots added to the result after the contraction (a bias): partial where the result is.
     `localise`: rewrites target and arguments for a rank's shards, where the literals must change.
     `empty`: whether the operator, and its backward, run on shards without elements; many of torch's kernels refuse.
+    `summed`: whether the backward of a sum is the sum of the backwards, as it is of every derivative; a backward that
+    somebody wrote may clip. Then the results' gradients never arrive as summands.
     """
 
     factors: tuple[Factor, ...] = ()
@@ -69,6 +71,7 @@ class Rule:
     addends: frozenset[int] = frozenset()
     localise: Localise | None = None
     empty: bool = True
+    summed: bool = True
 
 
 def sizes(value: Any) -> Shape:

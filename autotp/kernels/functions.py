@@ -6,9 +6,10 @@ would see in the model.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from types import CodeType
+from types import CodeType, FunctionType
 from typing import Any
 
 import torch
@@ -37,22 +38,25 @@ class Called:
         function: a subclass of `torch.autograd.Function`.
         leaves, spec: the arguments, with `Slot`s; `outs`, `out_spec`: the same of what it returned, once it ran.
         copied: which of the tensors that it returns share memory with an operand, and are copied.
+        dtypes: of the tensors. where: the user's line, for errors.
         loops: what may be split, by the number of dimensions of each operand.
-        where: the user's line, for errors.
+        linear: whether the backward is linear in the gradients that it is given.
     """
 
     function: Any
     leaves: tuple[Any, ...]
     spec: Any
+    dtypes: tuple[torch.dtype, ...] = ()
+    where: str = ""
     outs: list[Any] = field(default_factory=list)
     out_spec: Any = None
     copied: list[bool] = field(default_factory=list)
     loops: dict[tuple[int, ...], tuple[Loop, ...]] = field(default_factory=dict)
-    where: str = ""
+    linear: bool = True
 
     def same(self, other: Called) -> bool:
         """Whether the other one computes the same."""
-        alike = (self.leaves, self.spec) == (other.leaves, other.spec)
+        alike = (self.leaves, self.spec, self.dtypes) == (other.leaves, other.spec, other.dtypes)
         return alike and _meaning(self.function) == _meaning(other.function)
 
 
@@ -61,7 +65,8 @@ CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
 
 def enter(called: Called) -> str:
     """The key of a call: the Function's name and its arguments, and a number where those are not enough."""
-    told = ", ".join("_" if isinstance(x, Slot) else repr(x) for x in called.leaves)
+    kinds = (str(d).removeprefix("torch.") for d in called.dtypes)
+    told = ", ".join((next(kinds) if x.tensor else "size") if isinstance(x, Slot) else repr(x) for x in called.leaves)
     name = f"{called.function.__module__}.{called.function.__qualname__}({told})"
     number, key = 1, name
     while key in CALLS and not CALLS[key].same(called):
@@ -79,11 +84,16 @@ def _meaning(function: Any) -> list[Any]:
             plain = getattr(value, "__func__", value)
             code = getattr(plain, "__code__", None)
             if isinstance(code, CodeType):
-                cells = [cell.cell_contents for cell in plain.__closure__ or ()]
-                found.append((name, code, plain.__defaults__, cells, id(plain.__globals__)))
+                held = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
+                found.append((name, code, [_plain(x) for x in held], id(plain.__globals__)))
             elif not name.startswith("_"):
-                found.append((name, value))
+                found.append((name, _plain(value)))
     return found
+
+
+def _plain(value: Any) -> Any:
+    """What two values share where a program cannot tell them apart."""
+    return (type(value), value) if isinstance(value, bool | int | float | complex | str | None) else id(value)
 
 
 def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
@@ -92,13 +102,40 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     tensors, numbers = iter(xs), iter(sizes)
     leaves = [x if not isinstance(x, Slot) else next(tensors if x.tensor else numbers) for x in called.leaves]
     args, kwargs = compat.tree_unflatten(leaves, called.spec)
-    outs, spec = compat.tree_flatten(compat.apply_function(called.function, *args, **kwargs))
+    outs, spec = compat.tree_flatten(apply(called.function, *args, **kwargs))
     made = [x for x in outs if isinstance(x, Tensor)]
     if called.out_spec is None:
         held = {x.untyped_storage()._cdata for x in xs}
         called.outs, called.out_spec = [TENSOR if isinstance(x, Tensor) else x for x in outs], spec
         called.copied = [x.untyped_storage()._cdata in held for x in made]
-    return [x.clone() if shared else x for x, shared in zip(made, called.copied, strict=True)]
+    made = [x.clone() if shared else x for x, shared in zip(made, called.copied, strict=True)]
+    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):  # a proof in double precision
+        made = [x.to(torch.float64) if x.is_floating_point() else x for x in made]
+    return made
+
+
+_changed: Any = torch.autograd.Function.apply.__func__
+# `Function.apply` as torch has it, also while its code is another.
+apply = FunctionType(_changed.__code__, _changed.__globals__, "apply", _changed.__defaults__, _changed.__closure__)
+
+
+@contextmanager
+def functions_as(call: Callable[..., Any]) -> Iterator[None]:
+    """Within this context `SomeFunction.apply(...)` is `call(SomeFunction, ...)`.
+
+    The code is exchanged, not the method: many keep `reverse = Reverse.apply` from when their module was imported.
+    """
+
+    def with_cell(__class__: Any) -> Callable[..., Any]:  # code with as many free variables as the original's
+        return lambda cls, *args, **kwargs: (__class__, _autotp_call)[1](cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
+
+    own, names = _changed.__code__, _changed.__globals__
+    names["_autotp_call"], _changed.__code__ = call, with_cell(None).__code__
+    try:
+        yield
+    finally:
+        _changed.__code__ = own
+        del names["_autotp_call"]
 
 
 _LIBRARY = torch.library.Library("autotp_functions", "DEF")

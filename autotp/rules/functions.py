@@ -11,7 +11,7 @@ import sympy
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import resolve, tensors
+from autotp.ir.graph import tensors
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, expression, is_tensor, sizes
 from autotp.kernels.functions import CALL, CALLS, DRAW, Loop
 
@@ -23,6 +23,7 @@ SHAPED = (
     aten.view, aten.reshape, aten._unsafe_view, aten.expand, aten.zeros, aten.ones, aten.full, aten.empty,
     aten.new_zeros, aten.new_ones, aten.new_empty, aten.new_full, aten.sym_size,
 )  # fmt: skip
+ZEROS = (aten.zeros_like, aten.new_zeros, aten.sym_size)
 
 
 def function_rule(op: Op) -> Rule:
@@ -32,13 +33,31 @@ def function_rule(op: Op) -> Rule:
     for ins, outs in called.loops.get(tuple(map(len, op.ins)), ()):
         carried = [(shape[d], d) for shape, d in zip([*op.ins, *op.outs], [*ins, *outs], strict=True) if d is not None]
         if len({n for n, _ in carried}) == 1:
-            places = [tuple(None if d is None else Carry(d) for d in side) for side in (ins, outs)]
-            factors.append(Factor(carried[0][0], *places))
-    return Rule(tuple(factors), empty=False)
+            before, after = (tuple(None if d is None else Carry(d) for d in side) for side in (ins, outs))
+            factors.append(Factor(carried[0][0], before, after))
+    return Rule(tuple(factors), empty=False, summed=called.linear)
 
 
-CALL.rule = function_rule  # not in the table: there is no call of it that would stand for all
-DRAW.rule = lambda op: Rule()
+# Not in the table: there is no call of these that would stand for all.
+CALL.rule = DRAW.rule = function_rule
+
+
+def linear_backward(graph: fx.Graph, operands: int) -> bool:
+    """Whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
+    depends = set([n for n in graph.nodes if n.op == "placeholder"][operands:])
+    for node in graph.nodes:
+        given = [x for x in node.all_input_nodes if x in depends]
+        if node.op != "call_function" or not given:
+            continue
+        if getattr(node.target, "overloadpacket", None) in ZEROS:
+            continue
+        op = Op.of(node)
+        rule = rule_of(op)
+        slots = frozenset(i for i, x in enumerate(op.slots) if x in depends)
+        if tensors(node) and slots and (rule is None or slots not in rule.linear):
+            return False
+        depends |= {node} if tensors(node) else set()
+    return True
 
 
 def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.Basic]) -> tuple[Loop, ...]:
@@ -117,10 +136,12 @@ def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bo
     """Whether splitting this factor splits just these dimensions."""
     wanted = [*(at.get(x) for x in op.slots), at.get(node)]
     carries = [*factor.ins, *factor.outs]
-    return len(carries) == len(wanted) and all(
-        (d is None) == (c is None) and (c is None or (c.dim, c.repeat, c.unit, c.piece, c.groups) == (d, 1, 1, None, None))
-        for c, d in zip(carries, wanted, strict=True)
-    )
+    return all(c is None or _plain(c) for c in carries) and [c and c.dim for c in carries] == wanted
+
+
+def _plain(carry: Carry) -> bool:
+    """Whether the dimension is the loop, and nothing else."""
+    return carry == Carry(carry.dim)
 
 
 @dataclass
@@ -155,9 +176,8 @@ class _Classes:
         carried: set[Dim] = set()
         for f in rule.factors if rule is not None else ():
             places = [(x, c) for x, c in zip([*op.slots, node], [*f.ins, *f.outs], strict=True) if c is not None]
-            plain = all((c.repeat, c.unit, c.piece, c.groups) == (1, 1, None, None) for _, c in places)
             own = [(x, c.dim) for x, c in places]
-            carried |= set(own) if plain else set()
+            carried |= set(own) if all(_plain(c) for _, c in places) else set()
             for a, b in zip(own, own[1:], strict=False):
                 self.parent[self.root(a)] = self.root(b)
         self.whole |= set(dims) - carried

@@ -126,7 +126,8 @@ def signatures(
     `ins` and `outs` say which slots and results may carry a gradient; the others need no Invariant.
     """
     carries = any(outs)
-    for whole in (I, R) if any(ins) else (R,):
+    as_one = (I,) if rule is not None and not rule.summed else (I, R)
+    for whole in as_one if any(ins) else (R,):
         yield tuple(whole if g else R for g in ins), tuple(whole if g and any(ins) else R for g in outs), None, None
     if rule is None:
         return
