@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +32,7 @@ class Program:
         form: of the call that it was captured with.
         seeds: how many operators draw by counters.
         fired: what became of each optimisation; `compiler`: what compiles it.
+        changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
     """
 
     capture: Capture
@@ -42,6 +43,7 @@ class Program:
     seeds: int = 0
     fired: Fired = ()
     compiler: Compiler | None = None
+    changes: Hashable = ()
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
