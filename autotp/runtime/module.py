@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -29,10 +29,11 @@ from autotp.runtime import checkpoint
 from . import data_parallel, enclosed, operators, rehearsal, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
+from .part import Part, watch
 from .programs import Known, Program, Source, taken
 from .shard_state import ShardState
 from .storage import Storage
-from .tree import Assembler, Part
+from .tree import Assembler
 
 
 class ShardedModule(Part):
@@ -61,6 +62,7 @@ class ShardedModule(Part):
             rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample and not source.check)
+        self._changes = watch(self._shards.parts, source.bare)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
@@ -75,7 +77,7 @@ class ShardedModule(Part):
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
         flat, spec = compat.tree_flatten((args, kwargs))
-        key = (self._mode(), *signature(flat, spec))
+        key = (self._mode(), self._changes.key(), *signature(flat, spec))
         known = self._known.get(key)
         new, drawn = self._calls.begin(key, flat, spec, known and known[0])
         if new or known is None or self._source.check:
@@ -114,13 +116,14 @@ class ShardedModule(Part):
         source = self._source
         data_parallel.refuse_others(self._shards)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
-        agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
+        agree(source.ranks, "the inputs of this call", {**state.input_text(flat, spec, values), **self._changes.told()})
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
         if found is None:
-            made = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
-            captured = in_one_order(source.ranks, made)
+            caught = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
+            captured = in_one_order(source.ranks, caught)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-            self._install(captured, together(source.ranks, "rewriting the graph", lambda: source.make(captured)))
+            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured))
+            self._install(captured, made, self._changes.key())
             found = self._match(flat, spec)
             if found is None:
                 raise StateError(
@@ -135,7 +138,8 @@ class ShardedModule(Part):
         without_cache(self._source.bare, Inputs(*args, **kwargs))
         called, _ = form(self._source.bare, flat, spec)
         mode = self._mode()
-        orders = ((program, program.order(called, flat, mode)) for program in self._programs_made)
+        fitting = (p for p in self._programs_made if p.changes == self._changes.key())
+        orders = ((program, program.order(called, flat, mode)) for program in fitting)
         return next(((program, order) for program, order in orders if order is not None), None)
 
     @torch.inference_mode(False)
@@ -144,10 +148,11 @@ class ShardedModule(Part):
         bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
+        self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare, flat, spec)[1]
         return prepare(bare, inputs, self._shards.device, self._mode(), request=source.want)
 
-    def _install(self, captured: Capture, sharded: Sharded) -> None:
+    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
         source, key = self._source, len(self._programs_made)
         places = source.places()
         graph = specialise(sharded, places)
@@ -159,8 +164,9 @@ class ShardedModule(Part):
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
+        random = any(map(draws, graph.nodes))
         self._programs_made.append(
-            Program(captured, sharded, graph, key, called, count, any(map(draws, graph.nodes)), fired, compiler)
+            Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes)
         )
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
@@ -300,10 +306,11 @@ class ShardedModule(Part):
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         memo |= {id(self._programs_made): [], id(self._known): Known()}  # made again, on the copied parts
-        memo |= {id(part._programs): {} for part in self._order if isinstance(part, Part)}
+        for part in self._order:
+            memo |= {id(held): {} for held in (part._programs, part._turns)} if isinstance(part, Part) else {}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
-            new._install(program.capture, program.sharded)
+            new._install(program.capture, program.sharded, program.changes)
         return new
 
     def __getstate__(self) -> Any:

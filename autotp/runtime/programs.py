@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +36,7 @@ class Program:
         seeds: how many operators draw by counters.
         draws: whether others draw as torch does.
         fired: what became of each optimisation; `compiler`: what compiles it.
+        changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
     """
 
     capture: Capture
@@ -47,6 +48,7 @@ class Program:
     draws: bool = False
     fired: Fired = ()
     compiler: Compiler | None = None
+    changes: Hashable = ()
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""

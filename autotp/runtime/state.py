@@ -17,9 +17,9 @@ from autotp.ir.layouts import I, Layout
 
 from . import data_parallel, foreign
 from .meta import fresh_buffer
+from .part import part_of
 from .shard_state import ShardState
 from .storage import Storage
-from .tree import part_of
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:

@@ -7,74 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.errors import StateError
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
+from .part import Part, standing_for
 from .storage import Storage, unwrap
-
-
-class Part(nn.Module):
-    """Stands for one module of the original: holds its parameters and runs its part of the program."""
-
-    def __init__(self, original: nn.Module) -> None:
-        super().__init__()
-        self._original = type(original).__name__
-        self._detail = original.extra_repr()
-        self._leaf = "" if original._modules else repr(original)
-        self._programs: dict[Any, Callable[..., Any]] = {}
-        self.training = original.training
-
-    def forward(self, *args: Any, program: Any = None) -> Any:
-        """Run this part of `program`; called by the parent part with the values that flow in."""
-        if program not in self._programs:
-            raise StateError(
-                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
-                "be shards. Call the whole module; to run a part alone, compile that part."
-            )
-        return self._programs[program](*args)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What `DistributedDataParallel` reads of a module first."""
-        raise StateError(
-            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
-            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
-        )
-
-    def _get_name(self) -> str:
-        return self._original
-
-    def extra_repr(self) -> str:
-        """The original's."""
-        return self._detail
-
-    def __repr__(self) -> str:
-        return self._leaf or super().__repr__()
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __bool__(self) -> bool:
-        return True
-
-
-def part_of(module: nn.Module) -> nn.Module:
-    """What stands for a module of the original."""
-    if type(module) in (nn.ModuleList, nn.ModuleDict):
-        part = type(module)()
-        part.training = module.training
-        return part
-    return Part(module)
 
 
 @dataclass
@@ -305,8 +248,13 @@ class Assembler:
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
 
+        met: list[nn.Module] = [part]
+
         def call(*args: Any) -> Any:
-            return eager.submodule(start, steps, part)(*args, program=program)
+            module = eager.submodule(start, steps, part)
+            if module is not met[0]:
+                met[0] = standing_for(part, module)
+            return module(*args, program=program)
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
         return call

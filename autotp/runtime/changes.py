@@ -1,0 +1,283 @@
+"""What a user sets on a sharded module's parts after compile: heeded by a new capture, or refused at that moment.
+
+A program holds the values that the original's attributes had when it was captured. So what is set belongs to what a
+program is for, like the training flags: with `norm.eps` changed, the next call is a new kind of call, and with the old
+value back the old program serves again.
+"""
+
+from __future__ import annotations
+
+import copy
+import enum
+import types
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autotp.errors import StateError
+
+TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+CONTAINERS = (list, dict, set)
+WITHIN = "within "  # before the name of an attribute that is the same object still
+INSTEAD = "Change it in the original model, and compile that."
+
+
+class FusedError(StateError, AttributeError):
+    """A parameter that is asked for by its name, and is held under several."""
+
+
+@dataclass(frozen=True)
+class Same:
+    """Stands for a value that can be told from others by its identity alone."""
+
+    value: Any = field(hash=False, compare=False)
+    at: int
+
+
+def token(value: Any) -> Hashable:
+    """What says whether another value is the same."""
+    plain = isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
+    return (type(value), value) if plain else (type(value), Same(value, id(value)))
+
+
+@dataclass
+class Lent:
+    """Something of the original's that can be changed from within, such as its config, and was handed out."""
+
+    watched: Watched
+    name: str
+    value: Any
+    seen: Any = None
+    version: int = 0
+
+    def __post_init__(self) -> None:
+        self.seen = _contents(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Lent:
+        """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
+        value = copy.deepcopy(self.value, memo) if isinstance(self.value, CONTAINERS) else self.value
+        return Lent(copy.deepcopy(self.watched, memo), self.name, value, version=self.version)
+
+    def changed(self) -> bool:
+        """Whether it is another than when it was last asked."""
+        now = _contents(self.value)
+        try:
+            same = bool(now == self.seen)
+        except (RuntimeError, ValueError):  # tensors and arrays in it
+            same = True
+        if not same:
+            self.seen, self.version = now, self.version + 1
+        return not same
+
+
+def _contents(value: Any) -> Any:
+    if isinstance(value, CONTAINERS):
+        return copy.deepcopy(value)
+    return {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in vars(value).items()}
+
+
+@dataclass
+class Changes:
+    """What was set on all parts of one sharded module."""
+
+    parts: list[Watched] = field(default_factory=list)
+    lent: list[Lent] = field(default_factory=list)
+    made: Hashable = ()
+    stale: bool = False
+
+    def key(self) -> Hashable:
+        """What a program is for, of all this; `()` where all is as it was."""
+        for lent in self.lent:
+            if lent.changed():
+                lent.watched.changed[WITHIN + lent.name] = lent.version
+                self.stale = True
+        if self.stale:
+            found = ((w.path, n, t) for w in self.parts for n, t in sorted(w.changed.items()))
+            self.made, self.stale = tuple(found), False
+        return self.made
+
+    def told(self) -> dict[str, str]:
+        """The same in words, for the ranks to compare."""
+        told = {}
+        for watched in self.parts:
+            for name, found in watched.changed.items():
+                same = isinstance(found, tuple) and isinstance(found[1], Same)
+                told[f"attribute {watched.path}.{name}".replace(" .", " ")] = found[0].__name__ if same else str(found)
+        return told
+
+    def apply(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
+        """Set the same on the modules of a skeleton; `modules` are these and the parts that stand for them."""
+        for module, part in modules:
+            watched = part.__dict__.get("_watched")
+            for key in watched.changed if watched is not None else ():
+                name = key.removeprefix(WITHIN)
+                value = part.__dict__.get(name)
+                if name in part.__dict__ and (key == name or isinstance(value, CONTAINERS)):
+                    setattr(module, name, copy.deepcopy(value))  # a config is the skeleton's own
+
+
+class Watched:
+    """The original's module that a part stands for, and what was set on the part since.
+
+    Attributes:
+        module: of the skeleton, without weights.
+        path: its name in the original.
+        changes: of the whole sharded module.
+        children: the parts that stand for the module's own children.
+        changed: name of an attribute -> what tells its value from others.
+    """
+
+    def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
+        self.module, self.path, self.changes = module, path, changes
+        self.children, self.changed = dict(children), {}
+        changes.parts.append(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
+        new = object.__new__(Watched)
+        memo[id(self)] = new
+        new.module, new.path, new.changed = self.module, self.path, dict(self.changed)
+        new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
+        return new
+
+    def refuse(self, what: str, why: str) -> NoReturn:
+        """Raise a `StateError` for `what` of this module."""
+        where = f"{self.path} ({type(self.module).__name__})" if self.path else f"this {type(self.module).__name__}"
+        raise StateError(f"{what} of {where}: {why}")
+
+    # ---- attributes ------------------------------------------------------------------------------------------------
+
+    def has(self, name: str) -> bool:
+        """Whether the original's module has a plain attribute of this name, of its own or by its class."""
+        if name in TORCHS:
+            return False
+        if name in self.module.__dict__:
+            return True
+        found = getattr(type(self.module), name, None) if name not in nn.Module.__dict__ else None
+        return found is not None and not callable(found) and not hasattr(type(found), "__get__")
+
+    def read(self, part: nn.Module, name: str) -> Any:
+        """The original's attribute; what can be changed from within is watched from now on."""
+        value = self.module.__dict__[name]
+        if isinstance(value, types.MethodType) and value.__self__ is self.module:
+            return types.MethodType(value.__func__, part)
+        if _holds(value, Tensor | nn.Module):
+            raise AttributeError(
+                f"{name} of {self.path or 'the module'} is or holds tensors or modules that are no parameters, buffers "
+                "or children: a sharded module does not keep those. Read it on the original model."
+            )
+        if isinstance(value, CONTAINERS):
+            value = part.__dict__[name] = copy.deepcopy(value)
+        self.lend(name, value)
+        return value
+
+    def lend(self, name: str, value: Any) -> None:
+        """Watch a value that can be changed from within."""
+        if (isinstance(value, CONTAINERS) or _plain_object(value)) and all(
+            x.value is not value for x in self.changes.lent
+        ):
+            self.changes.lent.append(Lent(self, name, value))
+
+    def set(self, part: nn.Module, name: str, value: Any) -> None:
+        """Note that an attribute is set, or refuse it."""
+        if name in TORCHS:
+            return
+        if name in self.module._parameters:
+            self._parameter(part, name, value)
+        elif isinstance(value, nn.Module) or name in self.children:
+            self.place(part, name, value)
+        elif name in self.module._buffers:
+            self._buffer(part, name, value)
+        elif self.has(name):
+            was = self.module.__dict__.get(name, getattr(type(self.module), name, None))
+            if token(value) == token(was):
+                self.changed.pop(name, None)
+            else:
+                self.changed[name] = token(value)
+            self.changed.pop(WITHIN + name, None)
+            self.changes.lent = [x for x in self.changes.lent if (x.watched, x.name) != (self, name)]
+            self.changes.stale = True
+            self.lend(name, value)
+
+    def delete(self, part: nn.Module, name: str) -> None:
+        """Refuse to delete what the program needs; a parameter's name may be taken over by a hook."""
+        if name in self.children or (name not in self.module._parameters and self.has(name)):
+            self.refuse(name, f"it cannot be deleted after compile, because the program was made with it. {INSTEAD}")
+
+    # ---- what has a place in the tree ------------------------------------------------------------------------------
+
+    def place(self, part: nn.Module, name: str, module: nn.Module | None) -> None:
+        """Refuse to put a module in a part's place that would get shards for what it takes for whole tensors."""
+        child = self.children.get(name)
+        if child is not None and module is not part._modules.get(name):
+            why = foreign(child, module)
+            if why:
+                self.refuse(name, why)
+
+    def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
+        held = part._parameters.get(name)
+        if value is held and (held is not None or self.module._parameters[name] is None):
+            return
+        was = self.module._parameters[name]
+        if was is None or not isinstance(value, Tensor):
+            what = "another parameter than the plan has" if was is None else f"{type(value).__name__} for a parameter"
+            self.refuse(name, f"this is {what}. {INSTEAD}")
+        shape = held.shape if held is not None else was.shape
+        if value.shape != shape:
+            self.refuse(name, f"this has the shape {tuple(value.shape)}, and the plan {tuple(shape)}. {INSTEAD}")
+        if isinstance(held, DTensor) and not lies_as(value, held):
+            self.refuse(
+                name,
+                "this tensor is not split as the parameter that is there, which optimizers and checkpoints know. Copy "
+                "its values: assign .data, or use load_state_dict.",
+            )
+
+    def _buffer(self, part: nn.Module, name: str, value: Any) -> None:
+        held = part._buffers.get(name)
+        if not isinstance(value, Tensor) or held is None or (value.shape, value.dtype) != (held.shape, held.dtype):
+            self.refuse(
+                name, f"the program takes the buffer in the shape and dtype that it was captured with. {INSTEAD}"
+            )
+
+
+def lies_as(value: Tensor, held: DTensor) -> bool:
+    """Whether a tensor lies as this one does; over another mesh, data parallelism's, that is for it to say."""
+    if not isinstance(value, DTensor):
+        return False
+    return value.device_mesh != held.device_mesh or value.placements == held.placements
+
+
+def foreign(part: nn.Module, module: nn.Module | None) -> str:
+    """Why a module cannot take a part's place; empty for the part, and for what wraps it and has nothing of its own."""
+    inside = list(module.modules()) if module is not None else []
+    if not any(m is part for m in inside):
+        name = type(module).__name__
+        return (
+            f"{name} cannot take a layer's place after compile: the plan, the parameters and the program are that "
+            f"layer's. {INSTEAD}"
+        )
+    known = {id(t) for t in [*part.parameters(), *part.buffers()]}
+    own = [n for m in [module] for n, t in [*m.named_parameters(), *m.named_buffers()] if id(t) not in known]  # type: ignore[union-attr]
+    if own:
+        return (
+            f"{type(module).__name__} has tensors of its own around the layer, such as {own[0]}, and would compute "
+            "with shards. Put it (an adapter, a quantiser) into the original model, and compile that."
+        )
+    return ""
+
+
+def _holds(value: Any, kinds: Any) -> bool:
+    if isinstance(value, (*CONTAINERS, tuple)):
+        inner = value.values() if isinstance(value, dict) else value
+        return any(_holds(v, kinds) for v in inner)
+    return isinstance(value, kinds)
+
+
+def _plain_object(value: Any) -> bool:
+    """Whether it has attributes that may be set: a config, a namespace, a record."""
+    odd = callable(value) or isinstance(value, types.ModuleType | enum.Enum | Tensor)
+    return hasattr(value, "__dict__") and not odd

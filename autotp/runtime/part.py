@@ -1,0 +1,173 @@
+"""The modules of a sharded module's tree: each stands for one of the original's, and is an instance of its class."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from autotp.errors import StateError
+
+from .changes import TORCHS, Changes, Watched, foreign
+
+
+class Part(nn.Module):
+    """Stands for one module of the original: holds its parameters and runs its part of the program.
+
+    Attributes of the original's module are read from its skeleton; one that is set stays on the part, and makes the
+    next call a new kind of call (`autotp.runtime.changes`).
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Without the original's own `__new__`."""
+        return object.__new__(cls)
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: the original's classes may keep a register of what derives from them."""
+
+    def __init__(self, original: nn.Module) -> None:
+        nn.Module.__init__(self)  # never the original's
+        self._original = type(original).__name__
+        self._detail = original.extra_repr()
+        self._leaf = "" if original._modules else repr(original)
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._turns: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}  # reads weights again, see `forward`
+        self._late = False  # a weight is no parameter: a hook makes it at this part's turn
+        self.training = original.training
+
+    __call__ = nn.Module.__call__  # the original's class may checkpoint or count in its own; the program holds that
+    __getstate__: Any = object.__getstate__  # likewise what it does to copies
+    __setstate__ = nn.Module.__setstate__
+
+    def forward(self, *args: Any, program: Any = None) -> Any:
+        """Run this part of `program`; called by the parent part with the values that flow in."""
+        if program not in self._programs:
+            raise StateError(
+                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
+                "be shards. Call the whole module; to run a part alone, compile that part."
+            )
+        if (self._forward_pre_hooks or self._late) and program in self._turns:
+            args = self._turns[program](args)
+        return self._programs[program](*args)
+
+    # ---- attributes, children and parameters -----------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        watched = self.__dict__.get("_watched")
+        if watched is not None and name in watched.module.__dict__:
+            return watched.read(self, name)
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        watched = self.__dict__.get("_watched")
+        if watched is not None:
+            watched.set(self, name, value)
+        nn.Module.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        watched = self.__dict__.get("_watched")
+        if watched is not None:
+            watched.delete(self, name)
+        nn.Module.__delattr__(self, name)
+
+    def add_module(self, name: str, module: nn.Module | None) -> None:
+        """As torch's; another module in the place of one of the original's is refused."""
+        watched = self.__dict__.get("_watched")
+        if watched is not None:
+            watched.place(self, name, module)
+        nn.Module.add_module(self, name, module)
+
+    # ---- what it looks like ----------------------------------------------------------------------------------------
+
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
+        """What `DistributedDataParallel` reads of a module first."""
+        raise StateError(
+            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
+            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+        )
+
+    def _get_name(self) -> str:
+        return self._original
+
+    def extra_repr(self) -> str:
+        """The original's."""
+        return self._detail
+
+    def __repr__(self) -> str:
+        return self._leaf or super().__repr__()
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._modules[index] if isinstance(index, str) else list(self._modules.values())[index]
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __bool__(self) -> bool:
+        return True
+
+
+class Standing(type):
+    """Makes the classes of parts. Calling one (`type(layer)(8, 8)`, `Embedding.from_pretrained`) makes an original."""
+
+    _class: type
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """An instance of the original's class."""
+        return cls._class(*args, **kwargs)
+
+
+@functools.lru_cache(1024)
+def class_of(original: type[nn.Module]) -> type[Part]:
+    """The class of the parts that stand for modules of this class: a `Part` and one of these.
+
+    `Part` alone where the class allows no subclass.
+    """
+    kind = type(original)
+    meta = Standing if issubclass(Standing, kind) else type("Standing", (Standing, kind), {})
+    body = {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
+    body |= {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"_class": original}
+    try:
+        return meta(original.__name__, (Part, original), body)
+    except TypeError:
+        return Part
+
+
+def part_of(module: nn.Module) -> Part:
+    """What stands for a module of the original."""
+    cls = class_of(type(module)) if not isinstance(module, torch.jit.ScriptModule) else Part
+    part = cls.__new__(cls)
+    Part.__init__(part, module)
+    return part
+
+
+def watch(parts: Mapping[str, nn.Module], bare: nn.Module) -> Changes:
+    """From now on every part minds what is set on it; what was set is in the `Changes`.
+
+    Args:
+        parts: the parts by the original's paths of modules.
+        bare: the original's skeleton.
+    """
+    changes = Changes()
+    for path, module in bare.named_modules(remove_duplicate=False):
+        part = parts[path]
+        if isinstance(part, Part) and "_watched" not in part.__dict__:
+            part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
+            for name in set(part.__dict__) & set(module.__dict__) - TORCHS:  # such as the config
+                part.__dict__["_watched"].lend(name, part.__dict__[name])
+    return changes
+
+
+def standing_for(part: Part, module: nn.Module) -> nn.Module:
+    """The module that is called in the part's place, where it is that part or wraps it.
+
+    Raises:
+        StateError: it would take shards for whole tensors.
+    """
+    why = foreign(part, module)
+    if why:
+        raise StateError(f"in the place of {part._original}: {why}")
+    return module
