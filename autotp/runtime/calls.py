@@ -29,6 +29,7 @@ from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 
 from . import state
+from .changes import Changes
 from .programs import Program
 from .samples import NOTHING, SAMPLES, alike, sampled
 from .shard_state import ShardState
@@ -74,7 +75,7 @@ class Calls:
 
     Attributes:
         name: of the original's class.
-        order: the parts of the module.
+        order: the parts of the module; `changes`: what was set on them.
         values: whether values of the inputs are compared.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
@@ -83,6 +84,7 @@ class Calls:
     shards: ShardState
     name: str
     order: Sequence[Any]
+    changes: Changes
     values: bool = True
     copy: str = ""
     place: int = 1
@@ -97,8 +99,8 @@ class Calls:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """Of another module, which begins to count."""
-        shards, order = deepcopy((self.shards, self.order), memo)
-        made = Calls(shards, self.name, order, self.values, "copy of ")
+        shards, order, changes = deepcopy((self.shards, self.order, self.changes), memo)
+        made = Calls(shards, self.name, order, changes, self.values, "copy of ")
         made.place = self.place
         return made
 
@@ -204,7 +206,7 @@ class Calls:
 
     def _differ(self, key: Any, flat: Sequence[Any], spec: Any) -> None:
         """Say in what the calls differ."""
-        told = state.input_text(flat, spec, False)
+        told = {**state.input_text(flat, spec, False), **self.changes.told()}
         for i, v in enumerate(flat):
             if isinstance(v, Tensor) and v.requires_grad:
                 told[f"gradient of input {i}"] = "wanted"

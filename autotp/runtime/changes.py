@@ -35,8 +35,8 @@ class FusedError(StateError, AttributeError):
 class Same:
     """Stands for a value that can be told from others by its identity alone."""
 
-    value: Any = field(hash=False, compare=False)
-    at: int
+    value: Any = field(hash=False, compare=False, repr=False)
+    at: int = field(repr=False)  # another in each process, so that ranks compare the rest
 
 
 def token(value: Any) -> Hashable:

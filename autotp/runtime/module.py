@@ -61,8 +61,9 @@ class ShardedModule(Part):
             operators.know(source.ranks.group)
             rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
-        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, source.sample and not source.check)
         self._changes = watch(self._shards.parts, source.bare)
+        compares = source.sample and not source.check
+        self._calls = Calls(self._shards, type(source.bare).__name__, self._order, self._changes, compares)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
