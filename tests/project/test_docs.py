@@ -23,6 +23,7 @@ BLOCK = re.compile(r"^```python( small| quoted)?\n(.*?)^```$", re.MULTILINE | re
 SHOWN = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\[[^\]]*\]\(([^)]+)\)")
 DOCUMENTS = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+PEER = "transformers' tp_plan"
 PRINTED = ("docs/index.md",)  # beside README.md: what they show as text is what their blocks print,
 PINNED = torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23.")  # by these versions
 # And more blocks than this:
@@ -92,6 +93,29 @@ def test_the_readme_shows_what_its_blocks_print(capsys):
     if PINNED:
         assert not unprinted(shown, printed)
     assert unprinted(shown.replace("FITS", "fits"), printed)
+
+
+def cells(document: str, heading: str) -> dict[str, list[str]]:
+    """The rows of the tables between a heading and the next one, by their first cell."""
+    section = (ROOT / document).read_text().split(f"# {heading}\n", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip("| ").split(" | ") for line in section.splitlines() if line.startswith("| ")]
+    return {row[0]: row[1:] for row in reversed(rows)}
+
+
+def test_the_readmes_facts_are_those_of_the_tables():
+    """The tables are written by the commands that README.md names."""
+    speed = "docs/performance.md"
+    _, own, dtensor, theirs = cells(speed, "Bytes of plans against Megatron's")["llama, 12 layers"]
+    planning, step = cells(speed, "Planning time"), cells(speed, "Step time beside a hand-written module")
+    ratio = {name: f"{float(step[name][1]):.2f}" for name in ("autotp", "DTensor", PEER)}
+    facts = (
+        cells("docs/models.md", "Architectures")["all"][1],
+        f"{own}; DTensor's usual plan and transformers' `tp_plan` {dtensor}",
+        ", ".join(planning[name][3] for name in ("Llama-8B", "Llama-70B", "Llama-405B")),
+        f"{ratio['autotp']} (wall {float(step['autotp'][3]):.2f}); DTensor {ratio['DTensor']}, `tp_plan` {ratio[PEER]}",
+    )
+    readme = (ROOT / "README.md").read_text()
+    assert dtensor == theirs and [fact for fact in facts if f"| {fact} |" not in readme] == []
 
 
 def test_a_wrong_block_is_noticed(tmp_path, monkeypatch):
