@@ -124,7 +124,7 @@ def _failed(screen: Screen, error: BaseException) -> int:
     if isinstance(error, typer.Exit):
         return error.exit_code
     if isinstance(error, BrokenPipeError):  # such as `autotp plan ... | head`: nothing is wrong
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        os.dup2(os.open(os.devnull, os.O_WRONLY), screen.out.fileno())  # with --json sys.stdout is stderr
         return FINE
     if screen.debug:
         traceback.print_exception(error, file=sys.stderr)
