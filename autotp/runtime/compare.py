@@ -53,9 +53,13 @@ class ComparedModule(ShardedModule):
         trial = Trial(self._shards, self._source, self._order, *found, self._compared_with, call, self._note)
         with call.undisturbed():
             self._note(trial.forward(compat.tree_leaves(outputs)))
-        if torch.is_grad_enabled():
-            trial.await_backward(compat.tree_leaves(outputs))
-        return outputs
+        if not torch.is_grad_enabled():
+            return outputs
+        leaves, spec = compat.tree_flatten(outputs)
+        # Where an output is read within the model too, its own gradient is that of both: the user gets another name.
+        leaves = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+        trial.await_backward(leaves)
+        return compat.tree_unflatten(leaves, spec)
 
     def _note(self, told: str) -> None:
         self.compared = (*self.compared, told)

@@ -53,6 +53,7 @@ AROUND = (
     "Run operator by operator the program agrees: look at what stands around the modules (hooks, wrappers, modules and "
     "attributes that were replaced), or leave out the compiler and the optimisations (backend='eager', optimise=False)"
 )
+SUMMED = 10  # a gradient is a sum over rows, which may be zero by mathematics: that many of the largest round to it
 STALE = "The sharded module runs what was captured of the model, which was in another state then, or was captured wrong"
 
 
@@ -260,7 +261,8 @@ class Trial:
         with self.call.undisturbed(), torch.autograd.set_multithreading_enabled(False):
             self.here.backward(self.arrived)
             self._together(lambda: self.whole.backward(self.arrived))
-            self.most = max((largest(x.grad) for x in self.whole.leaves.values() if x.grad is not None), default=0.0)
+            grads = [x.grad for x in self.whole.values.values() if x.grad is not None]
+            self.most = SUMMED * max(map(largest, grads), default=0.0)
             self._verdict(self._gradients(), SENT, "the gradients of")
             self._verdict(self._parameters(self._gained, self.here), AROUND, "the gradients of")
             if len(self.own.outputs) == len(self.kept):
@@ -277,8 +279,8 @@ class Trial:
             node = self.nodes[at]
             local, origin = self.here.values.get(node), self.sharded.origin.get(node)
             whole = self.whole.values.get(origin) if origin is not None else None
-            if local is None or whole is None or whole.grad is None:
-                continue
+            if local is None or whole is None or whole.grad is None or "conversion" in node.meta:
+                continue  # a converted value has the gradients of some readers, the value itself has all
             mine = local.grad if local.grad is not None else torch.zeros_like(local)
             error = self._error(node, mine, whole.grad, self.sharded.layouts[node].dual, self.most)
             if not error <= self.tolerance:

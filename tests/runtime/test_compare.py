@@ -176,6 +176,37 @@ def test_what_is_sound_passes_however_it_is_called(pool):
     assert all("(bfloat16)" in line for line in one["autocast"])
 
 
+class Counting(nn.Module):
+    """Writes to buffers and to its input; the bias before the norm has no gradient but for rounding."""
+
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm = nn.Linear(16, 32), nn.Linear(32, 16), nn.BatchNorm1d(16)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.long))
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        self.calls += 1
+        inner = self.down(torch.relu(self.up(x.add_(1))))
+        return {"y": self.norm(inner * self.calls), "inner": inner}
+
+
+def counting(rank: int, world: int, group: Any) -> tuple[str, ...]:
+    torch.manual_seed(0)
+    model, x = Counting().train(), torch.randn(6, 16)
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group), compare="every")
+    for _ in range(2):
+        out = sharded(x.clone())["y"]  # the other output is read within the model too
+        (out * torch.arange(96).cos().view(6, 16)).sum().backward()
+    assert sharded.calls == 2
+    return sharded.compared
+
+
+def test_buffers_and_inputs_that_are_written(pool):
+    assert [len(said) for said in pool.run(counting, world=2)] == [4, 4]
+
+
 def transformers_step(rank: int, world: int, group: Any, name: str, options: dict[str, Any]) -> list[str]:
     model: Any = transformer(name)
     inputs = inputs_of(model)
