@@ -77,7 +77,8 @@ def plan(
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
-            does so where the weights are real and under 1 GB; the plan's notes say where it was not done.
+            does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
+            plan's notes say what was compared, or why nothing was.
 
     Returns:
         The `Plan`; print it to read it.

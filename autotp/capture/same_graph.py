@@ -10,16 +10,21 @@ from __future__ import annotations
 
 import hashlib
 import math
+import zlib
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import sympy
+import torch
 from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, short_name, tensors, where
+from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 
+COPIES = (aten.contiguous.default, aten.clone.default)  # which there are depends on how equal blocks were traced
 CLOSE = 1e-6  # of two literals' logarithms
 
 
@@ -65,7 +70,7 @@ def _runs(program: Capture, stacks: Mapping[str, int]) -> list[_Run]:
     found: list[_Run] = []
     home: dict[fx.Node, tuple[int, int]] = {}  # node -> its run, and its place in it
     for node in program.graph.nodes:
-        if node.op == "placeholder":
+        if node.op == "placeholder" or _is_size(node) or node.target in COPIES:
             continue
         place = next((p for path in module_path(node) if (p := _block(path, stacks))), None)
         if not found or found[-1].place != place or node.op == "output":
@@ -111,9 +116,14 @@ class _Reader:
 
         def told(x: Any) -> Hashable:
             if isinstance(x, fx.Node):
+                while x.target in COPIES:
+                    x = x.all_input_nodes[0]
+                if _is_size(x):
+                    return self._size(x, run)
                 if x in self.leaves:
-                    return self._leaf(x, run)
-                if self.home[x][0] == index:
+                    if self._name(self.leaves[x].name, run) != self.leaves[x].name:
+                        return self._leaf(x, run)
+                elif self.home[x][0] == index:
                     return "own", self.home[x][1]
                 return "outside", outside.setdefault(x, len(outside)), _shape(x)
             if type(x) in (int, float):
@@ -134,10 +144,26 @@ class _Reader:
         self.outside.append(list(outside))
 
     def link(self, index: int, node: fx.Node) -> Hashable:
-        """Where a value of another run comes from: the kind of that run, and how many like it lie between."""
+        """What a value from elsewhere is: a leaf, or one of a run of what kind, with how many like that between."""
+        if node in self.leaves:
+            return self._leaf(node, self.runs[index])
         maker, place = self.home[node]
         kind = self.runs[maker].kind
         return kind, place, sum(run.kind == kind for run in self.runs[maker + 1 : index])
+
+    def _size(self, node: fx.Node, run: _Run) -> Hashable:
+        """A size by what it is made of, for blocks share them or not: the inputs' sizes that it depends on."""
+        value = expression(node.meta["val"])
+        symbols = sorted(value.free_symbols, key=str) if isinstance(value, sympy.Basic) else []
+        names = {x: self._source(x) for x in symbols}
+        made = {x: sympy.Integer(101 + zlib.crc32(name.encode()) % 1000) for x, name in names.items()}
+        found = value.subs(made) if isinstance(value, sympy.Basic) else value
+        run.numbers.append(int(found) if getattr(found, "is_Integer", False) else found)
+        return "size", tuple(sorted(names.values()))
+
+    def _source(self, symbol: sympy.Basic) -> str:
+        node, dim = self.program.symbols.get(symbol, (None, 0))  # type: ignore[call-overload]
+        return f"{self.leaves[node].name}.{dim}" if node in self.leaves else "data"
 
     def _leaf(self, node: fx.Node, run: _Run) -> Hashable:
         leaf = self.leaves[node]
@@ -155,6 +181,11 @@ class _Reader:
         return tuple(self._name(t, run) if isinstance(t, str) else t for t in self.taken.get(node, ()))
 
 
+def _is_size(node: fx.Node) -> bool:
+    """Whether a node computes a number from sizes."""
+    return node.op == "call_function" and isinstance(node.meta.get("val"), torch.SymInt | torch.SymFloat | int | float)
+
+
 def _shape(node: fx.Node) -> Hashable:
     """What is the same at every width."""
     return node.meta.get("no_grad"), tuple((v.ndim, v.dtype) for v in tensors(node))
@@ -164,10 +195,12 @@ def _numbers_fit(ours: list[Any], theirs: list[Any], ratio: int) -> bool:
     return len(ours) == len(theirs) and all(_fits(a, b, ratio) for a, b in zip(ours, theirs, strict=True))
 
 
-def _fits(a: float, b: float, ratio: int) -> bool:
+def _fits(a: Any, b: Any, ratio: int) -> bool:
     """Whether two literals are the same, or differ as sizes, or numbers made of one size, do."""
     if a == b or (a != a and b != b):
         return True
+    if type(a) not in (int, float) or type(b) is not type(a):
+        return False
     if ratio == 1:
         return False
     if type(a) is int:
