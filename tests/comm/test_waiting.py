@@ -21,17 +21,26 @@ from benchmarks.helpers.faulty import Fault, expected
 from tests.helpers.compare import mesh_of
 
 
-class Net(nn.Module):
-    """Two all-reduces, and between them a module that can be hooked."""
+class Block(nn.Module):
+    """An all-reduce, and before it a module that can be hooked."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)) for _ in range(2))
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = x + block(x)
-        return x
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
 
 
 class Lines(logging.Handler):
@@ -61,7 +70,7 @@ def pausing(rank: int, world: int, group: Any, pause: float, limit: float) -> tu
             late = rank == world - 1
             if where == "between" and late:
                 evaluate(pause)
-            hook = sharded.blocks[1][0].register_forward_pre_hook(
+            hook = sharded.blocks[1].up.register_forward_pre_hook(
                 lambda *_, late=late, where=where: evaluate(pause) if late and where == "within" else None
             )
             loss = sharded(torch.ones(4, 8)).square().mean()
@@ -81,7 +90,7 @@ def checked(found: list[tuple[list[str], list[float]]], limit: float) -> None:
     late = len(found) - 1
     assert re.search(rf"waited {limit:.0f} s at the forward, call 2 of Net, for rank {late}, ", at), lines
     assert re.search(r"began the backward of call 1 of Net, at test_waiting.py:\d+ in evaluate", at), at
-    assert re.search(r"in all_reduce of blocks.1(.2)?, in the forward, call 3 of Net", within), lines
+    assert re.search(r"in all_reduce of blocks.1(.down)?, in the forward, call 3 of Net", within), lines
     assert re.search(rf"rank {late}, .* the forward, call 3 of Net, at test_waiting.py:\d+ in evaluate", within), within
 
 
