@@ -44,6 +44,7 @@ class Channel:
 
     Attributes:
         rank, size: this process's place in the group.
+        timeout: gives the group's time-out in seconds, which may be changed at any time.
         doing: what this rank is about to do or does, in words; since when; and in which thread.
         running: whether it does that by now.
         asks: connections to the other ranks for questions and answers.
@@ -51,7 +52,7 @@ class Channel:
         gone: ranks whose process has ended.
     """
 
-    def __init__(self, rank: int, size: int, timeout: float, peers: Peers, asks: Peers) -> None:
+    def __init__(self, rank: int, size: int, timeout: Callable[[], float], peers: Peers, asks: Peers) -> None:
         self.rank, self.size, self.timeout, self.asks = rank, size, timeout, asks
         self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
         self.running = False
@@ -77,7 +78,7 @@ class Channel:
             frame = FRAME.pack(len(message), self._turn) + message
             for rank, peer in self._peers.items():
                 try:
-                    peer.settimeout(self.timeout)
+                    peer.settimeout(60.0)  # as good as never: a message is small, and the other end holds it
                     peer.sendall(frame)
                 except OSError:
                     self.gone.add(rank)
@@ -93,16 +94,16 @@ class Channel:
     def _receive(self, rank: int, what: str) -> bytes:
         """The message of this turn from one rank."""
         began = time.monotonic()
-        notice = limit = wait_limit()
+        notice, limit, timeout = wait_limit(), wait_limit(), self.timeout()
         while (message := self._taken(rank)) is None:
             waited = time.monotonic() - began
-            if waited >= self.timeout:
-                raise self.error(what, [rank], f"did not come within the {self.timeout:g} s of the process group")
+            if waited >= timeout:
+                raise self.error(what, [rank], f"did not come within the {timeout:g} s of the process group's time-out")
             if waited >= notice:
                 self._notice(rank, what, waited)
                 notice = max(2 * notice, waited + limit)
                 continue
-            self._peers[rank].settimeout(min(notice, self.timeout) - waited + 1e-3)
+            self._peers[rank].settimeout(min(notice, timeout) - waited + 1e-3)
             try:
                 data = self._peers[rank].recv(65536)
             except TimeoutError:
@@ -208,7 +209,9 @@ def _closed(peer: socket.socket) -> bool:
 class Collective(Channel):
     """The turns as a collective of messages of one length, where ranks cannot connect to each other."""
 
-    def __init__(self, rank: int, size: int, timeout: float, group: ProcessGroup, device: torch.device) -> None:
+    def __init__(
+        self, rank: int, size: int, timeout: Callable[[], float], group: ProcessGroup, device: torch.device
+    ) -> None:
         super().__init__(rank, size, timeout, {}, {})
         self._group, self._device = group, device
 

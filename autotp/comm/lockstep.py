@@ -7,13 +7,16 @@ collective has begun. So a backward that one rank leaves out meets the next forw
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import struct
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from autotp import compat
@@ -40,12 +43,17 @@ _named: dict[str, Channel] = {}
 
 
 def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> Channel | None:
-    """The channel of a group; made, a collective call, where there is none yet. None for a group too large for one."""
+    """The channel of a group; made, a collective call, where there is none yet.
+
+    Returns: None for a group that is too large for one, and for torch's fake groups, whose other ranks do not exist.
+    """
     if size > MOST or size == 1:
         return None
     found = _open.get(group)
     if found is None:
-        timeout, peers = compat.group_timeout(group, device), connected(group, rank, size)
+        if dist.get_backend(group) == "fake":
+            return None
+        timeout, peers = _timeout(weakref.ref(group), device), connected(group, rank, size)
         if peers is None:
             log.warning("the tp ranks cannot connect to each other: none will say which one it waits for")
             found = Collective(rank, size, timeout, group, device)
@@ -55,6 +63,10 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) 
         _open[group] = _named[group.group_name] = found
         weakref.finalize(group, found.close)
     return found
+
+
+def _timeout(group: weakref.ref[ProcessGroup], device: torch.device) -> Callable[[], float]:
+    return lambda: math.inf if (found := group()) is None else compat.group_timeout(found, device)
 
 
 def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:

@@ -65,6 +65,14 @@ def odd_step(sharded: Any, what: str) -> None:
     step(sharded, X[6], optimizer)
 
 
+def whole_state(sharded: Any, what: str) -> None:
+    """The whole state, of which rank 1 asks for what it already has."""
+    step(sharded, X[4])
+    if not what:
+        sharded.full_state_dict()
+    step(sharded, X[5])
+
+
 WORDS = {
     "backward": "rank 0: backward of call 1 of copy of Net, rank 1: forward, call 2 of copy of Net",
     "step": "do not agree on the values of the inputs of call 1 of copy of Net",
@@ -82,16 +90,21 @@ def parting(rank: int, world: int, group: Any) -> dict[str, str]:
     """What ranks hear of a step that is another on rank 1; of every kind of call there is a program on both by then."""
     sharded = made(group)
     step(sharded, X[0])
-    sharded(X[0].repeat(2, 1)), sharded(X[0].reshape(2, 2, 8)), sharded.eval()(X[0]), sharded.train()
+    for x in (X[0].repeat(2, 1), X[0].reshape(2, 2, 8)):
+        sharded(x)
+    sharded.eval()(X[0])
+    sharded.train()
     with torch.autocast("cpu", torch.bfloat16):
         sharded(X[0])
-    return {what: told_by(partial(odd_step, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+    found = {what: told_by(partial(odd_step, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+    return found | {"state": told_by(partial(whole_state, copy.deepcopy(sharded), "state" if rank else ""))}
 
 
 def test_a_step_that_is_another_on_one_rank_is_one_error_on_all(pool):
     one, other = pool.run(parting, world=2)
     assert one == other
-    for what, words in WORDS.items():
+    state = {"state": "rank 0: full_state_dict of copy of Net, after call 1, rank 1: forward, call 2 of copy of Net"}
+    for what, words in (WORDS | state).items():
         assert words in one[what], (what, one[what])
 
 

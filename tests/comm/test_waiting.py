@@ -1,0 +1,140 @@
+"""A rank that is waited for: a line that names it, the module and the collective; an error only where it is gone."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm import channel, lockstep
+from autotp.comm.channel import WAIT, Collective
+from autotp.errors import RankError
+from benchmarks.faults import NAMED, RIGHT, inject
+from benchmarks.helpers.faulty import Fault, expected
+from tests.helpers.compare import mesh_of
+
+
+class Block(nn.Module):
+    """An all-reduce, and before it a module that can be hooked."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+class Net(nn.Module):
+    """Two blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.blocks[0](x))
+
+
+class Lines(logging.Handler):
+    """What was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(record.getMessage())
+
+
+def evaluate(pause: float) -> None:
+    time.sleep(pause)
+
+
+def pausing(rank: int, world: int, group: Any, pause: float, limit: float) -> tuple[list[str], list[float]]:
+    """Lines of a rank while the last one takes long: between calls, and within one; and the losses."""
+    lines, losses = Lines(), []
+    torch.manual_seed(0)
+    sharded: Any = autotp.compile(Net(), example_inputs=torch.ones(4, 8), mesh=mesh_of(group))
+    logging.getLogger("autotp").addHandler(lines)
+    os.environ[WAIT] = str(limit)
+    try:
+        for where in ("", "between", "within"):
+            late = rank == world - 1
+            if where == "between" and late:
+                evaluate(pause)
+            hook = sharded.blocks[1].up.register_forward_pre_hook(
+                lambda *_, late=late, where=where: evaluate(pause) if late and where == "within" else None
+            )
+            loss = sharded(torch.ones(4, 8)).square().mean()
+            hook.remove()
+            loss.backward()
+            losses.append(loss.item())
+    finally:
+        del os.environ[WAIT]
+        logging.getLogger("autotp").removeHandler(lines)
+    return lines.lines, losses
+
+
+def checked(found: list[tuple[list[str], list[float]]], limit: float) -> None:
+    (lines, losses), (of_the_late, _) = found[0], found[-1]
+    assert not of_the_late and len(set(losses)) == 1, of_the_late
+    at, within = lines[0], lines[-1]
+    late = len(found) - 1
+    assert re.search(rf"waited {limit:.0f} s at the forward, call 2 of Net, for rank {late}, ", at), lines
+    assert re.search(r"began the backward of call 1 of Net, at test_waiting.py:\d+ in evaluate", at), at
+    assert re.search(r"in all_reduce of blocks.1(.down)?, in the forward, call 3 of Net", within), lines
+    assert re.search(rf"rank {late}, .* the forward, call 3 of Net, at test_waiting.py:\d+ in evaluate", within), within
+
+
+def test_who_is_late_is_logged_and_is_no_error(pool):
+    checked(pool.run(pausing, 3.0, 1.0, world=2), 1.0)
+
+
+def test_a_pause_of_a_minute_is_no_error(pool):
+    checked(pool.run(pausing, 60.0, 30.0, world=2), 30.0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "place", "wanted"),
+    [
+        ("kill -9", "in the forward", NAMED),
+        ("exception", "in the backward", NAMED),
+        ("SIGSTOP 20 s", "before the forward", NAMED),
+        ("SIGSTOP 2 s", "in the backward", RIGHT),
+        ("KeyboardInterrupt", "before the update", NAMED),
+        ("step left out", "", NAMED),
+    ],
+)
+def test_a_rank_that_fails_is_named(kind, place, wanted):
+    outcome = inject(Fault(kind, 1, 2, place), expected())
+    assert outcome.happened and outcome.what == wanted, outcome
+
+
+def through_collectives(rank: int, world: int, group: Any) -> list[str]:
+    """What ranks say that cannot connect to each other: the same turns, as collectives."""
+    made = Collective(rank, world, lambda: 60.0, group, torch.device("cpu"))
+    told = [message.decode() for message in lockstep.meet(made, "step", f"of {rank}".encode())]
+    try:
+        lockstep.meet(made, f"step {rank}")
+    except RankError as error:
+        told.append(str(error).split("\n")[0])
+    return told
+
+
+def test_ranks_that_cannot_connect_use_collectives(pool):
+    for told in pool.run(through_collectives, world=2):
+        assert told == ["of 0", "of 1", "The 2 tp ranks have parted: rank 0: step 0, rank 1: step 1."]
+
+
+def test_the_limit_is_read_from_the_environment(monkeypatch):
+    for text, seconds in (("5", 5.0), ("0", 0.05), ("soon", 30.0)):
+        monkeypatch.setenv(WAIT, text)
+        assert channel.wait_limit() == seconds
