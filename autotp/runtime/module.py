@@ -29,12 +29,13 @@ from autotp.runtime import checkpoint
 from . import data_parallel, enclosed, operators, rehearsal, state
 from .call_key import form, signature
 from .programs import Program, Source, taken
+from .refusals import Refusals
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler, Part
 
 
-class ShardedModule(Part):
+class ShardedModule(Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -65,6 +66,7 @@ class ShardedModule(Part):
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # a function that is compiled around it goes on after it
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the model; same inputs on every tp rank, full outputs on every tp rank.
 
@@ -127,7 +129,7 @@ class ShardedModule(Part):
         """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self._shards)
         args, kwargs = compat.tree_unflatten(flat, spec)
-        without_cache(self._source.bare, Inputs(*args, **kwargs))
+        without_cache(self._source.bare, Inputs(*args, **kwargs), running=True)
         called, _ = form(self._source.bare, flat, spec)
         mode = self._mode()
         orders = ((program, program.order(called, flat, mode)) for program in self._programs_made)

@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor, fx, nn
 
@@ -17,11 +17,14 @@ from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_p
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
+from .refusals import DDP, Refused
 from .storage import Storage, unwrap
 
 
 class Part(nn.Module):
     """Stands for one module of the original: holds its parameters and runs its part of the program."""
+
+    _ddp_params_and_buffers_to_ignore = Refused("torch.nn.parallel", DDP)
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -39,14 +42,6 @@ class Part(nn.Module):
                 "be shards. Call the whole module; to run a part alone, compile that part."
             )
         return self._programs[program](*args)
-
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What `DistributedDataParallel` reads of a module first."""
-        raise StateError(
-            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
-            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
-        )
 
     def _get_name(self) -> str:
         return self._original
