@@ -298,6 +298,7 @@ class ShardedModule(Refusals, Part):
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
             new._install(program.capture, program.sharded)
+        rehearsal.watch(new._shards)
         return new
 
     def __getstate__(self) -> Any:
