@@ -90,12 +90,12 @@ def signature_text(signature: inspect.Signature) -> str:
     return f"({', '.join(names)})"
 
 
-def without_cache(model: nn.Module, inputs: Inputs) -> tuple[Inputs, str | None]:
+def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tuple[Inputs, str | None]:
     """The same inputs with the key/value cache switched off, where the inputs or the config would switch it on.
 
     Returns: the inputs, and a note for the plan where something was switched off.
     Raises:
-        InputError: a cache is passed in.
+        InputError: a cache is passed in; or asked for in a call that is `running`, and so has no plan to note it in.
     """
     signature = inspect.signature(model.forward)
     given = bind(model.forward, inputs).arguments
@@ -111,6 +111,11 @@ def without_cache(model: nn.Module, inputs: Inputs) -> tuple[Inputs, str | None]
     if parameter is None and not takes_any:
         return inputs, None
     asked, why = given.get("use_cache"), "use_cache=True was given"
+    if asked and running:
+        raise InputError(
+            "use_cache=True asks for a key/value cache, and a sharded module gives none. Leave it out; to generate "
+            "with a cache let transformers run the plan: Plan.to_tp_plan()."
+        )
     if asked is None and parameter is not None and parameter.default is True:
         asked, why = True, "the default of use_cache is True"
     if asked is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):

@@ -53,7 +53,8 @@ class Prices:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
         self._answers: dict[fx.Node, list[Kept]] = {}
         self.tokens = lengths(self.program)
-        self.second_sizes = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
+        self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
         self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}

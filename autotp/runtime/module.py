@@ -31,12 +31,13 @@ from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
 from .programs import Known, Program, Source, taken
+from .refusals import Refusals
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Part):
+class ShardedModule(Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -70,6 +71,7 @@ class ShardedModule(Part):
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
+    @torch.compiler.disable  # a function that is compiled around it goes on after it
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the model; same inputs on every tp rank, full outputs on every tp rank.
 
@@ -136,7 +138,7 @@ class ShardedModule(Part):
         """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self._shards)
         args, kwargs = compat.tree_unflatten(flat, spec)
-        without_cache(self._source.bare, Inputs(*args, **kwargs))
+        without_cache(self._source.bare, Inputs(*args, **kwargs), running=True)
         called, _ = form(self._source.bare, flat, spec)
         mode = self._mode()
         fitting = (p for p in self._programs_made if p.changes == self._changes.key())
@@ -314,6 +316,7 @@ class ShardedModule(Part):
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes)
+        rehearsal.watch(new._shards)
         return new
 
     def __getstate__(self) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +12,7 @@ from torch import nn
 from autotp.errors import StateError
 
 from .changes import TORCHS, Changes, Watched, foreign
+from .refusals import DDP, Refused
 
 
 class Part(nn.Module):
@@ -82,13 +83,7 @@ class Part(nn.Module):
 
     # ---- what it looks like ----------------------------------------------------------------------------------------
 
-    @property
-    def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """What `DistributedDataParallel` reads of a module first."""
-        raise StateError(
-            "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. "
-            "Give autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
-        )
+    _ddp_params_and_buffers_to_ignore = Refused("torch.nn.parallel", DDP)
 
     def _get_name(self) -> str:
         return self._original

@@ -1,0 +1,51 @@
+"""What others may not do with a sharded module, each with a sentence of its own at the moment that they try."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+from autotp.errors import StateError
+
+COMPILE = (
+    "torch.compile around a sharded module finds nothing to compile: what runs are programs of autotp, one for each "
+    "kind of call. autotp.compile(model, ..., backend='inductor') compiles those, and equal blocks once."
+)
+JIT = (
+    "torch.jit.trace and torch.jit.script cannot write down a sharded module: they know neither its collectives nor "
+    "that each rank has a program of its own. To run it compiled give autotp.compile backend='inductor'; to keep it, "
+    "save_checkpoint and plan.save."
+)
+DDP = (
+    "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
+    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+)
+
+
+class Refused:
+    """An attribute that one part of torch asks for before all else: asked from there, it is this error.
+
+    For everybody else it is not there, such as for a debugger that reads all.
+    """
+
+    def __init__(self, reader: str | tuple[str, ...], message: str) -> None:
+        self.reader, self.message = reader, message
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __get__(self, instance: Any, owner: Any = None) -> NoReturn:
+        if instance is not None and str(sys._getframe(1).f_globals.get("__name__")).startswith(self.reader):
+            raise StateError(self.message)
+        raise AttributeError(self.name)
+
+
+class Refusals:
+    """For a sharded module."""
+
+    __jit_ignored_attributes__ = Refused(("torch.jit", "torch._jit_internal"), JIT)
+    _initialize_hook = Refused("torch._dynamo", COMPILE)
+
+    def compile(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: see `autotp.compile`'s `backend`."""
+        raise StateError(COMPILE)

@@ -1,0 +1,59 @@
+"""What others may not do with a sharded module is refused in a sentence of its own; what they may, works."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autotp
+from tests.helpers.compare import mesh_of
+from tests.helpers.errors import error_of
+from tests.helpers.models import inputs_of, transformer
+
+
+def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group))
+    ways: dict[str, Callable[[], Any]] = {
+        "torch.compile": lambda: torch.compile(sharded, backend="eager")(x),
+        "compile": lambda: sharded.compile(),
+        "trace": lambda: torch.jit.trace(sharded, x),
+        "DDP": lambda: nn.parallel.DistributedDataParallel(sharded, process_group=group),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # that torch.jit is going
+        found: dict[str, Any] = {name: error_of(way)[:2] for name, way in ways.items()}
+    found["read"] = len(inspect.getmembers(sharded))
+
+    def around(x: Tensor) -> Tensor:
+        return sharded(x * 2) + 1
+
+    compiled: Any = torch.compile(around, backend="eager")
+    with torch.no_grad():
+        found["around"] = float((compiled(x) - (model(x * 2) + 1)).abs().max())
+    return found
+
+
+def test_each_has_a_sentence_of_its_own(pool):
+    words = {"torch.compile": "backend='inductor'", "compile": "backend='inductor'", "trace": "torch.jit.trace"}
+    for found in pool.run(refused, world=2):
+        for name, word in {**words, "DDP": "DistributedDataParallel averages"}.items():
+            kind, text = found[name]
+            assert kind == "StateError" and word in text, (name, kind, text)
+        assert found["read"] > 50  # to read all attributes, as a debugger does, is nothing to refuse
+        assert found["around"] < 1e-6
+
+
+def test_a_cache_that_is_asked_for_in_a_call_is_refused():
+    model = transformer("llama", use_cache=True)
+    sharded: Any = autotp.compile(model, 1, example_inputs=inputs_of(model))
+    assert sharded(**inputs_of(model)).past_key_values is None  # the config's wish is in the plan's notes
+    kind, text, _ = error_of(lambda: sharded(**inputs_of(model), use_cache=True))
+    assert kind == "InputError" and "use_cache=True" in text and "to_tp_plan" in text
+    assert error_of(lambda: sharded(**inputs_of(model), use_cache=False))[0] == ""
