@@ -25,6 +25,7 @@ from autotp.passes.canonicalise.no_grad_regions import detach_regions
 
 from .conditions import Conditions
 from .functions import functions_kept, read_functions
+from .grad_mode import Asked
 from .messages import line_of
 from .repeated_blocks import Repeats, expand, refuse_writes
 
@@ -52,6 +53,7 @@ class Attempt:
         symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
+        asked: the grad mode that the forward is to find, and whether it asks.
         contexts: what to trace in.
     """
 
@@ -61,6 +63,7 @@ class Attempt:
     symbolic: bool = True
     draft: bool = False
     repeats: Repeats | None = None
+    asked: Asked = field(default_factory=Asked)
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -71,6 +74,7 @@ class Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
+            recorded = *recorded, self.asked.answered()
             for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen

@@ -108,7 +108,7 @@ class ShardedModule(Part):
         agree(source.ranks, "the inputs of this call", state.input_text(flat, spec, values))
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
         if found is None:
-            made = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
+            made = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec, self._mode()))
             captured = in_one_order(source.ranks, made)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
             self._install(captured, together(source.ranks, "rewriting the graph", lambda: source.make(captured)))
@@ -130,13 +130,13 @@ class ShardedModule(Part):
         return next(((program, order) for program, order in orders if order is not None), None)
 
     @torch.inference_mode(False)
-    def _capture(self, flat: list[Any], spec: Any) -> Capture:
+    def _capture(self, flat: list[Any], spec: Any, mode: Mode) -> Capture:
         source = self._source
         bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, self._shards.device, self._mode(), request=source.want)
+        return prepare(bare, inputs, self._shards.device, mode, request=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded) -> None:
         source, key = self._source, len(self._programs_made)
