@@ -16,6 +16,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
 from torch import fx
 from torch._dynamo.source import ConstantSource
+from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._library.custom_ops import CustomOpDef
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -166,6 +167,31 @@ def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]
         mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", inside),
         mock.patch.object(checkpointing, "CheckpointFunction", Reentrant),
     ):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_inference() -> Iterator[None]:
+    """Within this context `torch.inference_mode` is `torch.no_grad`, which a trace records."""
+    with mock.patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode)):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_regions() -> Iterator[None]:
+    """Within this context `torch.export` keeps a region under no_grad also where it lies within autocast: it forgets
+    those that begin with autocast's own mark."""
+    enter = torch.amp.autocast_mode._enter_autocast
+
+    def begins(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        nodes = getattr(node.graph.owning_module, str(node.target)).graph.nodes
+        first = next((n for n in nodes if n.op != "placeholder" and n.target is not enter), None)
+        found = first is not None and first.target is torch._C._set_grad_enabled
+        return found and not (omit_if_same_with_ambient and first.args[0] == torch.is_grad_enabled())
+
+    with mock.patch.object(replace_set_grad_with_hop_pass, "_is_set_grad_enabled_sub_mod", begins):
         yield
 
 

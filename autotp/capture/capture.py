@@ -22,6 +22,7 @@ from autotp.ir.op import expression
 
 from .attempts import climb
 from .export import Attempt
+from .grad_mode import GRAD, Asked
 from .selfcheck import Trial
 
 
@@ -54,6 +55,7 @@ def capture(
     device: torch.device | str = "cpu",
     finish: Callable[[Capture], None] = lambda program: None,
     trial: Trial | None = None,
+    mode: str = GRAD,
 ) -> Capture:
     """Export a skeleton for these inputs, dynamic where the model allows it.
 
@@ -63,6 +65,7 @@ def capture(
         device: where the tensors are to be.
         finish: called with each capture; where it raises `CaptureError`, the next rung of the ladder is tried.
         trial: the model itself, to prove what a rung of the ladder assumes.
+        mode: the grad mode that a forward which asks is to find.
 
     Raises:
         CaptureError: the model cannot be exported; the message shows the user's own line and the way out.
@@ -70,12 +73,13 @@ def capture(
 
     def start() -> Attempt:  # with tensors of its own: an export that fails leaves its marks of symbolic sizes on them
         given = (inputs.args, dict(inputs.kwargs))
-        return Attempt(bare, *compat.tree_map_only(Tensor, lambda t: _example(t, device), given))
+        return Attempt(bare, *compat.tree_map_only(Tensor, lambda t: _example(t, device), given), asked=Asked(mode))
 
     def export(attempt: Attempt) -> Capture:
         made = attempt.run()
         found = _read(made.program, bare.training)
         found.mutations |= made.written
+        found.asks_grad_mode = attempt.asked.told
         found.aliases, found.conditions = aliases(bare), made.conditions
         return found
 

@@ -21,9 +21,11 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
+from autotp.passes.canonicalise.no_grad_regions import detach_regions
 
 from .conditions import Conditions
 from .functions import functions_kept, read_functions
+from .grad_mode import Asked
 from .messages import line_of
 from .repeated_blocks import Repeats, expand, refuse_writes
 
@@ -51,6 +53,7 @@ class Attempt:
         symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
+        asked: the grad mode that the forward is to find, and whether it asks.
         contexts: what to trace in.
     """
 
@@ -60,6 +63,7 @@ class Attempt:
     symbolic: bool = True
     draft: bool = False
     repeats: Repeats | None = None
+    asked: Asked = field(default_factory=Asked)
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -69,7 +73,9 @@ class Attempt:
                 stack.enter_context(context)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
-            for context in (compat.quiet_export(), _silent(), _unmoved(), regions_kept(), functions_kept()):
+            recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
+            recorded = *recorded, self.asked.answered()
+            for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             if self.repeats:
@@ -77,7 +83,7 @@ class Attempt:
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
             if compat.vmapped(program.graph):
-                program = program.run_decompositions({})
+                program = _traced_again(program)
             _refuse_writes_to_parameters(program)
             if self.repeats:
                 refuse_writes(program.graph)
@@ -86,7 +92,7 @@ class Attempt:
             buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
             written = functionalise(program.graph, buffers.keys())
             if written is None:
-                program, written = program.run_decompositions({}), {}
+                program, written = _traced_again(program), {}
             if self.repeats:
                 expand(program.graph, self.repeats, *self._holders(program))
         for graph in (program.graph, *regions(program.graph)):
@@ -106,6 +112,24 @@ class Attempt:
             return None
         args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
         return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+
+
+def _traced_again(program: ExportedProgram) -> ExportedProgram:
+    """The program without in-place operators; regions under no_grad lose their frame, and not their meaning."""
+    specs = program.graph_signature.input_specs
+    leaves = {s.arg.name for s in specs if s.kind.name == "PARAMETER"}
+    leaves |= {n.name for n in program.graph.nodes if n.op == "placeholder" and _wants_gradient(n.meta.get("val"))}
+    odd = detach_regions(program.graph, leaves)
+    if odd is not None:
+        raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(odd)})")
+    for module in program.graph_module.modules():
+        if isinstance(module, fx.GraphModule):
+            module.recompile()
+    return program.run_decompositions({})
+
+
+def _wants_gradient(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:

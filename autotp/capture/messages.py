@@ -69,6 +69,15 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "place of `weight.clamp_(...)`), or change the weights outside the forward, before they are sharded.",
     ),
     (
+        r"a write that has no gradient",
+        "Under no_grad, or through `.detach()`, such a write leaves the gradient as it was, which no operator says. "
+        "Write `y = y + (changed - y).detach()`, or change a copy (`y.detach().clone()`).",
+    ),
+    (
+        r"a fake tensor in the exported program constant's list",
+        "The forward reads `.data`, which tracing does not see. Use `.detach()`, or `torch.no_grad()` around the line.",
+    ),
+    (
         r"self-check",
         "The forward depends on something that is no tensor and changes between calls (a counter, Python's random, "
         "the time, a global), or writes to what it should only read. Pass it as an argument, or make it a buffer; "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
+from autotp.capture.grad_mode import grad_mode
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.cost.prices import check_lengths
@@ -34,7 +35,7 @@ from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
-Mode = tuple[Any, ...]  # (training flags, parameter dtypes, autocast dtype)
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, autocast dtype)
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -59,13 +60,18 @@ def needed(model: nn.Module, given: Any, function: str) -> Inputs:
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
-    """What a capture is made for: the modules' training flags, the parameters' dtypes, and the autocast dtype."""
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, grad mode and autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
     dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
     kinds = [d for d in dtypes if d]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return _one(training), _one(kinds), autocast
+    return _one(training), _one(kinds), grad_mode(), autocast
+
+
+def serves(state: Mode, mode: Mode) -> bool:
+    """Whether what was captured in a state is for this mode; a forward that never asks serves every grad mode."""
+    return state[:2] == mode[:2] and state[2] in (None, mode[2]) and state[3] == mode[3]
 
 
 def _one(values: list[Any]) -> Any:
@@ -88,7 +94,7 @@ def prepare(
 
     finish = _finishing(mode, trial)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial)
+        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2])
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
@@ -99,7 +105,7 @@ def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
     """What makes a capture canonical, and holds it against the model."""
 
     def finish(program: Capture) -> None:
-        program.state = mode
+        program.state = mode if program.asks_grad_mode else (*mode[:2], None, mode[-1])
         casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
         run_passes(program, (*CANONICAL, *casts))
         if trial is not None and not trial.skip:
@@ -111,8 +117,10 @@ def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
 
 def _small(trial: Trial) -> Capture:
     """The capture of a stand-in, held against it."""
-    finish = _finishing(mode_of(trial.model.modules(), trial.device), trial)
-    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial)
+    with torch.enable_grad():  # as the trial runs the model
+        mode = mode_of(trial.model.modules(), trial.device)
+    finish = _finishing(mode, trial)
+    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2])
 
 
 @uncollected()
@@ -130,7 +138,9 @@ def capture_model(
     inputs, note = without_cache(model, inputs)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
     bare = skeleton(model, device)
-    captured = prepare(bare, inputs, device, mode_of(model.modules(), device), trial, request)
+    with torch.enable_grad():  # as the trial runs the model
+        mode = mode_of(model.modules(), device)
+    captured = prepare(bare, inputs, device, mode, trial, request)
     captured.origin = bare, inputs
     captured.unproved = trial.skip
     if trial.skip:

@@ -215,7 +215,7 @@ class Calls:
             if isinstance(v, Tensor) and v.requires_grad:
                 told[f"gradient of input {i}"] = "wanted"
         told["gradients"] = "on" if torch.is_grad_enabled() else "off"
-        training, told["dtypes"], told["autocast"] = key[0][0], str(key[0][1]), str(key[0][2] or "off")
+        training, told["dtypes"], told["autocast"] = key[0][0], str(key[0][1]), str(key[0][-1] or "off")
         told["training"] = (
             str(training) if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules"
         )

@@ -122,7 +122,7 @@ class ShardedModule(Refusals, Part):
         agree(source.ranks, "the inputs of this call", {**state.input_text(flat, spec, values), **self._changes.told()})
         found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
         if found is None:
-            caught = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec))
+            caught = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec, self._mode()))
             captured = in_one_order(source.ranks, caught)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
             made = together(source.ranks, "rewriting the graph", lambda: source.make(captured))
@@ -146,14 +146,14 @@ class ShardedModule(Refusals, Part):
         return next(((program, order) for program, order in orders if order is not None), None)
 
     @torch.inference_mode(False)
-    def _capture(self, flat: list[Any], spec: Any) -> Capture:
+    def _capture(self, flat: list[Any], spec: Any, mode: Mode) -> Capture:
         source = self._source
         bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, self._shards.device, self._mode(), request=source.want)
+        return prepare(bare, inputs, self._shards.device, mode, request=source.want)
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
         source, key = self._source, len(self._programs_made)

@@ -11,7 +11,7 @@ from torch import Tensor, fx, nn
 
 from autotp.comm.ranks import Ranks
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
-from autotp.driver.pipeline import Mode
+from autotp.driver.pipeline import Mode, serves
 from autotp.ir.graph import Capture
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.decompose.counter_random import SEEDS, seeds
@@ -52,7 +52,7 @@ class Program:
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
-        if self.form.key != called.key or self.capture.state != mode:
+        if self.form.key != called.key or not serves(self.capture.state, mode):
             return None
         at = dict(zip(self.form.order, called.order, strict=True))
         values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(self.capture.inputs)]

@@ -47,42 +47,48 @@ class InlineRegions(Pass):
     name: ClassVar[str] = "inline-regions"
 
     def run(self, program: Capture) -> int:
-        regions = [n for n in program.graph.nodes if n.op == "call_function" and "wrap_with" in str(n.target)]
-        for node in regions:
-            self._inline(program, node)
-        return len(regions)
-
-    def _inline(self, program: Capture, node: fx.Node) -> None:
-        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
-        body = _submodule(program, node.args[at])
-        no_grad = "set_grad_enabled" in str(node.target) and node.args[0] is False
-        carries = differentiable(program) if no_grad else set()
-        env: dict[fx.Node, Any] = dict(
-            zip((n for n in body.graph.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True)
-        )
-        with program.graph.inserting_before(node):
-            for inner in body.graph.nodes:
-                if inner.op in ("placeholder", "output"):
-                    continue
-                env[inner] = program.graph.node_copy(inner, lambda n: env[n])
-                env[inner].meta = {
-                    "nn_module_stack": node.meta.get("nn_module_stack"),
-                    **inner.meta,
-                    "no_grad": no_grad,
-                }
-            results = [env[r] for r in next(n for n in body.graph.nodes if n.op == "output").args[0]]
-            if carries & {a for a in node.args if isinstance(a, fx.Node)}:
-                results = [_detach(program.graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
-        for user in list(node.users):
-            user.replace_all_uses_with(results[int(str(user.args[1]))])
-            program.graph.erase_node(user)
-        program.graph.erase_node(node)
+        found, owner = _regions(program.graph), program.graph.owning_module
+        for node in found:
+            carries = differentiable(program) if _without_gradient(node) else set()
+            _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
+        return len(found)
 
 
-def _submodule(program: Capture, node: Any) -> fx.GraphModule:
-    owner = program.graph.owning_module
-    assert owner is not None
-    return getattr(owner, node.target)
+def _regions(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.op == "call_function" and "wrap_with" in str(n.target)]
+
+
+def _without_gradient(node: fx.Node) -> bool:
+    return "set_grad_enabled" in str(node.target) and node.args[0] is False
+
+
+def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
+    """The nodes of a region in place of it, those of regions within too; with `cut`, its results are detached."""
+    at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+    module, no_grad = getattr(owner, node.args[at].target), _without_gradient(node)  # type: ignore[union-attr,arg-type]
+    body = module.graph
+    for inner in _regions(body):
+        _inline(body, module, inner, _without_gradient(inner))
+    env: dict[fx.Node, Any] = dict(
+        zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True)
+    )
+    with graph.inserting_before(node):
+        for inner in body.nodes:
+            if inner.op in ("placeholder", "output") or (inner.op == "get_attr" and not inner.users):
+                continue
+            env[inner] = graph.node_copy(inner, lambda n: env[n])
+            env[inner].meta = {
+                "nn_module_stack": node.meta.get("nn_module_stack"),
+                **inner.meta,
+                "no_grad": no_grad or inner.meta.get("no_grad", False),
+            }
+        results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
+        if cut:
+            results = [_detach(graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
+    for user in list(node.users):
+        user.replace_all_uses_with(results[int(str(user.args[1]))])
+        graph.erase_node(user)
+    graph.erase_node(node)
 
 
 def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:

@@ -1,0 +1,54 @@
+"""Forwards that ask whether gradients are recorded: they are traced for the answer that they would get."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+
+GRAD, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
+
+
+def grad_mode() -> str:
+    """The grad mode that is on: `GRAD`, `NO_GRAD` or `INFERENCE`."""
+    if torch.is_inference_mode_enabled():
+        return INFERENCE
+    return GRAD if torch.is_grad_enabled() else NO_GRAD
+
+
+@dataclass
+class Asked:
+    """What a traced forward is told of the grad mode; gradients are recorded in any case, to see its own regions.
+
+    Attributes:
+        mode: the grad mode around the forward. told: whether it asked.
+    """
+
+    mode: str = GRAD
+    told: bool = False
+
+    @contextmanager
+    def answered(self) -> Iterator[None]:
+        """Within this context a forward finds that mode; torch and this library find what is."""
+
+        def answering(name: str, answer: Callable[[bool], bool]) -> Any:
+            own: Callable[[], bool] = getattr(torch, name)
+
+            def ask() -> bool:
+                asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+                if asks in ("torch", "autotp"):
+                    return own()
+                self.told = True
+                return answer(own())
+
+            return mock.patch.object(torch, name, ask)
+
+        enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
+        inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
+        with enabled, inference:
+            yield

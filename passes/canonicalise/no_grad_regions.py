@@ -1,0 +1,113 @@
+"""Regions under `torch.no_grad` before a graph is traced a second time, which would forget them.
+
+What such a region reads is detached in front of it: then whatever it makes, and writes to buffers, carries no gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+from dataclasses import dataclass, field
+
+from torch import Tensor, fx
+
+from autotp.ir.graph import CUTS, floating, tensors
+from autotp.ir.op import aten, is_tensor
+
+from .functionalise import mutates, written
+
+
+def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
+    """Detach what regions under no_grad read.
+
+    Args:
+        graph: of an export whose fake values share memory where the real ones do.
+        leaves: names of the placeholders that are parameters, or inputs that require a gradient.
+
+    Returns: what writes, without a gradient, into a value that carries one and keeps it as it was: no operator says
+        this. None where nothing does.
+    """
+    flow = _Flow(graph, {n for n in graph.nodes if n.op == "placeholder" and n.name in leaves})
+    flow.run()
+    return next(iter(flow.odd), None)
+
+
+@dataclass
+class _Flow:
+    """Which values of a graph carry a gradient.
+
+    Attributes:
+        carries: those values. places: memory of what carries one. cut: values that share such memory, detached.
+        odd: what writes into one without a gradient.
+    """
+
+    graph: fx.Graph
+    carries: set[fx.Node]
+    places: set[int] = field(default_factory=set)
+    cut: set[fx.Node] = field(default_factory=set)
+    odd: list[fx.Node] = field(default_factory=list)
+
+    def run(self) -> None:
+        self.held = _memory(self.graph)
+        for node in self.carries:
+            self.places |= self.held[node]
+        for node in list(self.graph.nodes):
+            if node.op != "call_function":
+                continue
+            if "wrap_with" in str(node.target):
+                self._region(node)
+            else:
+                self._operator(node)
+
+    def carrying(self, node: fx.Node) -> bool:
+        return node in self.carries or (node not in self.cut and bool(self.held[node] & self.places))
+
+    def _operator(self, node: fx.Node) -> None:
+        given = [x for x in node.all_input_nodes if is_tensor(x)]
+        target = written(node) if mutates(node) else None
+        if target is not None and target in self.cut and self.held[target] & self.places:
+            self.odd.append(node)
+        if node.target in CUTS or any(x in self.cut and self.held[x] & self.held[node] for x in given):
+            self.cut.add(node)
+        elif floating(node.meta.get("val")) and any(map(self.carrying, given)):
+            self.carries.add(node)
+            self.places |= self.held[node]
+
+    def _region(self, node: fx.Node) -> None:
+        at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
+        body = getattr(self.graph.owning_module, node.args[at].target).graph  # type: ignore[union-attr,arg-type]
+        given = list(zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True))
+        carried = {inner: x for inner, x in given if isinstance(x, fx.Node) and is_tensor(x) and self.carrying(x)}
+        if "set_grad_enabled" in str(node.target) and node.args[0] is False:
+            self._detach(node, body, carried)
+            return
+        inner = _Flow(body, set(carried))
+        inner.run()
+        self.odd += inner.odd
+        results = body.output_node().args[0]
+        for user in node.users:
+            result = results[user.args[1]]  # type: ignore[index]
+            if isinstance(result, fx.Node) and is_tensor(result) and inner.carrying(result):
+                self.carries.add(user)
+                self.places |= self.held[user]
+
+    def _detach(self, region: fx.Node, body: fx.Graph, carried: dict[fx.Node, fx.Node]) -> None:
+        held = _memory(body)
+        writes = [n for n in body.nodes if mutates(n)]
+        self.odd += [n for n in writes if any(held[n] & held[inner] for inner in carried)]
+        for x in dict.fromkeys(carried.values()):
+            with self.graph.inserting_before(region):
+                new = self.graph.call_function(aten.detach.default, (x,))
+            new.meta = {**x.meta, "nn_module_stack": region.meta.get("nn_module_stack")}
+            region.args = tuple(new if a is x else a for a in region.args)
+
+
+def _memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
+    """The memory that each value lies in; those that `torch.vmap` makes do not tell."""
+    return {n: {_place(v) for v in tensors(n)} for n in graph.nodes}
+
+
+def _place(value: Tensor) -> int:
+    try:
+        return value.untyped_storage()._cdata
+    except NotImplementedError:
+        return id(value)
