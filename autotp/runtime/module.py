@@ -153,7 +153,7 @@ class ShardedModule(Part):
             data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         compiler = source.lowering.compiler(graph)
-        Assembler(self._shards.parts, graph, reads, key, constants, compiler).build(inputs)
+        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         self._programs_made.append(Program(captured, sharded, graph, key, called, count, fired, compiler, changes))
 
