@@ -208,6 +208,18 @@ class Watched:
         if name in self.children or (name not in self.module._parameters and self.has(name)):
             self.refuse(name, f"it cannot be deleted after compile, because the program was made with it. {INSTEAD}")
 
+    def fused(self, part: nn.Module, name: str) -> bool:
+        """Whether this is the name of a parameter that is held in pieces."""
+        return name in self.module._parameters and f"{name}_part0" in part._parameters
+
+    def in_pieces(self, part: nn.Module, name: str) -> str:
+        """What to do instead of using its name."""
+        held = [n for n in part._parameters if n.startswith(f"{name}_part")]
+        return (
+            f"{name} of {self.path or 'the module'} is held in pieces, because its parts are split each by itself: "
+            f"{', '.join(held)}. Use those; full_state_dict() and load_state_dict() have it whole."
+        )
+
     # ---- what has a place in the tree ------------------------------------------------------------------------------
 
     def place(self, part: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -220,6 +232,8 @@ class Watched:
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
         held = part._parameters.get(name)
+        if self.fused(part, name):
+            raise StateError(self.in_pieces(part, name))
         if value is held and (held is not None or self.module._parameters[name] is None):
             return
         was = self.module._parameters[name]

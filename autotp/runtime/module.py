@@ -165,7 +165,7 @@ class ShardedModule(Refusals, Part):
             data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
         compiler = source.lowering.compiler(graph)
-        Assembler(self._shards.parts, graph, reads, key, constants, compiler).build(inputs)
+        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         random = any(map(draws, graph.nodes))
         self._programs_made.append(

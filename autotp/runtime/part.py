@@ -11,7 +11,7 @@ from torch import nn
 
 from autotp.errors import StateError
 
-from .changes import TORCHS, Changes, Watched, foreign
+from .changes import TORCHS, Changes, FusedError, Watched, foreign
 from .refusals import DDP, Refused
 
 
@@ -60,7 +60,12 @@ class Part(nn.Module):
         watched = self.__dict__.get("_watched")
         if watched is not None and name in watched.module.__dict__:
             return watched.read(self, name)
-        return super().__getattr__(name)
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if watched is None or not watched.fused(self, name):
+                raise
+        raise FusedError(watched.in_pieces(self, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
         watched = self.__dict__.get("_watched")

@@ -12,12 +12,15 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autotp import compat
+from autotp.comm.ranks import Ranks
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .part import Part, standing_for
-from .storage import Storage, unwrap
+from .reading import Place, places
+from .reading import read as read_places
+from .storage import Storage
 
 
 @dataclass
@@ -90,6 +93,20 @@ class Read:
     storage: Storage | None  # None for a buffer or constant
 
     @property
+    def owner(self) -> str:
+        """The module that has it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is read before its own module is called, and used in such calls alone."""
+        inside = []
+        for path in map(scope_path, self.node.users):
+            at = next((i for i, p in enumerate(path) if self.scope in (p, module_of(p))), -1)
+            inside.append(any(module_of(p) == self.owner for p in path[at + 1 :]))
+        return self.owner != "" and all(inside)
+
+    @property
     def unit(self) -> str:
         """The module that reads it: the repeated block that alone uses it, otherwise the root."""
         block = block_of(self.name)
@@ -107,14 +124,20 @@ class Read:
         return region if is_region(region) else self.unit
 
 
+def _fused(storage: Storage, local: Sequence[Tensor]) -> Tensor:
+    """The rank's slice of a parameter; None where it is left to its module's call."""
+    return local[0] if any(t is None for t in local) else storage.local(local)
+
+
 class Assembler:
     """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
 
     def __init__(
         self, parts: Mapping[str, nn.Module], graph: fx.Graph, reads: Sequence[Read], key: Any,
-        constants: Mapping[str, Tensor], compiler: Compiler | None = None,
+        constants: Mapping[str, Tensor], compiler: Compiler | None = None, ranks: Ranks | None = None,
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
+        self.ranks, self.reads = ranks, {r.node: r for r in reads if r.storage is not None}
         self.whole = scopes(graph)
         self.calls = 0
         self.units = self._units(reads)
@@ -167,28 +190,46 @@ class Assembler:
         kinds = [r for r in reads if r.storage is not None], [r for r in reads if r.storage is None]
         return [([r.node for r in kind], self._fetch(kind)) for kind in kinds if kind]
 
-    def _fetch(self, reads: list[Read]) -> Callable[[], Any]:
-        """A function that reads these parameters off the tree, unwrapped in one step, each as its local tensor."""
-        held: list[tuple[nn.Module, str]] = []
-        plans: list[tuple[Read, slice]] = []
+    def _fetch(self, reads: Sequence[Read], now: str | None = None) -> Callable[[], Any]:
+        """A function that reads these off the tree, parameters unwrapped in one step, each as its local tensor.
+
+        `now` is the module at whose own call that is.
+        """
+        held: list[Place] = []
+        locals_: list[tuple[Storage, slice]] = []
         for read in reads:
             if read.storage is not None:
-                owner, _, leaf = read.name.rpartition(".")
-                names = read.storage.names(leaf)
-                plans.append((read, slice(len(held), len(held) + len(names))))
-                held += [(self.parts[owner], n) for n in names]
+                module, first = self.parts[read.owner], len(held)
+                held += places(read.storage, module, read.name, self.ranks, read.has_turn and read.owner != now)
+                locals_.append((read.storage, slice(first, len(held))))
         buffers = [self._buffer(r.name) for r in reads if r.storage is None]
-        locals_ = [(read.storage, at) for read, at in plans if read.storage is not None]
         whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
         def fetch() -> Sequence[Tensor]:
             if buffers:
                 return [buffer() for buffer in buffers]
-            local = unwrap([eager.parameter(module, name) for module, name in held])
-            return local if whole else [storage.local(local[at]) for storage, at in locals_]
+            local = read_places(held)
+            return local if whole else [_fused(storage, local[at]) for storage, at in locals_]
 
         fetch.__name__ = "parameters"
         return fetch
+
+    def _turn(self, path: str, takes: Sequence[fx.Node]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
+        """What reads again, at the call of a module, those of its arguments that are parameters in it."""
+        found = [
+            (i, r) for i, n in enumerate(takes) if (r := self.reads.get(n)) and f"{r.owner}.".startswith(f"{path}.")
+        ]
+        if not found:
+            return None
+        fetch = self._fetch([r for _, r in found], now=path)
+
+        def again(args: tuple[Any, ...]) -> tuple[Any, ...]:
+            out = list(args)
+            for (i, _), value in zip(found, fetch(), strict=True):
+                out[i] = value
+            return tuple(out)
+
+        return again
 
     def _buffer(self, name: str) -> Callable[[], Tensor]:
         if name in self.constants:
@@ -247,7 +288,9 @@ class Assembler:
         self.calls += 1
         program = (self.key, self.calls)
         part._programs[program] = self._function(scope, takes, gives)
-
+        turn = self._turn(path, takes)
+        if turn is not None:
+            part._turns[program] = turn
         met: list[nn.Module] = [part]
 
         def call(*args: Any) -> Any:

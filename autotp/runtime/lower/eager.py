@@ -47,12 +47,6 @@ def quick(node: fx.Node) -> Any:
     return FUNCTIONS.get(node.target, node.target) if isinstance(first, fx.Node | list) else node.target
 
 
-def parameter(module: nn.Module, name: str) -> Any:
-    """A module's parameter; what stands in its place where the module was changed."""
-    found = module._parameters.get(name)
-    return getattr(module, name) if found is None else found
-
-
 def submodule(module: nn.Module, steps: Iterable[str], otherwise: nn.Module) -> nn.Module:
     """The module under these names, through whatever was put there; `otherwise` where a name is missing."""
     for step in steps:

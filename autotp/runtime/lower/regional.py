@@ -129,6 +129,7 @@ class Watch:
         return all(
             owner._modules.get(leaf) is module
             and "forward" not in module.__dict__
+            and not module.__dict__.get("_late")  # a weight that is made at the module's own call
             and not any(getattr(module, hooks) for hooks in HOOKS)
             for owner, leaf, module in self.modules
         )

@@ -1,0 +1,107 @@
+"""Parameters read off the tree for a program: each as this rank's local tensor, whatever stands in its place."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Replicate as Whole
+from torch.distributed.tensor import Shard as Split
+
+from autotp.comm.ranks import Ranks
+from autotp.compat import local_of
+from autotp.errors import StateError
+from autotp.ir.layouts import chunk
+
+from .storage import Storage, unwrap
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a tensor of a parameter is held, and how it lies on this rank.
+
+    Attributes:
+        module, leaf: what has it as an attribute.
+        name: of the attribute, in the whole tree.
+        shape: of the whole tensor; `local`: of this rank's part; `dim`: which dimension is split.
+        mesh: None in one plain process.
+        turn: leave it to the module's own call where it is no parameter, because a hook makes it there.
+    """
+
+    module: nn.Module
+    leaf: str
+    name: str
+    shape: torch.Size
+    local: torch.Size
+    dim: int | None
+    mesh: DeviceMesh | None
+    turn: bool = False
+
+    def settle(self, found: Tensor | None) -> Tensor | None:
+        """What stands there, as a tensor that lies as the program takes it; differentiable.
+
+        Raises:
+            StateError: it is another tensor than that.
+        """
+        if found is None or _fits(found, self):
+            return found
+        dtensor = isinstance(found, DTensor)
+        if found.shape != self.shape or self.mesh is None or (dtensor and found.device_mesh != self.mesh):
+            kind = f"a DTensor {tuple(found.shape)} over {found.device_mesh}" if dtensor else str(tuple(found.shape))
+            raise StateError(
+                f"the tensor in the place of {self.name} has the shape {kind}, and the program takes "
+                f"{tuple(self.shape)}. Give a tensor in that shape, or a DTensor that lies as the parameter does."
+            )
+        whole = found if dtensor else DTensor.from_local(found, self.mesh, [Whole()], run_check=False)
+        return whole.redistribute(placements=[Whole() if self.dim is None else Split(self.dim)])
+
+
+def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, turn: bool) -> list[Place]:
+    """The places of one parameter of the original."""
+    owner, _, leaf = name.rpartition(".")
+    mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
+    out = []
+    cuts = [(x.shape, x.dim) for x in storage.pieces] or [(storage.shape, None)]
+    for held, (shape, dim) in zip(storage.names(leaf), cuts, strict=True):
+        local = list(shape)
+        if dim is not None and ranks is not None:
+            local[dim] = chunk(shape[dim], rank, storage.tp)[1]
+        full = f"{owner}.{held}" if owner else held
+        out.append(Place(module, held, full, torch.Size(shape), torch.Size(local), dim, mesh, turn))
+    return out
+
+
+def read(held: Sequence[Place]) -> tuple[Tensor, ...]:
+    """Local tensors of these, unwrapped in one step; None for one that is left to its module's own call."""
+    found = [_at(place) for place in held]
+    for tensor, place in zip(found, held, strict=True):
+        if not _fits(tensor, place):
+            return _settled([p.settle(t) for t, p in zip(found, held, strict=True)])
+    return unwrap(found)  # type: ignore[arg-type]
+
+
+def _settled(found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    there = iter(unwrap([t for t in found if t is not None]))
+    return tuple([None if t is None else next(there) for t in found])  # type: ignore[misc]
+
+
+def _fits(tensor: Tensor | None, place: Place) -> bool:
+    if place.mesh is None:
+        return tensor is not None and tensor.shape == place.local
+    return isinstance(tensor, DTensor) and local_of(tensor).shape == place.local
+
+
+def _at(place: Place) -> Tensor | None:
+    """The parameter; what stands in its place where the module was changed."""
+    module = place.module
+    found = module._parameters.get(place.leaf)
+    if found is not None:
+        return found
+    if place.turn:
+        module.__dict__["_late"] = True
+        return None
+    return getattr(module, place.leaf)
