@@ -74,7 +74,7 @@ def whole_state(sharded: Any, what: str) -> None:
 
 
 WORDS = {
-    "backward": "rank 0: backward of call 1 of copy of Net, rank 1: forward, call 2 of copy of Net",
+    "backward": "rank 0: backward of call 1 of copy of Net, rank 1: looking at the optimizer's state",
     "step": "do not agree on the values of the inputs of call 1 of copy of Net",
     "update": "rank 0: weights written, rank 1: weights as they were",
     "length": "input 0: rank 0: (4, 8) torch.float32, rank 1: (8, 8) torch.float32",
