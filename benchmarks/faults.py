@@ -57,7 +57,7 @@ def inject(fault: Fault, wanted: Sequence[float], limit: float = LIMIT) -> Outco
         limit: time-out of the process group in seconds.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.helpers.faulty"])
+    context.set_forkserver_preload(["benchmarks.helpers.warm"])
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = zip(*(context.Pipe(False) for _ in range(RANKS)), strict=True)
         ranks = [
