@@ -49,15 +49,14 @@ def drawn(count: int, seed: int) -> list[Fault]:
     ]
 
 
-def inject(fault: Fault, wanted: Sequence[float], limit: float = LIMIT) -> Outcome:
+def inject(fault: Fault, limit: float = LIMIT) -> Outcome:
     """Run the ranks with a fault.
 
     Args:
-        wanted: losses of one device.
         limit: time-out of the process group in seconds.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.helpers.faulty"])
+    context.set_forkserver_preload(["benchmarks.helpers.warm"])
     with tempfile.TemporaryDirectory() as folder:
         ours, theirs = zip(*(context.Pipe(False) for _ in range(RANKS)), strict=True)
         ranks = [
@@ -73,7 +72,7 @@ def inject(fault: Fault, wanted: Sequence[float], limit: float = LIMIT) -> Outco
             rank.join(0.5)
             rank.kill()
             rank.join()
-    return judged(fault, wanted, heard, ranks[1 - fault.rank].exitcode)
+    return judged(fault, expected(fault), heard, ranks[1 - fault.rank].exitcode)
 
 
 def _listen(pipes: Sequence[Connection], fault: Fault, ranks: Sequence[Any]) -> dict[tuple[int, str], Any]:
@@ -140,11 +139,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--limit", type=float, default=LIMIT, help="time-out of the process group in seconds")
     parser.add_argument("--only", nargs="+", default=[], choices=KINDS, metavar="KIND", help="faults of these kinds")
     given = parser.parse_args(arguments)
-    wanted, outcomes = expected(), []
+    outcomes: list[Outcome] = []
     for fault in drawn(given.count, given.seed):
         if given.only and fault.kind not in given.only:
             continue
-        outcomes.append(found := inject(fault, wanted, given.limit))
+        outcomes.append(found := inject(fault, given.limit))
         line = {"kind": fault.kind, "rank": fault.rank, "step": fault.step, "place": fault.place}
         bad = found.text[:600] if found.what not in (RIGHT, NAMED) else ""
         print(json.dumps({**line, "what": found.what, "seconds": round(found.seconds, 1), "text": bad}), flush=True)

@@ -175,9 +175,9 @@ class Channel:
     def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
         """The error for ranks that are not there."""
         names = f"tp rank {ranks[0]}" if len(ranks) == 1 else f"tp ranks {', '.join(map(str, ranks))}"
-        doing = "" if how == "ended" else f"\n  {self.answers(ranks)}"
+        doing, at = "" if how == "ended" else f"\n  {self.answers(ranks)}", "in" if self.running else "at"
         return RankError(
-            f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it at the {what}.{doing}\n"
+            f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it {at} the {what}.{doing}\n"
             "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."
         )
 

@@ -32,6 +32,7 @@ WHAT = 160  # characters of what a rank is about to do
 MOST = 64  # ranks that are all connected to each other
 HEAD = struct.Struct("!H")
 COMMUNICATION = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|rendezvous|abort", re.IGNORECASE)
+LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
     "All ranks of a tp group must make the same calls in the same order, with inputs of the same shapes, in the same "
     "mode, and update the weights together. Usual causes: a batch that is skipped on one rank (a try/except, an empty "
@@ -108,11 +109,14 @@ def lost(error: Exception, group: str) -> None:
     if channel is None or isinstance(error, torch.OutOfMemoryError) or not COMMUNICATION.search(str(error)):
         return
     what = channel.doing[0]
-    if gone := channel.ended():
+    gone = channel.ended()
+    if gone and not LATE.search(str(error)):
         raise channel.error(what, gone, "ended") from error
-    others = [rank for rank in range(channel.size) if rank != channel.rank]
+    others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in gone]
     told = channel.ask(others)
-    silent = [rank for rank in others if rank not in told]
+    silent = [rank for rank in others if rank not in told]  # one that was late ended others, which name it too
+    if gone and not silent:
+        raise channel.error(what, gone, "ended") from error
     raise channel.error(what, silent or others, "did not come to a collective in time") from error
 
 

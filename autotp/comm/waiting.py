@@ -56,7 +56,7 @@ class Watch:
                     if not asking.read(rank):
                         self._forget(asking, rank)
             else:
-                time.sleep(0.1)
+                time.sleep(1.0)
             for asking in list(self.asking):
                 asking.look()
 

@@ -17,7 +17,7 @@ from autotp.comm import channel, lockstep
 from autotp.comm.channel import WAIT, Collective
 from autotp.errors import RankError
 from benchmarks.faults import NAMED, RIGHT, inject
-from benchmarks.helpers.faulty import Fault, expected
+from benchmarks.helpers.faulty import Fault
 from tests.helpers.compare import mesh_of
 
 
@@ -114,7 +114,7 @@ def test_a_pause_of_a_minute_is_no_error(pool):
     ],
 )
 def test_a_rank_that_fails_is_named(kind, place, wanted):
-    outcome = inject(Fault(kind, 1, 2, place), expected())
+    outcome = inject(Fault(kind, 1, 2, place))
     assert outcome.happened and outcome.what == wanted, outcome
 
 
