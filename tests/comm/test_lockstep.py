@@ -56,6 +56,7 @@ def step(sharded: Any, x: Tensor, optimizer: Any = None, backward: bool = True) 
 def odd_step(sharded: Any, what: str) -> None:
     """A step as rank 1 makes it, and as rank 0 does where it is called with nothing."""
     x, optimizer = X[4], torch.optim.SGD(sharded.parameters(), lr=0.1)
+    step(sharded, X[3], optimizer)
     x = {"length": x.repeat(2, 1), "shape": x.reshape(2, 2, 8), "new": x[:3]}.get(what, x)
     sharded.train(what != "train")
     sharded.up.weight.requires_grad_(what != "frozen")
@@ -75,8 +76,8 @@ def whole_state(sharded: Any, what: str) -> None:
 
 
 WORDS = {
-    "backward": "rank 0: backward of call 1 of copy of Net, rank 1: looking at the optimizer's state",
-    "step": "do not agree on the values of the inputs of call 1 of copy of Net",
+    "backward": "rank 0: backward of call 2 of copy of Net, rank 1: forward, call 3 of copy of Net",
+    "step": "do not agree on the values of the inputs of call 2 of copy of Net",
     "update": "rank 0: weights written, rank 1: weights as they were",
     "length": "input 0: rank 0: (4, 8) torch.float32, rank 1: (8, 8) torch.float32",
     "shape": "input 0: rank 0: (4, 8) torch.float32, rank 1: (2, 2, 8) torch.float32",
