@@ -174,7 +174,7 @@ def compile(
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call.
-        compare: "first" or "every": for debugging, compare that call and its backward with the original's, on the ranks.
+        compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
