@@ -156,10 +156,8 @@ def compile(
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
-    check: bool | None = None,
-    check_capture: bool | None = None,
-    compare: Literal["first", "every"] | None = None,
-) -> ShardedModule:
+    check: bool | None = None, check_capture: bool | None = None, compare: Literal["first", "every"] | None = None,
+) -> ShardedModule:  # fmt: skip
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
     Args:
@@ -170,16 +168,14 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, check_capture: see `autotp.plan`.
-        dp: size of the data-parallel axis, of a mesh ("dp", "tp") or of the world: every dp rank passes its slice.
-            `fully_shard` splits weights over it too. Other axes are the caller's.
+        dp: size of the data-parallel axis: every dp rank passes its slice. `fully_shard` splits weights over it too.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call.
-        compare: for debugging, "first" or "every": run the original beside that call and its backward, on every rank,
-            and name the first module whose values or gradients differ.
+        compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises:
         AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
@@ -187,8 +183,8 @@ def compile(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
     _refuse(plan, steering, tp, mesh)
-    kind = kind_of(compare)
-    lowering, model = Lowering.read(backend, options, optimise), with_loss(model, loss) if loss is not None else model
+    lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
+    model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
     request, captured = CaptureRequest.read(axis.size, outputs, random), None
     if tp == "auto":

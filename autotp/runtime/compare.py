@@ -50,7 +50,8 @@ class ComparedModule(ShardedModule):
             outputs = super().forward(*args, **kwargs)
         found = self._match(*compat.tree_flatten((args, kwargs)))
         assert found is not None  # it has just run
-        trial = Trial(self._shards, self._source, self._order, *found, self._compared_with, call, self._note)
+        original: Any = self._compared_with
+        trial = Trial(self._shards, self._source, self._order, *found, original, call, self._note)
         with call.undisturbed():
             self._note(trial.forward(compat.tree_leaves(outputs)))
         if not torch.is_grad_enabled():

@@ -13,6 +13,7 @@ from autotp.errors import PlanError
 from autotp.plans.describe.layer_times import layer
 from autotp.plans.estimates import Layer, Timed
 from autotp.plans.plan import Plan
+from autotp.plans.saved import sealed
 from autotp.plans.show.timeline import heading, timeline
 from tests.helpers.models import inputs_of, planned, transformer
 
@@ -121,7 +122,7 @@ def test_saved_plans_keep_the_times(tmp_path):
 
 def test_a_plan_without_times_says_so(tmp_path):
     data = json.loads(planned("llama", 4)[0].to_json())
-    old = Plan.from_json(json.dumps({**data, "layer": None}))
+    old = Plan.from_json(sealed({**data, "layer": None}))
     assert old.layer is None and old.sublayers == () and "one of 2 blocks" not in str(old)
     with pytest.raises(PlanError, match="Plan again"):
         timeline(old)
