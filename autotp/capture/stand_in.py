@@ -60,15 +60,18 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < LARGEST:
         return whole
+    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty else ())
     if not empty or _count(model) > CHEAP:
         for small in _smaller(model):
             for given in shortened(inputs, small.widths):
-                trial = StandIn(small.model, given, device, ground=small.told, small=small, capturer=capturer)
-                if trial.runs():
-                    return trial
+                made = StandIn(
+                    small.model, given, device, ground=small.told, small=small, capturer=capturer, whole=whole
+                )
+                if made.runs():
+                    return made
     if size >= LARGEST:
         return replace(whole, skip=f"{whole.skip}; no small model of its classes could be made from it")
-    return replace(whole, short=tuple(shortened(inputs, {})))
+    return whole
 
 
 def _count(model: nn.Module) -> int:
@@ -121,10 +124,15 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
 
 @dataclass
 class StandIn(Trial):
-    """A trial of a small model, for captures of the large one."""
+    """A trial of a small model, for captures of the large one.
+
+    Attributes:
+        whole: a trial of the large model itself, for where the small one is captured as another graph.
+    """
 
     small: Small | None = None
     capturer: Capturer | None = None
+    whole: Trial | None = None
 
     def runs(self) -> bool:
         """Whether the small model takes these inputs, and gives numbers."""
@@ -147,7 +155,7 @@ class StandIn(Trial):
 
     def compare(self, program: Capture) -> float:
         """The largest relative difference between the stand-in's capture and the stand-in; nan where this capture is
-        another graph, see `skip`.
+        another graph and the model itself is too large, see `skip`.
 
         Raises:
             CaptureError: it is more than rounding allows.
@@ -161,8 +169,12 @@ class StandIn(Trial):
             why = f"{self.ground} is captured as another graph: {other}"
         if refused:
             raise CaptureError(f"{refused} (on {self.ground})")
-        self.skip = why
-        return float("nan")
+        if self.whole is None or self.whole.skip:
+            self.skip = why
+            return float("nan")
+        error = self.whole.compare(program)
+        self.ground, self.skip, self.remark = self.whole.ground, self.whole.skip, self.whole.remark
+        return error
 
     def original(self) -> Results | None:
         """The model itself is not run; what its stand-in gives is no use for messages."""
