@@ -71,8 +71,9 @@ def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
 # ---- narrower --------------------------------------------------------------------------------------------------------
 
 
-def narrowed(model: nn.Module) -> tuple[nn.Module, int] | None:
-    """A model of the same classes on the meta device, made by the same constructor with smaller widths, and the ratio.
+def narrowed(model: nn.Module) -> tuple[nn.Module, dict[int, int]] | None:
+    """A model of the same classes on the meta device, made by the same constructor with smaller widths; and which: all
+    are smaller by one ratio.
 
     A width is a number among the constructor's arguments that is a dimension of a layer, but for how many rows the
     embeddings have and how many experts there are. None where the constructor's arguments are not kept, or it does not
@@ -85,7 +86,7 @@ def narrowed(model: nn.Module) -> tuple[nn.Module, int] | None:
     ratio = next((r for r in RATIOS if widest % r == 0 and widest // r >= NARROW), 0)
     widths = {n: n // ratio for n in common if n % ratio == 0 and n > ratio} if ratio else {}
     made = _made(model, given, widths) if widths else None
-    return None if made is None else (made, ratio)
+    return None if made is None else (made, widths)
 
 
 def _widths(model: nn.Module) -> Counter[int]:

@@ -3,7 +3,8 @@ place, and the captures of both must be the same graph."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,12 +29,22 @@ Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and hold
 
 @dataclass(frozen=True)
 class Small:
-    """A small model of the same classes; `stacks`, `ratio`: what was made smaller, as `same_graph.differs` takes it."""
+    """A small model of the same classes.
+
+    Attributes:
+        stacks: how many blocks it has of each stack that was cut. widths: what its layers have in place of a width.
+        told: what it is, for a person.
+    """
 
     model: nn.Module
     stacks: dict[str, int]
-    ratio: int
+    widths: dict[int, int]
     told: str
+
+    @property
+    def ratio(self) -> int:
+        """How many times narrower its layers are."""
+        return next((n // made for n, made in self.widths.items()), 1)
 
 
 def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None, capturer: Capturer) -> Trial:
@@ -49,15 +60,18 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < LARGEST:
         return whole
+    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty else ())
     if not empty or _count(model) > CHEAP:
         for small in _smaller(model):
-            for given in (*shortened(inputs), inputs):
-                trial = StandIn(small.model, given, device, ground=small.told, small=small, capturer=capturer)
-                if trial.runs():
-                    return trial
+            for given in shortened(inputs, small.widths):
+                made = StandIn(
+                    small.model, given, device, ground=small.told, small=small, capturer=capturer, whole=whole
+                )
+                if made.runs():
+                    return made
     if size >= LARGEST:
         return replace(whole, skip=f"{whole.skip}; no small model of its classes could be made from it")
-    return replace(whole, short=tuple(shortened(inputs)))
+    return whole
 
 
 def _count(model: nn.Module) -> int:
@@ -74,45 +88,51 @@ def _smaller(model: nn.Module) -> Iterator[Small]:
     if stacks:
         with cut(model, stacks):
             short = copied(model, lambda t: t)
-        small = Small(short, stacks, 1, f"a stand-in with {depth}, and {random}")
+        small = Small(short, stacks, {}, f"a stand-in with {depth}, and {random}")
         if _count(short) <= LIMIT:
             yield small
     found = narrowed(model)
     if found is not None:
-        thin, ratio = found
+        thin, widths = found
+        ratio = next(n // made for n, made in widths.items())
         with cut(thin, stacks):
             thin = copied(thin, lambda t: t)
         told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
         if _count(thin) <= LIMIT:
-            yield Small(thin, stacks, ratio, f"a stand-in of the same classes with {told}, and random weights")
+            yield Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
     if short is not None and _count(short) > LIMIT and bytes_of(short) < LARGEST:
         yield small
 
 
-def shortened(inputs: Inputs) -> Iterator[Inputs]:
-    """The inputs with fewer examples and positions, then with fewer examples, where they have more."""
-    for dims in (2, 1):
-        changed = False
+def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
+    """The inputs with few examples and positions, with few examples, and in full length; numbers as wide as layers are
+    cut as these are."""
 
-        def own(tensor: Tensor, dims: int = dims) -> Tensor:
-            nonlocal changed
-            made = tensor
-            for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else 1)):
-                if made.shape[d] > LENGTH:
-                    made, changed = made.narrow(d, 0, LENGTH), True
-            return (made if made is tensor else made.clone()).detach().requires_grad_(tensor.requires_grad)
+    def own(tensor: Tensor, dims: int) -> Tensor:
+        made = tensor
+        for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else min(dims, 1))):
+            made = made.narrow(d, 0, min(LENGTH, made.shape[d]))
+        if tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] in widths:
+            made = made.narrow(-1, 0, min(widths[tensor.shape[-1]], made.shape[-1]))
+        return tensor if made.shape == tensor.shape else made.detach().clone().requires_grad_(tensor.requires_grad)
 
-        args, kwargs = compat.tree_map_only(Tensor, own, (inputs.args, dict(inputs.kwargs)))
-        if changed:
-            yield Inputs(*args, **kwargs)
+    for dims in (2, 1, 0):
+        given = (inputs.args, dict(inputs.kwargs))
+        args, kwargs = compat.tree_map_only(Tensor, functools.partial(own, dims=dims), given)
+        yield Inputs(*args, **kwargs)
 
 
 @dataclass
 class StandIn(Trial):
-    """A trial of a small model, for captures of the large one."""
+    """A trial of a small model, for captures of the large one.
+
+    Attributes:
+        whole: a trial of the large model itself, for where the small one is captured as another graph.
+    """
 
     small: Small | None = None
     capturer: Capturer | None = None
+    whole: Trial | None = None
 
     def runs(self) -> bool:
         """Whether the small model takes these inputs, and gives numbers."""
@@ -135,7 +155,7 @@ class StandIn(Trial):
 
     def compare(self, program: Capture) -> float:
         """The largest relative difference between the stand-in's capture and the stand-in; nan where this capture is
-        another graph, see `skip`.
+        another graph and the model itself is too large, see `skip`.
 
         Raises:
             CaptureError: it is more than rounding allows.
@@ -149,8 +169,12 @@ class StandIn(Trial):
             why = f"{self.ground} is captured as another graph: {other}"
         if refused:
             raise CaptureError(f"{refused} (on {self.ground})")
-        self.skip = why
-        return float("nan")
+        if self.whole is None or self.whole.skip:
+            self.skip = why
+            return float("nan")
+        error = self.whole.compare(program)
+        self.ground, self.skip, self.remark = self.whole.ground, self.whole.skip, self.whole.remark
+        return error
 
     def original(self) -> Results | None:
         """The model itself is not run; what its stand-in gives is no use for messages."""

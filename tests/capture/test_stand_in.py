@@ -19,7 +19,7 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 
 DEPTH, WIDTH, CPU = 6, 32, torch.device("cpu")
-X = torch.randn(4, 5, WIDTH, generator=torch.Generator().manual_seed(0))
+IDS = torch.randint(11, (4, 20), generator=torch.Generator().manual_seed(0))
 
 
 class Block(nn.Module):
@@ -39,15 +39,17 @@ class Deep(nn.Module):
     def __init__(self, width: int = WIDTH, depth: int = DEPTH, wrong: bool = False) -> None:
         super().__init__()
         self.width, self.depth, self.wrong = width, depth, wrong
+        self.table = nn.Embedding(11, width)
         self.blocks = nn.ModuleList(Block(width, wrong) for _ in range(depth))
         self.register_buffer("seen", torch.zeros(width))
         self.head = nn.Linear(width, 4)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, more: Tensor | float = 0.0) -> Tensor:
+        x = self.table(ids) + more
         for block in self.blocks:
             x = block(x)
         self.seen.add_(x.detach().mean((0, 1)))  # type: ignore[operator]
-        return self.head(x) * x.shape[1]
+        return self.head(x) * ids.shape[1]
 
 
 def empty(wrong: bool = False, **sizes: int) -> Deep:
@@ -66,7 +68,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
 
 
 def told(model: nn.Module, check: bool | None = None) -> str:
-    return " ".join(autotp.plan(model, 2, example_inputs=X, check_capture=check).notes)
+    return " ".join(autotp.plan(model, 2, example_inputs=IDS, check_capture=check).notes)
 
 
 def test_a_stand_in_is_compared_where_weights_are_on_the_meta_device(way):
@@ -76,6 +78,8 @@ def test_a_stand_in_is_compared_where_weights_are_on_the_meta_device(way):
     assert ("layers 4 times narrower" in notes) == (way == "narrow")
     assert len(model.blocks) == DEPTH and all(p.is_meta for p in model.parameters())
     assert "compared" not in told(Deep())  # of one whose weights are there
+    more = {"ids": IDS, "more": torch.randn(4, 20, WIDTH)}  # an input as wide as the layers
+    assert ("4 times narrower" in str(autotp.plan(model, 2, example_inputs=more).notes)) == (way == "narrow")
 
 
 def test_a_wrong_capture_is_found_by_the_stand_in(way):
@@ -127,10 +131,13 @@ def mutate_wiring(graph: torch.fx.Graph) -> None:
 @pytest.mark.parametrize("mutate", [mutate_eps, mutate_operator, mutate_weight, mutate_wiring])
 def test_a_capture_that_is_not_that_of_the_stand_in_is_noticed(way, mutate):
     model = empty()
-    trial = trial_of(model, Inputs(X), CPU, None, _small)
-    captured, _ = capture_model(model, Inputs(X), CPU, check=False)
-    assert isinstance(trial, StandIn) and trial.compare(captured) < 1e-6
+    trial = trial_of(model, Inputs(IDS), CPU, None, _small)
+    captured, _ = capture_model(model, Inputs(IDS), CPU, check=False)
+    assert isinstance(trial, StandIn) and trial.whole is not None and trial.compare(captured) < 1e-6
     mutate(captured.graph)
+    with pytest.raises(CaptureError, match="self-check"):  # by the model itself, whose weights are few enough
+        trial.compare(captured)
+    trial.whole.skip = "too large"
     assert trial.compare(captured) != trial.compare(captured)  # nan
     assert "is captured as another graph: n" in trial.skip
 
@@ -151,7 +158,7 @@ def test_a_narrow_model_is_of_the_same_modules_and_flags(monkeypatch):
     model.head.train()
     model.blocks[1].up.weight.requires_grad_(False)
     found = narrowed(model.bfloat16())
-    assert found is not None and found[1] == 4
+    assert found is not None and found[1] == {32: 8, 64: 16}
     made = found[0]
     assert made.head.training and not made.training and not made.blocks[1].up.weight.requires_grad
     assert made.blocks[0].up.weight.shape == (16, 8) and made.blocks[0].up.weight.dtype == torch.bfloat16
@@ -160,7 +167,7 @@ def test_a_narrow_model_is_of_the_same_modules_and_flags(monkeypatch):
 
 
 def test_a_graph_is_the_same_as_itself():
-    captured, _ = capture_model(Deep(), Inputs(X), CPU, check=False)
-    shallow, _ = capture_model(Deep(depth=4), Inputs(X), CPU, check=False)
+    captured, _ = capture_model(Deep(), Inputs(IDS), CPU, check=False)
+    shallow, _ = capture_model(Deep(depth=4), Inputs(IDS), CPU, check=False)
     assert differs(captured, shallow, {"blocks": 4}) == "" and differs(captured, captured, {}) == ""
     assert "from" in differs(captured, shallow, {})
