@@ -110,7 +110,7 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     What is made of whole tensors alone is given back as it came, and is no DTensor.
     """
     lists = [x for x in args if _is_list(x)]
-    mesh = next((t.device_mesh for x in lists for t in x if isinstance(t, DTensor)), None)
+    mesh = next((t.device_mesh for x in lists for t in x if ours(t)), None)
     plain = {i for x in lists for i, t in enumerate(x) if isinstance(t, Tensor) and not isinstance(t, DTensor)}
     split = {i for x in lists for i, t in enumerate(x) if isinstance(t, DTensor)}
     if mesh is None or not plain - split:
@@ -123,7 +123,7 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
     tensors, *rest = args
-    if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled():
+    if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
     return op([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors], *rest, **kwargs)
 

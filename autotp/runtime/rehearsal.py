@@ -38,6 +38,7 @@ RIGHT = "Adam, AdamW, SGD, Adagrad, Adafactor, RMSprop, Adadelta, NAdam, RAdam, 
 
 _known: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
 _done: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_passed: set[Any] = set()  # optimizers with options, and kinds, that need no further rehearsal
 _rehearsing = False
 
 
@@ -88,7 +89,8 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
-    if not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
+    kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _passed}
+    if not kinds or not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
         return
     fault = _trial(optimizer, kinds, ranks)
     everyone: list[Any] = [None] * ranks.tp
@@ -100,6 +102,14 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
             f"was changed. Give such parameters to another optimizer. Right are {RIGHT}; of those that look at whole "
             "matrices, as Muon does, those that compute with DTensors throughout, on parameters held in one piece."
         )
+    _passed.update(_key(optimizer, kind) for kind in kinds)
+
+
+def _key(optimizer: Optimizer, kind: Kind) -> Any:
+    """What a rehearsal is of: the optimizer's class, the group's options but for rates, and how the parameters lie."""
+    options = {k: v for k, v in optimizer.param_groups[kind.group].items() if k not in ("params", "lr", "initial_lr")}
+    own = {k: v for k, v in vars(optimizer).items() if k[0] != "_" and isinstance(v, int | float | str | None)}
+    return type(optimizer), repr(options), repr(own), replace(kind, group=0)
 
 
 def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
