@@ -8,6 +8,7 @@ has been changed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -64,8 +65,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if shards.ranks is not None and shards.tp > 1 and (kinds := _kinds(optimizer, shards)):
             foreign.refuse_states(optimizer, shards.ranks)
             rehearse(optimizer, kinds, shards.ranks)
-    if optimizer not in _done:
-        optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
+            if optimizer not in _done:
+                optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
     _done[optimizer] = seen
 
 
@@ -143,30 +144,36 @@ def small(storage: Storage) -> Storage:
 
 def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
-    global _rehearsing
-    ids = [ranks.device] if ranks.device.type != "cpu" else []
     draw = torch.Generator().manual_seed(0)
     data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
-    _rehearsing = True
     try:
-        with torch.random.fork_rng(ids):
+        with _rehearsal(ranks.device):
             whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds)
     except Exception:
-        _rehearsing = False
         return ""  # it cannot be rehearsed, or is wrong on the model too
     try:
-        with torch.random.fork_rng(ids):
+        with _rehearsal(ranks.device):
             cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    finally:
-        _rehearsing = False
     wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
     if not wrong:
         return ""
     name, held = kinds[wrong[0]][0]
     pieces = f", which is held in {len(held)} pieces," if len(held) > 1 else ""
     return f"a step on {name}{pieces} comes out otherwise"
+
+
+@contextlib.contextmanager
+def _rehearsal(device: torch.device) -> Iterator[None]:
+    """Steps within it are no user's, and random numbers are drawn after it as if it had not been."""
+    global _rehearsing
+    _rehearsing = True
+    try:
+        with torch.random.fork_rng([device] if device.type != "cpu" else []):
+            yield
+    finally:
+        _rehearsing = False
 
 
 def _values(kind: Kind, ranks: Ranks, draw: torch.Generator) -> Tensor:
