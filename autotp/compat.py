@@ -340,6 +340,13 @@ def local_of(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def operators_named(*starts: str) -> list[Any]:
+    """Torch's operators whose names start so, in all overloads that this version has, but for those with `out`."""
+    names = [n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    split = [n.partition(".") for n in sorted(names) if n.startswith(starts)]
+    return [getattr(getattr(torch.ops.aten, n), over or "default") for n, _, over in split if "out" not in over]
+
+
 def operator_handlers() -> dict[Any, Callable[..., Any]]:
     """Operator -> what computes it on DTensors, called with (operator, args, kwargs), where its shards do not say."""
     return DTensor._op_dispatcher._custom_op_handlers

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     What is made of whole tensors alone is given back as it came, and is no DTensor.
     """
     lists = [x for x in args if _is_list(x)]
-    mesh = next((t.device_mesh for x in lists for t in x if isinstance(t, DTensor)), None)
+    mesh = next((t.device_mesh for x in lists for t in x if ours(t)), None)
     plain = {i for x in lists for i, t in enumerate(x) if isinstance(t, Tensor) and not isinstance(t, DTensor)}
     split = {i for x in lists for i, t in enumerate(x) if isinstance(t, DTensor)}
     if mesh is None or not plain - split:
@@ -123,7 +123,7 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
     tensors, *rest = args
-    if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled():
+    if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
     return op([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors], *rest, **kwargs)
 
@@ -176,30 +176,19 @@ def _local(value: Any) -> Any:
     return [_local(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _foreach() -> Iterator[Any]:
-    """All overloads of torch's operators over lists of tensors that stand beside each other."""
-    for name in dir(aten):
-        if name.startswith("_foreach_") or name.startswith(("_fused_adam_", "_fused_adamw_")):
-            packet = getattr(aten, name)
-            yield from (getattr(packet, overload) for overload in packet.overloads() if "out" not in overload)
-
-
 HANDLERS: dict[Any, Handler] = {
+    **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
+    **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     aten._local_scalar_dense.default: _number,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,
     aten.index_put_.default: _put,
     aten.stack.default: _stack,
     aten.linalg_vector_norm.default: _norms,
     aten.norm.ScalarOpt_dim: _norms,
-    aten._foreach_copy_.default: _by_element,
-    aten._fused_sgd_.default: _by_element,
-    aten._fused_sgd_.tensor_lr: _by_element,
-    aten._fused_adagrad_.default: _by_element,
-    aten._fused_adagrad_.tensor_lr: _by_element,
 }
 
 
 @functools.cache
 def _install() -> None:
     """Once per process."""
-    compat.operator_handlers().update({**dict.fromkeys(_foreach(), _lists), **HANDLERS})
+    compat.operator_handlers().update(HANDLERS)

@@ -8,6 +8,7 @@ has been changed.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import weakref
@@ -38,6 +39,7 @@ RIGHT = "Adam, AdamW, SGD, Adagrad, Adafactor, RMSprop, Adadelta, NAdam, RAdam, 
 
 _known: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
 _done: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_passed: set[Any] = set()  # optimizers with options, and kinds, that need no further rehearsal
 _rehearsing = False
 
 
@@ -63,8 +65,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if shards.ranks is not None and shards.tp > 1 and (kinds := _kinds(optimizer, shards)):
             foreign.refuse_states(optimizer, shards.ranks)
             rehearse(optimizer, kinds, shards.ranks)
-    if optimizer not in _done:
-        optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
+            if optimizer not in _done:
+                optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
     _done[optimizer] = seen
 
 
@@ -88,7 +90,8 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
-    if not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
+    kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _passed}
+    if not kinds or not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
         return
     fault = _trial(optimizer, kinds, ranks)
     everyone: list[Any] = [None] * ranks.tp
@@ -100,6 +103,14 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
             f"was changed. Give such parameters to another optimizer. Right are {RIGHT}; of those that look at whole "
             "matrices, as Muon does, those that compute with DTensors throughout, on parameters held in one piece."
         )
+    _passed.update(_key(optimizer, kind) for kind in kinds)
+
+
+def _key(optimizer: Optimizer, kind: Kind) -> Any:
+    """What a rehearsal is of: the optimizer's class, the group's options but for rates, and how the parameters lie."""
+    options = {k: v for k, v in optimizer.param_groups[kind.group].items() if k not in ("params", "lr", "initial_lr")}
+    own = {k: v for k, v in vars(optimizer).items() if k[0] != "_" and isinstance(v, int | float | str | None)}
+    return type(optimizer), repr(options), repr(own), replace(kind, group=0)
 
 
 def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
@@ -133,30 +144,36 @@ def small(storage: Storage) -> Storage:
 
 def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
-    global _rehearsing
-    ids = [ranks.device] if ranks.device.type != "cpu" else []
     draw = torch.Generator().manual_seed(0)
     data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
-    _rehearsing = True
     try:
-        with torch.random.fork_rng(ids):
+        with _rehearsal(ranks.device):
             whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds)
     except Exception:
-        _rehearsing = False
         return ""  # it cannot be rehearsed, or is wrong on the model too
     try:
-        with torch.random.fork_rng(ids):
+        with _rehearsal(ranks.device):
             cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
-    finally:
-        _rehearsing = False
     wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
     if not wrong:
         return ""
     name, held = kinds[wrong[0]][0]
     pieces = f", which is held in {len(held)} pieces," if len(held) > 1 else ""
     return f"a step on {name}{pieces} comes out otherwise"
+
+
+@contextlib.contextmanager
+def _rehearsal(device: torch.device) -> Iterator[None]:
+    """Steps within it are no user's, and random numbers are drawn after it as if it had not been."""
+    global _rehearsing
+    _rehearsing = True
+    try:
+        with torch.random.fork_rng([device] if device.type != "cpu" else []):
+            yield
+    finally:
+        _rehearsing = False
 
 
 def _values(kind: Kind, ranks: Ranks, draw: torch.Generator) -> Tensor:
