@@ -21,6 +21,7 @@ from autotp.ir.graph import Capture, Leaf
 from autotp.ir.op import expression
 
 from .attempts import climb
+from .copies import computed
 from .export import Attempt
 from .grad_mode import GRAD, Asked
 from .selfcheck import Trial
@@ -45,6 +46,7 @@ def skeleton(
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kind = (dtypes or {}).get(name, tensor.dtype)
         memo[id(tensor)] = compat.fake(mode, tensor, kind, device)
+    memo |= {id(x): compat.fake(mode, x, x.dtype, device) for x in computed(model)}
     return copy.deepcopy(model, memo)
 
 

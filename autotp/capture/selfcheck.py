@@ -20,6 +20,8 @@ from autotp.ir.graph import Capture
 from autotp.proof.numerics import largest, loss, relative
 from autotp.proof.simulate import reference
 
+from .copies import computed
+
 LARGEST = 10**9  # bytes of weights up to which a capture is compared without being asked to
 GRADIENT = "the gradient of "
 PLAIN = (bool, int, float, complex, str, type(None))
@@ -78,6 +80,7 @@ class Trial:
         for tensor in [*self.model.parameters(), *self.model.buffers()]:
             made = tensor.detach().to(self.device, copy=True)
             memo[id(tensor)] = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        memo |= {id(x): x.detach().to(self.device, copy=True) for x in computed(self.model)}
         return copy.deepcopy(self.model, memo)
 
     def mapped(self, change: Callable[[Tensor], Tensor] = lambda t: t) -> Inputs:

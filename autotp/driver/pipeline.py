@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.grad_mode import grad_mode
+from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
@@ -120,6 +121,7 @@ def capture_model(
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
+    refuse_unsaid(model, inputs)
     trial = Trial.of(model, two_examples(inputs, request.dp), device, check)
     bare = skeleton(model, device)
     with torch.enable_grad():  # as the trial runs the model
