@@ -28,6 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 VARIANTS = 64
 
@@ -170,6 +171,19 @@ def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]
         yield
 
 
+def mode_of(val: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mode that fake tensors belong to."""
+    return next((v.fake_mode for v in pytree.tree_leaves(val) if isinstance(v, FakeTensor)), contextlib.nullcontext())
+
+
+def higher_order(target: Any) -> bool:
+    """Whether an operator takes functions."""
+    return isinstance(target, torch._ops.HigherOrderOperator)
+
+
+wraps_tensors = is_traceable_wrapper_subclass
+
+
 @contextlib.contextmanager
 def recorded_inference() -> Iterator[None]:
     """Within this context `torch.inference_mode` is `torch.no_grad`, which a trace records."""
@@ -188,8 +202,9 @@ def recorded_regions() -> Iterator[None]:
             return False
         nodes = getattr(node.graph.owning_module, str(node.target)).graph.nodes
         first = next((n for n in nodes if n.op != "placeholder" and n.target is not enter), None)
-        found = first is not None and first.target is torch._C._set_grad_enabled
-        return found and not (omit_if_same_with_ambient and first.args[0] == torch.is_grad_enabled())
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not (omit_if_same_with_ambient and first.args[0] == torch.is_grad_enabled())
 
     with mock.patch.object(replace_set_grad_with_hop_pass, "_is_set_grad_enabled_sub_mod", begins):
         yield

@@ -6,9 +6,7 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import sympy
 import torch
@@ -21,6 +19,7 @@ from autotp.ir.graph import Capture, Leaf
 from autotp.ir.op import expression
 
 from .attempts import climb
+from .copies import copied
 from .export import Attempt
 from .grad_mode import GRAD, Asked
 from .selfcheck import Trial
@@ -40,12 +39,12 @@ def skeleton(
 
     `dtypes` names tensors that are of another type by now.
     """
-    mode = compat.fake_mode()
-    memo: dict[int, Any] = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        kind = (dtypes or {}).get(name, tensor.dtype)
-        memo[id(tensor)] = compat.fake(mode, tensor, kind, device)
-    return copy.deepcopy(model, memo)
+    mode, names = compat.fake_mode(), {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
+
+    def fake(tensor: Tensor) -> Tensor:
+        return compat.fake(mode, tensor, (dtypes or {}).get(names.get(id(tensor), ""), tensor.dtype), device)
+
+    return copied(model, fake, lambda tensor: None if tensor.is_leaf else fake(tensor))
 
 
 @torch.inference_mode(False)

@@ -21,13 +21,15 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
-from autotp.passes.canonicalise.no_grad_regions import detach_regions
 
 from .conditions import Conditions
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
 from .messages import line_of
+from .plain_types import plain_types
+from .refusals import refuse_higher_order, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats, expand, refuse_writes
+from .retrace import traced_again
 
 
 @dataclass
@@ -74,7 +76,7 @@ class Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
-            recorded = *recorded, self.asked.answered()
+            recorded = *recorded, self.asked.answered(), plain_types(self.bare), refuse_hooks(), unvalidated()
             for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
@@ -83,7 +85,8 @@ class Attempt:
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
             if compat.vmapped(program.graph):
-                program = _traced_again(program)
+                program = traced_again(program)
+            refuse_higher_order(program.graph)
             _refuse_writes_to_parameters(program)
             if self.repeats:
                 refuse_writes(program.graph)
@@ -92,7 +95,7 @@ class Attempt:
             buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
             written = functionalise(program.graph, buffers.keys())
             if written is None:
-                program, written = _traced_again(program), {}
+                program, written = traced_again(program), {}
             if self.repeats:
                 expand(program.graph, self.repeats, *self._holders(program))
         for graph in (program.graph, *regions(program.graph)):
@@ -112,24 +115,6 @@ class Attempt:
             return None
         args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
         return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
-
-
-def _traced_again(program: ExportedProgram) -> ExportedProgram:
-    """The program without in-place operators; regions under no_grad lose their frame, and not their meaning."""
-    specs = program.graph_signature.input_specs
-    leaves = {s.arg.name for s in specs if s.kind.name == "PARAMETER"}
-    leaves |= {n.name for n in program.graph.nodes if n.op == "placeholder" and _wants_gradient(n.meta.get("val"))}
-    odd = detach_regions(program.graph, leaves)
-    if odd is not None:
-        raise CaptureError(f"a write that has no gradient changes a value that has one ({line_of(odd)})")
-    for module in program.graph_module.modules():
-        if isinstance(module, fx.GraphModule):
-            module.recompile()
-    return program.run_decompositions({})
-
-
-def _wants_gradient(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.requires_grad
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:

@@ -44,8 +44,8 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(if|elif|while|assert)\b|Eq\(u\d+, 1\)",
-        "A Python branch depends on the value of a tensor. Write it with torch.where (both sides are computed) or "
-        "torch.cond, or pass the decision as an argument (a Python bool): each value is captured by itself.",
+        "A Python branch depends on the value of a tensor. Write it with torch.where (both sides are computed), or "
+        "pass the decision as an argument (a Python bool): each value is captured by itself.",
     ),
     (
         KINDS["value"],
@@ -69,13 +69,24 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "place of `weight.clamp_(...)`), or change the weights outside the forward, before they are sharded.",
     ),
     (
+        r"takes a function, which cannot be split",
+        "Use torch.where in place of torch.cond, torch.nn.functional.scaled_dot_product_attention with a mask in place "
+        "of flex_attention, or shard the submodules around it.",
+    ),
+    (
+        r"hooks a gradient",
+        "Change the gradient by a torch.autograd.Function, which is captured with its backward; register hooks that "
+        "only look at gradients on the sharded module, after compile.",
+    ),
+    (
         r"a write that has no gradient",
         "Under no_grad, or through `.detach()`, such a write leaves the gradient as it was, which no operator says. "
         "Write `y = y + (changed - y).detach()`, or change a copy (`y.detach().clone()`).",
     ),
     (
         r"a fake tensor in the exported program constant's list",
-        "The forward reads `.data`, which tracing does not see. Use `.detach()`, or `torch.no_grad()` around the line.",
+        "The forward reads `.data`, or takes a gradient itself (torch.autograd.grad), which tracing does not see. Use "
+        "`.detach()`, or `torch.no_grad()` around the line; take gradients of the sharded module's outputs.",
     ),
     (
         r"self-check",

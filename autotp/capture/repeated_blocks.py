@@ -76,6 +76,8 @@ class Repeats:
                 found = kinds(modules)
                 if len(set(map(id, modules))) < len(modules):
                     continue  # a block that is called several times
+                if len(set(found) - {None}) == len([x for x in found if x is not None]):
+                    continue  # no two are alike
                 stack.enter_context(unread(modules))
                 for i, (block, kind) in enumerate(zip(modules, found, strict=True)):
                     if kind is not None and found.count(kind) > 1:

@@ -11,6 +11,7 @@ from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.grad_mode import grad_mode
+from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.cost.prices import check_lengths
@@ -136,6 +137,7 @@ def capture_model(
     `check` is `check_capture` of the public functions.
     """
     inputs, note = without_cache(model, inputs)
+    refuse_unsaid(model, inputs)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
     bare = skeleton(model, device)
     with torch.enable_grad():  # as the trial runs the model

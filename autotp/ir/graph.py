@@ -146,7 +146,8 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
         new = graph.call_function(function, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
-        new.meta["val"] = function(*values, **named)
+        with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
+            new.meta["val"] = function(*values, **named)
         return new
 
     return call

@@ -27,7 +27,7 @@ from autotp.text import listed
 
 from .pins import Ask, Dims
 from .pins import find as find_pins
-from .strategies import Candidates, penalty, signatures
+from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
 
 OUTPUT_SLOT = "output"
 
@@ -178,7 +178,9 @@ class Builder:
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
-        for got in signatures(self.rules[node], ins, outs, held, results, self.candidates):
+        foreign = getattr(node.target, "namespace", "aten") not in TORCHS
+        known = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
+        for got in signatures(known, ins, outs, held, results, self.candidates):
             if got[:2] not in choices and self._knows_ends(node, *got[:2]):
                 rule = self.rules[node]
                 split = rule.factors[got[2]] if rule is not None and got[2] is not None else None

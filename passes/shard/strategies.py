@@ -10,6 +10,8 @@ from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
 from autotp.ir.op import Carry, Factor, Rule, Shape
 
+TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
+OPAQUE = Rule(summed=False)  # what is known of an operator of somebody else's: its backward may be anything
 MOST = 5  # candidate partitions kept for one dimension of one value
 Dim = tuple[ValueId, int]
 

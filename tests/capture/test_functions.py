@@ -57,6 +57,23 @@ def test_on_two_ranks(pool):
     pool.run(_usual_on_ranks, world=2)
 
 
+@torch.library.custom_op("autotp_tests::clipped", mutates_args=())
+def clipped(x: torch.Tensor) -> torch.Tensor:
+    """Its backward is not linear in the gradient."""
+    return x * 2
+
+
+clipped.register_fake(torch.empty_like)
+clipped.register_autograd(lambda ctx, gradient: gradient / gradient.norm())
+
+
+def test_a_custom_operator_without_a_rule_gets_its_gradient_whole(monkeypatch):
+    model = f.Uses(lambda m, x: clipped(x))
+    assert autotp.verify(model, 2, X)
+    monkeypatch.setattr("autotp.passes.shard.planner.OPAQUE", None)
+    assert not autotp.verify(model, 2, X)
+
+
 # Dimensions that stay whole.
 WHOLE = {f.Later: (), f.Several: (2,), f.Rows: (2,), f.Counted: (2,)}
 WHOLE |= dict.fromkeys((f.Clipped, f.Fixed, f.Noisy), (0, 1, 2))

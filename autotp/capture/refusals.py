@@ -1,0 +1,92 @@
+"""What a captured graph cannot say, and is refused before it would be left out in silence."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, fx, nn
+
+from autotp import compat
+from autotp.errors import CaptureError, InputError
+from autotp.inputs import Inputs
+
+from .messages import line_of
+
+OWN = "autotp.runtime."
+HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+
+
+def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
+    """Refuse weights, inputs and hooks that a graph of plain tensors does not have.
+
+    Raises:
+        InputError: the model is sharded already. CaptureError: it names the first one.
+    """
+    sharded = (n for n, m in model.named_modules() if any(k.__module__.startswith(OWN) for k in type(m).__mro__))
+    for name in sharded:
+        what = f"its part {name!r}" if name else "it"
+        raise InputError(
+            f"the model is sharded already: autotp.compile or parallelize gave {what}. Give the original model."
+        )
+    for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        if compat.wraps_tensors(p):
+            raise CaptureError(
+                f"{name} is a {type(p).__name__}, a tensor that wraps others, and a graph holds plain tensors. Shard "
+                "the plain model; quantise the sharded one, or its checkpoint."
+            )
+        if any(getattr(p, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
+            raise CaptureError(
+                f"{name} has a hook on its gradient, which a captured graph does not call. Register it on the sharded "
+                "module's parameter, after compile."
+            )
+    for name, module in model.named_modules():
+        if any(getattr(module, hooks) for hooks in HOOKS):
+            raise CaptureError(
+                f"{name or 'the model'} has a backward hook, which a captured graph does not call. Register it on the "
+                "sharded module, after compile."
+            )
+    for i, x in enumerate(compat.tree_leaves((inputs.args, inputs.kwargs))):
+        if isinstance(x, Tensor) and x.is_nested:
+            raise CaptureError(f"input {i} is a nested tensor. Pass a padded one, and a mask of what counts.")
+
+
+@contextmanager
+def refuse_hooks() -> Iterator[None]:
+    """Within this context a forward may not hook a gradient: the trace would not show it."""
+
+    def refusing(name: str) -> Any:
+        own = getattr(Tensor, name)
+
+        def register(self: Tensor, hook: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp"):
+                return own(self, hook)
+            raise CaptureError(f"the forward hooks a gradient (Tensor.{name}), which a captured graph does not call")
+
+        return mock.patch.object(Tensor, name, register)
+
+    with refusing("register_hook"), refusing("register_post_accumulate_grad_hook"):
+        yield
+
+
+def refuse_higher_order(graph: fx.Graph) -> None:
+    """Refuse operators that take functions, such as torch.cond and flex_attention.
+
+    Raises:
+        CaptureError: the graph has one.
+    """
+    for node in graph.nodes:
+        if node.op == "call_function" and compat.higher_order(node.target) and "wrap_with" not in str(node.target):
+            raise CaptureError(f"{node.target} takes a function, which cannot be split ({line_of(node)})")
+
+
+@contextmanager
+def unvalidated() -> Iterator[None]:
+    """Without the checks of `torch.distributions` on the values of its arguments, which are branches."""
+    kind: Any = torch.distributions.Distribution
+    with mock.patch.object(kind, "_validate_args", False):
+        yield
