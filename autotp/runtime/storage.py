@@ -1,7 +1,7 @@
 """How a rank holds a parameter: DTensors that torch's own tools understand, and back to the original's shape.
 
 A plain split is one DTensor `Shard(dim)`. What DTensor cannot say (a fused q/k/v, uneven whole heads) is held as one
-piece for each segment, viewed so that every piece is a plain `Shard`; every state dict speaks the original name.
+piece for each segment, so that every piece is a plain `Shard`; every state dict speaks the original name.
 Outputs that are left sharded are said in the same words.
 """
 
@@ -22,7 +22,9 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.compat import like_dtensor, local_of
-from autotp.ir.layouts import Layout, Partial, Shard, chunk
+from autotp.ir.layouts import Layout, Partial, Segment, Shard, chunk
+
+MOST = 16  # pieces of a parameter
 
 
 @dataclass(frozen=True)
@@ -45,39 +47,55 @@ class Storage:
 
     @property
     def pieces(self) -> tuple[Piece, ...]:
-        """Empty for a whole parameter."""
+        """Empty for a parameter that is held whole: one that is not split, and a bias of uneven heads."""
         if not isinstance(self.layout, Shard):
             return ()
-        d = self.layout.dim
+        d, (segments, times) = self.layout.dim, self._run
         out, at = [], 0
-        for s in self.layout.partition.segments:
+        for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
             units = (s.count * s.unit,) if s.count % self.tp == 0 or s.unit == 1 else (s.count, s.unit)
-            repeat = (self.repeat,) if self.repeat > 1 else ()
+            repeat = (times,) if times > 1 else ()
             shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
             at += s.count * s.unit
-        return tuple(out)
+        # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
+        return () if len(self.shape) == 1 and any(len(x.shape) > 1 for x in out) else tuple(out)
+
+    @property
+    def _run(self) -> tuple[tuple[Segment, ...], int]:
+        """The segments that pieces are made of, and how often their run comes along the sharded dimension.
+
+        A few runs are as many pieces, in the parameter's own dimensions; many are one piece with a dimension more.
+        """
+        assert isinstance(self.layout, Shard)
+        segments, times = self.layout.partition.segments, self.layout.partition.repeat
+        assert isinstance(times, int)  # a parameter's size is no symbol
+        return (segments * times, 1) if len(segments) * times <= MOST else (segments, times)
 
     @property
     def repeat(self) -> int:
         """How often the run of pieces comes along the sharded dimension."""
-        repeat = self.layout.partition.repeat if isinstance(self.layout, Shard) else 1
-        assert isinstance(repeat, int)  # a parameter's size is no symbol
-        return repeat
+        return self._run[1] if isinstance(self.layout, Shard) else 1
 
     def names(self, name: str) -> list[str]:
-        """Attribute names of the pieces of the parameter `name`."""
-        return [name] if len(self.pieces) <= 1 else [f"{name}_part{i}" for i in range(len(self.pieces))]
+        """Attribute names of what holds the parameter `name`: its own where that has its dimensions."""
+        plain = len(self.pieces) <= 1 and all(len(x.shape) == len(self.shape) for x in self.pieces)
+        return [name] if plain else [f"{name}_part{i}" for i in range(len(self.pieces))]
 
     @property
     def as_held(self) -> bool:
         """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
         return not isinstance(self.layout, Shard) or [len(x.shape) for x in self.pieces] == [len(self.shape)]
 
+    @property
+    def held_whole(self) -> bool:
+        """Whether every rank holds all of it, and uses a slice."""
+        return isinstance(self.layout, Shard) and not self.pieces
+
     def cut(self, full: Tensor) -> list[Tensor]:
         """The whole pieces of a whole parameter, as views."""
-        if not isinstance(self.layout, Shard):
+        if not isinstance(self.layout, Shard) or not self.pieces:
             return [full]
         d = self.layout.dim
         run = full.unflatten(d, (self.repeat, -1))
@@ -85,7 +103,7 @@ class Storage:
 
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
         """The inverse of `cut`."""
-        if not isinstance(self.layout, Shard):
+        if not isinstance(self.layout, Shard) or not self.pieces:
             return pieces[0]
         d, repeat = self.layout.dim, self.repeat
         runs = [
@@ -143,8 +161,10 @@ class Unwrap(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        # In the parameters' own strides, as autograd accumulates plain gradients: fused optimizers go by memory.
         made = as_dtensor if torch.is_grad_enabled() else like_dtensor
-        return tuple([None if g is None else made(g, p) for g, p in zip(grads, ctx.parameters, strict=True)])
+        pairs = zip(grads, ctx.parameters, strict=True)
+        return tuple([None if g is None else made(g.contiguous(), p) for g, p in pairs])
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:

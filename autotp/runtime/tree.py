@@ -12,7 +12,10 @@ from typing import Any
 from torch import Tensor, fx, nn
 
 from autotp import compat
+from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
+from autotp.comm.slices import to_runtime
+from autotp.ir.layouts import I
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
@@ -124,9 +127,14 @@ class Read:
         return region if is_region(region) else self.unit
 
 
-def _fused(storage: Storage, local: Sequence[Tensor]) -> Tensor:
+def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
     """The rank's slice of a parameter; None where it is left to its module's call."""
-    return local[0] if any(t is None for t in local) else storage.local(local)
+    if any(t is None for t in local):
+        return local[0]
+    if not storage.held_whole or ranks is None:
+        return storage.local(local)
+    whole, mine = to_runtime(I), to_runtime(storage.layout)
+    return function_for(whole, mine)(local[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
 
 class Assembler:
@@ -209,7 +217,7 @@ class Assembler:
             if buffers:
                 return [buffer() for buffer in buffers]
             local = read_places(held)
-            return local if whole else [_fused(storage, local[at]) for storage, at in locals_]
+            return local if whole else [_fused(storage, local[at], self.ranks) for storage, at in locals_]
 
         fetch.__name__ = "parameters"
         return fetch

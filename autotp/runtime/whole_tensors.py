@@ -18,6 +18,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autotp import compat
 from autotp.errors import StateError
 
+from . import windows
+
 aten: Any = torch.ops.aten
 
 FILLS = (  # what fills a tensor with random numbers, whatever was there
@@ -28,6 +30,7 @@ FILLS = (  # what fills a tensor with random numbers, whatever was there
 LIKES = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 
 _groups: set[str] = set()  # process groups of the tp ranks of sharded modules
+_torchs: dict[Any, Callable[..., Any]] = {}  # what torch does with an operator that is handled here
 
 
 def claim(group: str) -> None:
@@ -38,6 +41,8 @@ def claim(group: str) -> None:
             (LIKES, _like),
             ((aten.eye.m_out,), _eye),
             ((aten.index_put_.default,), _write),
+            ((aten.fill_.Tensor,), _fill_with),
+            (windows.VIEWS, _view),
         ):
             for operator in operators:
                 _handle(operator, handler)
@@ -91,6 +96,17 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
     return tensor
 
 
+def _fill_with(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    return aten.fill_.Scalar(args[0], args[1].item())
+
+
+def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    found = _torchs[operator](operator, args, kwargs)
+    if torch.is_grad_enabled() and args[0].requires_grad:
+        return found  # which autograd lets nobody write to
+    return windows.follow(found, args[0], operator, args, kwargs)
+
+
 @torch.no_grad()
 def _init(init: Any, tensor: DTensor, *args: Any, **kwargs: Any) -> Tensor:
     """An initialiser that overwrites all of a tensor, on the whole one."""
@@ -131,6 +147,9 @@ def _handle(operator: Any, handler: Callable[..., Any]) -> None:
         tensor = kwargs.get("out", args[0])
         if is_ours(tensor) and not tensor.is_meta:
             return handler(op, args, kwargs)
+        return torchs(op, args, kwargs)
+
+    def torchs(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if before is not None:
             return before(op, args, kwargs)
         del table[op]
@@ -139,7 +158,7 @@ def _handle(operator: Any, handler: Callable[..., Any]) -> None:
         finally:
             table[op] = handle
 
-    table[operator] = handle
+    table[operator], _torchs[operator] = handle, torchs
 
 
 def _handle_data() -> None:

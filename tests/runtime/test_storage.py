@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as Split
 
 import autotp
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
 from autotp.runtime.storage import Storage, strides
+from tests.helpers.compare import mesh_of
 from tests.helpers.models import SelfAttention, inputs_of, redrawn, transformer
 
 CASES: list[tuple[str, tuple[int, ...], int, list[tuple[int, int]], int, int]] = [
@@ -22,10 +24,10 @@ CASES: list[tuple[str, tuple[int, ...], int, list[tuple[int, int]], int, int]] =
     ("plain", (12, 5), 0, [(12, 1)], 1, 1),
     ("plain, a column", (5, 12), 1, [(12, 1)], 1, 1),
     ("uneven vocabulary", (257, 3), 0, [(257, 1)], 1, 1),
-    ("fused q, k and v", (3, 96), 1, [(4, 8), (4, 8), (4, 8)], 1, 1),
+    ("fused q, k and v", (3, 96), 1, [(4, 8), (4, 8), (4, 8)], 1, 3),
     ("fused q, k and v of unequal heads", (64, 3), 0, [(4, 8), (2, 8), (2, 8)], 1, 3),
     ("six heads", (48, 3), 0, [(6, 8)], 1, 1),
-    ("six heads, fused and interleaved", (144, 3), 0, [(6, 8)], 3, 1),
+    ("six heads, fused and interleaved", (144, 3), 0, [(6, 8)], 3, 3),
     ("fewer than ranks", (2, 3), 0, [(2, 1)], 1, 1),
     ("nothing", (0, 3), 0, [(0, 1)], 1, 1),
 ]
@@ -198,6 +200,51 @@ def test_every_way_of_holding_a_parameter_on_four_ranks(pool):
             assert one["close"] < 1e-5 and one["moved"] > 1e-2, (name, one)
             assert one["part"] < 0.5, (name, one)
         assert found["phi3"]["fused"] and found["llama-uneven"]["meta"] < 1e-4
+
+
+def three_heads() -> tuple[Any, Any, dict[Any, Any]]:
+    """Three heads, which two ranks share unevenly: biases that no split of DTensor can say."""
+    sizes = {"hidden_size": 24, "num_attention_heads": 3, "num_key_value_heads": 3, "num_hidden_layers": 1}
+    model = transformer("llama-tied", **sizes, attention_bias=True).double()
+    return model, inputs_of(model), {"heads": Split(0)}
+
+
+def test_what_holds_a_parameter_is_picked_by_its_dimensions():
+    gpt2 = transformer("gpt2")
+    for model, inputs, pins in ((gpt2, inputs_of(gpt2), None), three_heads()):
+        sharded: Any = autotp.compile(model, 2, example_inputs=inputs, pins=pins)
+        held = {(n.rsplit("_part", 1)[0], p.dim() >= 2) for n, p in sharded.named_parameters()}
+        assert held == {(n, p.dim() >= 2) for n, p in model.named_parameters()}
+        fused = [n for n, _ in sharded.named_parameters() if "_part" in n]
+        assert fused
+        owner, _, leaf = fused[0].rsplit("_part", 1)[0].rpartition(".")
+        with pytest.raises(AttributeError, match=f"{leaf} of {owner} is held in pieces"):
+            getattr(sharded.get_submodule(owner), leaf)
+
+
+def stepping(rank: int, world: int, group: Any) -> float:
+    """Largest difference of a parameter after steps that decay what has two dimensions, by memory's order."""
+    found = 0.0
+    gpt2 = transformer("gpt2").double()
+    for model, inputs, pins in ((gpt2, inputs_of(gpt2), None), three_heads()):
+        sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), pins=pins)
+        for m in (model, sharded):
+            held = list(m.parameters())
+            groups = [
+                {"params": [p for p in held if p.dim() >= 2], "weight_decay": 0.5},
+                {"params": [p for p in held if p.dim() < 2], "weight_decay": 0.0},
+            ]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+            for _ in range(2):
+                m(**inputs).logits.square().mean().backward()
+                optimizer.step()
+        state = sharded.full_state_dict()
+        found = max([found, *(float((state[n] - t).abs().max()) for n, t in model.state_dict().items())])
+    return found
+
+
+def test_steps_of_fused_and_uneven_parameters(pool):
+    assert max(pool.run(stepping, world=2)) < 1e-8
 
 
 class Rotary(nn.Module):

@@ -39,6 +39,7 @@ INITS: dict[str, Any] = {
     "kaiming_normal_": nn.init.kaiming_normal_,
     "trunc_normal_": lambda t: nn.init.trunc_normal_(t, std=2.0),
     "eye_": nn.init.eye_,
+    "sparse_": lambda t: nn.init.sparse_(t, 0.2),
     "of .data": lambda t: t.data.uniform_(-1, 1),
 }
 
@@ -84,6 +85,42 @@ def assigned(model: Any, sharded: Any) -> dict[str, Any]:
     return found
 
 
+def within_diagonal(w: Tensor) -> None:
+    w.view(-1)[3:9].mul_(5)
+    w.diagonal().fill_(2)
+
+
+def within_elements(w: Tensor) -> None:
+    w[3, 2] = 7.0
+    w[torch.tensor([1, 5])] = 3.0
+    w[w < -0.5] = 0.0
+
+
+WRITES: dict[str, Any] = {
+    "a row": lambda w: w[3].zero_(),
+    "a column": lambda w: w[:, 2].mul_(3),
+    "rows": lambda w: w.narrow(0, 1, 4).add_(1),
+    "assigned": lambda w: w.__setitem__(slice(1, 3), 4.0),
+    "a row of columns": lambda w: w.t()[2].copy_(w.t()[1]),
+    "chunks": lambda w: w.chunk(2)[1].chunk(2, 1)[0].fill_(1),
+    "diagonal": within_diagonal,
+    "elements": within_elements,
+}
+
+
+@torch.no_grad()
+def written(model: Any, sharded: Any) -> dict[str, Any]:
+    """Parts of weights that are split by rows and by columns."""
+    found: dict[str, Any] = {}
+    for name, write in WRITES.items():
+        for m in (model, sharded):
+            write(m[0].weight)
+            write(m[2].weight.data)
+        state = sharded.full_state_dict()
+        found["written: " + name] = all(torch.equal(state[n], t) for n, t in model.state_dict().items())
+    return found
+
+
 def handed_in(model: Any, sharded: Any) -> dict[str, Any]:
     """Whole tensors through `functional_call`: values and gradients."""
     given = {n: (p.detach() * 2).requires_grad_() for n, p in model.named_parameters()}
@@ -123,7 +160,8 @@ def changed(rank: int, world: int, group: Any) -> dict[str, Any]:
     model = model_of()
     sharded: Any = autotp.compile(model, example_inputs=inputs(), mesh=mesh_of(group))
     assert {"S(0)", "S(1)"} <= {str(p.placements[0]) for p in sharded.parameters()}
-    found = initialised(model, sharded) | assigned(model, sharded) | handed_in(model, sharded)
+    found = written(model, sharded) | initialised(model, sharded)
+    found |= assigned(model, sharded) | handed_in(model, sharded)
     return found | hooked(model, sharded)
 
 

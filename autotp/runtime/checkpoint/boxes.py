@@ -45,7 +45,7 @@ def boxes(storage: Storage, held: Sequence[Tensor]) -> list[Box]:
     """
     if math.prod(storage.shape) == 0:
         return whole(held[0].new_empty(storage.shape))
-    if not isinstance(storage.layout, Shard):
+    if not isinstance(storage.layout, Shard) or not storage.pieces:
         start, local = _window(held[0], storage.shape, None)
         return [Box(start, local)] if local.numel() else []
     out: list[Box] = []
