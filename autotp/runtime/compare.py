@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.comm.ranks import agree
+from autotp.comm.ranks import agree, broadcast
 from autotp.errors import InputError
 from autotp.log import log
 from autotp.plans.plan import Plan
@@ -102,10 +102,11 @@ def _before(module: ShardedModule, args: Any, kwargs: Any) -> Call:
     shards = module._shards
     flat, spec = compat.tree_flatten((args, kwargs))
     if shards.ranks is not None or module._source.tp == 1:
-        told = state.input_text(flat, spec, True) | {"random numbers": state.random_state(shards.device)}
+        told = state.input_text(flat, spec, True)
         agree(shards.ranks, "the inputs of this call, with which compare= runs the original", told)
-    buffers = {name: getattr(*held[0]) for name, held in shards.holders.items()}
-    return Call(flat, spec, buffers, shards.device)
+    call = Call(flat, spec, {name: getattr(*held[0]) for name, held in shards.holders.items()}, shards.device)
+    call.random = broadcast(shards.ranks, call.random)  # as the call's own are rank 0's
+    return call
 
 
 @contextmanager

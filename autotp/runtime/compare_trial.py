@@ -25,7 +25,7 @@ from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Grouped, Layout, Partial, Shard
 from autotp.ir.scopes import module_of, module_path
-from autotp.passes.decompose.counter_random import SEEDS
+from autotp.passes.decompose.counter_random import SEEDS, base_seed
 from autotp.passes.shard.rewrite import specialise
 from autotp.proof.numerics import largest, relative
 from autotp.proof.simulate import reference
@@ -119,7 +119,8 @@ class Trial:
     def _run(self, graph: fx.Graph, run: Run, observe: Callable[[fx.Node, Any], None]) -> list[Any]:
         """Run a graph as the call ran; gives its flat outputs."""
         self.call.rewind()
-        tensors, seeds = iter(again([self.call.flat[i] for i in self.order])), self.program.random(self.shards)
+        tensors = iter(again([self.call.flat[i] for i in self.order]))
+        seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
         buffers = self.call.buffers if run is self.here else self.buffers
         given = {}
         for leaf, node in zip(self.capture.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
