@@ -86,7 +86,7 @@ def pausing(rank: int, world: int, group: Any, pause: float, limit: float) -> tu
 def checked(found: list[tuple[list[str], list[float]]], limit: float) -> None:
     (lines, losses), (of_the_late, _) = found[0], found[-1]
     assert not of_the_late and len(set(losses)) == 1, of_the_late
-    at, within = lines[0], lines[-1]
+    at, within = (re.sub(r" \(\d+\)", "", line) for line in (lines[0], lines[-1]))  # its place among other modules
     late = len(found) - 1
     assert re.search(rf"waited {limit:.0f} s at the forward, call 2 of Net, for rank {late}, ", at), lines
     assert re.search(r"began the backward of call 1 of Net, at test_waiting.py:\d+ in evaluate", at), at
