@@ -20,7 +20,7 @@ import torch
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, short_name, tensors, where
+from autotp.ir.graph import Capture, short_name, substitute, tensors, where
 from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 
@@ -156,8 +156,8 @@ class _Reader:
         value = expression(node.meta["val"])
         symbols = sorted(value.free_symbols, key=str) if isinstance(value, sympy.Basic) else []
         names = {x: self._source(x) for x in symbols}
-        made = {x: sympy.Integer(101 + zlib.crc32(name.encode()) % 1000) for x, name in names.items()}
-        found = value.subs(made) if isinstance(value, sympy.Basic) else value
+        made: dict[Any, Any] = {x: sympy.Integer(101 + zlib.crc32(name.encode()) % 1000) for x, name in names.items()}
+        found = substitute(value, made) if isinstance(value, sympy.Basic) else value
         run.numbers.append(int(found) if getattr(found, "is_Integer", False) else found)
         return "size", tuple(sorted(names.values()))
 

@@ -84,13 +84,13 @@ def _smaller(model: nn.Module) -> Iterator[Small]:
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
     depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name}" for name, kept in stacks.items())
     random = "random weights" if on_meta(model) else "its own weights"
-    short = None
+    short: Small | None = None
     if stacks:
         with cut(model, stacks):
-            short = copied(model, lambda t: t)
-        small = Small(short, stacks, {}, f"a stand-in with {depth}, and {random}")
-        if _count(short) <= LIMIT:
-            yield small
+            made = copied(model, lambda t: t)
+        short = Small(made, stacks, {}, f"a stand-in with {depth}, and {random}")
+        if _count(made) <= LIMIT:
+            yield short
     found = narrowed(model)
     if found is not None:
         thin, widths = found
@@ -100,8 +100,8 @@ def _smaller(model: nn.Module) -> Iterator[Small]:
         told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
         if _count(thin) <= LIMIT:
             yield Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
-    if short is not None and _count(short) > LIMIT and bytes_of(short) < LARGEST:
-        yield small
+    if short is not None and _count(short.model) > LIMIT and bytes_of(short.model) < LARGEST:
+        yield short
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
