@@ -15,7 +15,6 @@ import sympy
 import torch
 import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
 from torch import fx
-from torch._dynamo.source import ConstantSource
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._library.custom_ops import CustomOpDef
 from torch._logging._internal import LazyTraceHandler
@@ -25,7 +24,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate as repli
 from torch.distributed.tensor import DTensor
 from torch.export import _trace
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext, free_unbacked_symbols
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -176,14 +175,6 @@ def mode_of(val: Any) -> contextlib.AbstractContextManager[Any]:
     return next((v.fake_mode for v in pytree.tree_leaves(val) if isinstance(v, FakeTensor)), contextlib.nullcontext())
 
 
-def higher_order(target: Any) -> bool:
-    """Whether an operator takes functions."""
-    return isinstance(target, torch._ops.HigherOrderOperator)
-
-
-wraps_tensors = is_traceable_wrapper_subclass
-
-
 @contextlib.contextmanager
 def recorded_inference() -> Iterator[None]:
     """Within this context `torch.inference_mode` is `torch.no_grad`, which a trace records."""
@@ -208,24 +199,6 @@ def recorded_regions() -> Iterator[None]:
 
     with mock.patch.object(replace_set_grad_with_hop_pass, "_is_set_grad_enabled_sub_mod", begins):
         yield
-
-
-def symbolic(like: list[torch.Tensor]) -> tuple[FakeTensorMode, ShapeEnv, list[torch.Tensor]]:
-    """Fake values as large as others, with a symbol of its own for every size, in a mode of their own."""
-    env = ShapeEnv(duck_shape=False)
-    mode, values = FakeTensorMode(shape_env=env), []
-    for i, x in enumerate(like):
-        meta = torch.empty_strided([*map(hint, x.shape)], [*map(hint, x.stride())], dtype=x.dtype, device="meta")
-        free = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.ndim)
-        sized = mode.from_tensor(meta, symbolic_context=free, source=ConstantSource(f"x{i}"))
-        with mode:
-            values.append(torch.empty_strided(sized.shape, sized.stride(), dtype=x.dtype, device=x.device))
-    return mode, env, values
-
-
-def hint(size: Any) -> int:
-    """A size as the example inputs have it."""
-    return size.node.hint if isinstance(size, torch.SymInt) else int(size)
 
 
 def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any) -> torch.export.ExportedProgram:
@@ -395,6 +368,8 @@ def flat_mesh(mesh: Any) -> Any:
 sym_size: Any = torch.ops.aten.sym_size.int
 
 OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+wraps_tensors = is_traceable_wrapper_subclass
 
 
 def operator(op: Any) -> Any:

@@ -26,7 +26,7 @@ from .conditions import Conditions
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
 from .messages import line_of
-from .plain_types import plain_types
+from .plain_types import files_of, plain_types
 from .refusals import refuse_higher_order, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats, expand, refuse_writes
 from .retrace import traced_again
@@ -76,7 +76,13 @@ class Attempt:
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
-            recorded = *recorded, self.asked.answered(), plain_types(self.bare), refuse_hooks(), unvalidated()
+            recorded = (
+                *recorded,
+                self.asked.answered(files_of(self.bare)),
+                plain_types(self.bare),
+                refuse_hooks(),
+                unvalidated(),
+            )
             for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen

@@ -16,6 +16,7 @@ import sympy
 import torch
 from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from autotp import compat
 from autotp.errors import CaptureError
@@ -90,7 +91,7 @@ def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[
     Returns: a graph from operands and outputs' gradients to outputs and operands' gradients, None where there is none;
         the number of outputs; and what had to hold of the sizes.
     """
-    mode, env, values = compat.symbolic(like)
+    mode, env, values = _symbolic(like)
 
     def whole(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Any], list[Any]]:
         xs = [x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in xs]
@@ -109,9 +110,27 @@ def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[
     return made.graph, len(toward), [g.expr for g in env.guards]
 
 
+def _symbolic(like: list[Tensor]) -> tuple[Any, ShapeEnv, list[Tensor]]:
+    """Fake values as large as others, with a symbol of its own for every size, in a mode of their own."""
+    env = ShapeEnv(duck_shape=False)
+    mode, values = compat.FakeTensorMode(shape_env=env), []
+    for x in like:
+        meta = torch.empty_strided([*map(_hint, x.shape)], [*map(_hint, x.stride())], dtype=x.dtype, device="meta")
+        free = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * x.ndim)
+        sized = mode.from_tensor(meta, symbolic_context=free)
+        with mode:
+            values.append(torch.empty_strided(sized.shape, sized.stride(), dtype=x.dtype, device=x.device))
+    return mode, env, values
+
+
+def _hint(size: Any) -> int:
+    """A size as the example inputs have it."""
+    return size.node.hint if isinstance(size, torch.SymInt) else int(size)
+
+
 def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
     _, given, key = node.args
-    return CALL(list(xs), [compat.hint(n.meta["val"]) if isinstance(n, fx.Node) else n for n in given], key)  # type: ignore[union-attr]
+    return CALL(list(xs), [_hint(n.meta["val"]) if isinstance(n, fx.Node) else n for n in given], key)  # type: ignore[union-attr]
 
 
 def _refused(function: Any, why: str, where: str) -> CaptureError:

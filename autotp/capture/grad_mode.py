@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -33,10 +33,13 @@ class Asked:
     told: bool = False
 
     @contextmanager
-    def answered(self) -> Iterator[None]:
-        """Within this context a forward finds that mode; torch and this library find what is."""
+    def answered(self, files: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
+        """Within this context a forward finds that mode; torch and this library find what is.
 
-        def answering(name: str, answer: Callable[[bool], bool]) -> Any:
+        `files` are what the model's files name: `from torch import is_grad_enabled` is a name there.
+        """
+
+        def answering(name: str, answer: Callable[[bool], bool]) -> Iterator[Any]:
             own: Callable[[], bool] = getattr(torch, name)
 
             def ask() -> bool:
@@ -46,9 +49,13 @@ class Asked:
                 self.told = True
                 return answer(own())
 
-            return mock.patch.object(torch, name, ask)
+            yield mock.patch.object(torch, name, ask)
+            for held in files:
+                yield mock.patch.dict(held, {n: ask for n, value in held.items() if value is own})
 
         enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
         inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
-        with enabled, inference:
+        with ExitStack() as stack:
+            for each in [*enabled, *inference]:
+                stack.enter_context(each)
             yield

@@ -36,14 +36,18 @@ class PlainType(type, metaclass=_Answers):
     """Stands for `type` in the modules of a traced model's classes."""
 
 
+def files_of(model: nn.Module) -> list[dict[str, Any]]:
+    """What the files of a model's classes name, but for torch's own."""
+    classes = {kind for module in model.modules() for kind in type(module).__mro__}
+    names = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
+    return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
+
+
 @contextmanager
 def plain_types(model: nn.Module) -> Iterator[None]:
     """Within this context `type(x)` of a fake tensor is what it would be of the real one, in the files of a model."""
-    classes = {kind for module in model.modules() for kind in type(module).__mro__}
-    names = {kind.__module__ for kind in classes if kind.__module__.partition(".")[0] not in ("torch", "builtins")}
     with ExitStack() as stack:
-        for name in names:
-            held = vars(sys.modules[name]) if name in sys.modules else {"type": type}
+        for held in files_of(model):
             if "type" not in held:
                 stack.enter_context(mock.patch.dict(held, {"type": PlainType}))
         yield

@@ -80,7 +80,11 @@ def refuse_higher_order(graph: fx.Graph) -> None:
         CaptureError: the graph has one.
     """
     for node in graph.nodes:
-        if node.op == "call_function" and compat.higher_order(node.target) and "wrap_with" not in str(node.target):
+        if (
+            node.op == "call_function"
+            and isinstance(node.target, compat.HigherOrderOperator)
+            and "wrap_with" not in str(node.target)
+        ):
             raise CaptureError(f"{node.target} takes a function, which cannot be split ({line_of(node)})")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, is_grad_enabled, nn
 
 import autotp
 
@@ -31,13 +31,18 @@ class Inference(Asks):
         return self.up(x) * (2.0 if torch.is_inference_mode_enabled() else 1.0)
 
 
+class Named(Asks):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(x) * (2.0 if is_grad_enabled() else 1.0)
+
+
 class Never(Asks):
     def forward(self, x: Tensor) -> Tensor:
         return self.up(x)
 
 
 def test_each_grad_mode_is_the_models():
-    for kind, programs in ((Asks, 3), (Inference, 3), (Never, 1)):
+    for kind, programs in ((Asks, 3), (Inference, 3), (Named, 3), (Never, 1)):
         for first in (torch.enable_grad, torch.no_grad):
             model: Any = kind()
             with first():
