@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +20,8 @@ from autotp.errors import StateError
 from autotp.ir.layouts import chunk
 
 from .storage import Storage, unwrap
+
+SHAPE, LOCAL_SHAPE = attrgetter("shape"), attrgetter("_local_tensor.shape")
 
 
 @dataclass(frozen=True)
@@ -75,13 +79,21 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, 
     return out
 
 
-def read(held: Sequence[Place]) -> tuple[Tensor, ...]:
-    """Local tensors of these, unwrapped in one step; None for one that is left to its module's own call."""
-    found = [_at(place) for place in held]
-    for tensor, place in zip(found, held, strict=True):
-        if not _fits(tensor, place):
-            return _settled([p.settle(t) for t, p in zip(found, held, strict=True)])
-    return unwrap(found)  # type: ignore[arg-type]
+def reader(held: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
+    """A function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
+    names = [(place.module, place.leaf) for place in held]
+    shapes = [place.local for place in held]
+    shape = LOCAL_SHAPE if held and held[0].mesh is not None else SHAPE
+
+    def read() -> Sequence[Tensor]:
+        found: list[Any] = [module._parameters.get(leaf) for module, leaf in names]
+        try:
+            fit = list(map(shape, found)) == shapes
+        except AttributeError:  # no parameter, or no DTensor
+            fit = False
+        return unwrap(found) if fit else _settled([place.settle(_at(place)) for place in held])
+
+    return read
 
 
 def _settled(found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:

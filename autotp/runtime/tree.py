@@ -21,8 +21,7 @@ from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .part import Part, standing_for
-from .reading import Place, places
-from .reading import read as read_places
+from .reading import Place, places, reader
 from .storage import Storage
 
 
@@ -213,10 +212,12 @@ class Assembler:
         buffers = [self._buffer(r.name) for r in reads if r.storage is None]
         whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
+        read_all = reader(held)
+
         def fetch() -> Sequence[Tensor]:
             if buffers:
                 return [buffer() for buffer in buffers]
-            local = read_places(held)
+            local = read_all()
             return local if whole else [_fused(storage, local[at], self.ranks) for storage, at in locals_]
 
         fetch.__name__ = "parameters"

@@ -30,6 +30,7 @@ FILLS = (  # what fills a tensor with random numbers, whatever was there
 LIKES = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 
 _groups: set[str] = set()  # process groups of the tp ranks of sharded modules
+_data: Any = Tensor.data
 _torchs: dict[Any, Callable[..., Any]] = {}  # what torch does with an operator that is handled here
 
 
@@ -42,6 +43,7 @@ def claim(group: str) -> None:
             ((aten.eye.m_out,), _eye),
             ((aten.index_put_.default,), _write),
             ((aten.fill_.Tensor,), _fill_with),
+            ((aten.t_.default,), _transpose),
             (windows.VIEWS, _view),
         ):
             for operator in operators:
@@ -98,6 +100,18 @@ def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTen
 
 def _fill_with(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     return aten.fill_.Scalar(args[0], args[1].item())
+
+
+def _transpose(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """In place, as `nn.init.orthogonal_` does it."""
+    return _become(args[0], args[0].t())
+
+
+def _become(tensor: Any, made: Any) -> Any:
+    """Give a DTensor the size and the local tensor of another."""
+    _data.__set__(tensor, made)
+    tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+    return tensor
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -163,17 +177,14 @@ def _handle(operator: Any, handler: Callable[..., Any]) -> None:
 
 def _handle_data() -> None:
     """`tensor.data = value`: torch's setter exchanges the outer tensor alone, and the local one has the values."""
-    data: Any = Tensor.data
 
     def put(self: Any, value: Tensor) -> None:
-        if not is_ours(self):
-            data.__set__(self, value)
-            return
-        made: Any = _assign(self, value)
-        data.__set__(self, made)
-        self._local_tensor, self._spec = made._local_tensor, made._spec
+        if is_ours(self):
+            _become(self, _assign(self, value))
+        else:
+            _data.__set__(self, value)
 
-    DTensor.data = property(data.__get__, put)  # type: ignore[assignment]
+    DTensor.data = property(_data.__get__, put)  # type: ignore[assignment]
 
 
 def _handle_trunc_normal() -> None:

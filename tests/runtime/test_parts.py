@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, inject_adapter_in_model
 from torch import Tensor, nn
 
 import autotp
@@ -147,6 +148,17 @@ def test_what_cannot_be_heeded_is_refused_at_that_moment():
     sharded._modules["up"] = nn.Linear(8, 16)  # as some libraries do it
     with pytest.raises(StateError, match="Linear cannot take"):
         sharded(x)
+
+
+def test_libraries_that_put_other_layers_in_are_refused_at_that_moment():
+    model, x = redrawn(nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16))), torch.randn(4, 8)
+    sharded: Any = autotp.compile(model, 1, example_inputs=x)
+    adapters = LoraConfig(target_modules=["0"])
+    with pytest.raises(StateError, match="0 of this Sequential: Linear has tensors of its own .* such as lora_A"):
+        inject_adapter_in_model(adapters, sharded)
+    with pytest.raises(StateError, match="1 of this Sequential: SyncBatchNorm cannot take a layer's place"):
+        nn.SyncBatchNorm.convert_sync_batchnorm(sharded)
+    assert torch.equal(sharded(x), model(x))
 
 
 class Register(nn.Module):

@@ -39,6 +39,7 @@ INITS: dict[str, Any] = {
     "kaiming_normal_": nn.init.kaiming_normal_,
     "trunc_normal_": lambda t: nn.init.trunc_normal_(t, std=2.0),
     "eye_": nn.init.eye_,
+    "orthogonal_": nn.init.orthogonal_,
     "sparse_": lambda t: nn.init.sparse_(t, 0.2),
     "of .data": lambda t: t.data.uniform_(-1, 1),
 }
