@@ -1,0 +1,181 @@
+"""What tracing and exporting a module needs of torch's insides."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import fx
+from torch._export.passes import replace_set_grad_with_hop_pass
+from torch._logging._internal import LazyTraceHandler
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.export import _trace
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.utils import checkpoint as checkpointing
+
+from .fake import shape_env
+from .trees import tree_leaves
+
+
+def vmapped(graph: fx.Graph) -> bool:
+    """Whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
+    return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
+
+
+@contextlib.contextmanager
+def quiet_export() -> Iterator[None]:
+    """Without torch's own log lines about guards and missing fake kernels."""
+    loggers = [logging.getLogger(n) for n in ("torch.fx.experimental.symbolic_shapes", "torch.export", "torch._export")]
+    levels = [x.level for x in loggers]
+    for x in loggers:
+        x.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for x, level in zip(loggers, levels, strict=True):
+            x.setLevel(level)
+
+
+def module_stack() -> dict[str, tuple[str, Any]] | None:
+    """The modules whose forward is being traced, as their operators will show them; None where nothing is traced."""
+    mode: Any = get_proxy_mode()
+    return None if mode is None else mode.tracer.module_stack
+
+
+@contextlib.contextmanager
+def checkpoints_as(region: Callable[[], contextlib.AbstractContextManager[None]]) -> Iterator[None]:
+    """Within this context what `torch.utils.checkpoint.checkpoint` calls is called within `region`, and that is all."""
+
+    def inside(*args: Any, **kwargs: Any) -> Iterator[None]:
+        with region():
+            yield
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            with region():
+                return function(*args)
+
+    with (
+        mock.patch.object(checkpointing, "_checkpoint_without_reentrant_generator", inside),
+        mock.patch.object(checkpointing, "CheckpointFunction", Reentrant),
+    ):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_inference() -> Iterator[None]:
+    """Within this context `torch.inference_mode` is `torch.no_grad`, which a trace records."""
+    with mock.patch.object(torch._C, "_InferenceMode", lambda mode: torch.set_grad_enabled(not mode)):
+        yield
+
+
+@contextlib.contextmanager
+def recorded_regions() -> Iterator[None]:
+    """Within this context `torch.export` keeps a region under no_grad also where it lies within autocast: it forgets
+    those that begin with autocast's own mark."""
+    enter = torch.amp.autocast_mode._enter_autocast
+
+    def begins(node: fx.Node, omit_if_same_with_ambient: bool = False) -> bool:
+        if node.op != "call_module":
+            return False
+        nodes = getattr(node.graph.owning_module, str(node.target)).graph.nodes
+        first = next((n for n in nodes if n.op != "placeholder" and n.target is not enter), None)
+        if first is None or first.target is not torch._C._set_grad_enabled:
+            return False
+        return not (omit_if_same_with_ambient and first.args[0] == torch.is_grad_enabled())
+
+    with mock.patch.object(replace_set_grad_with_hop_pass, "_is_set_grad_enabled_sub_mod", begins):
+        yield
+
+
+def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any) -> torch.export.ExportedProgram:
+    """`torch.export.draft_export` that follows the values of the inputs, but not those of weights, which are fake.
+
+    Without this torch would allocate every weight and compute with whatever is in that memory.
+    """
+    fakify: Any = vars(_trace)["_fakify_params_buffers"]
+    dispatch = _only_known(FakeTensorMode._dispatch_impl)
+
+    def without_values(mode: FakeTensorMode, module: torch.nn.Module) -> Any:
+        _keep_values(mode, False)
+        try:
+            return fakify(mode, module)
+        finally:
+            _keep_values(mode, True)
+
+    with (
+        mock.patch.object(LazyTraceHandler, "emit", _to_nowhere),
+        mock.patch.object(_trace, "_fakify_params_buffers", without_values),
+        mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
+    ):
+        program = torch.export.draft_export(module, args, kwargs, **options)
+    values = [v for n in program.graph.nodes for v in tree_leaves(n.meta.get("val")) if isinstance(v, FakeTensor)]
+    for mode in {id(v.fake_mode): v.fake_mode for v in values}.values():  # or passes would compute with values too
+        mode.propagate_real_tensors = False
+        _keep_values(mode, False)
+    return program
+
+
+def _to_nowhere(handler: Any, record: logging.LogRecord) -> None:
+    """Torch logs every draft into a file that it neither closes nor removes; it wants to know the file's name."""
+    if handler.stream is None:
+        handler.stream = io.StringIO()
+        handler.stream.name = ""
+
+
+def _keep_values(mode: FakeTensorMode, keep: bool) -> None:
+    converter = mode.fake_tensor_converter.meta_converter
+    converter.copy_data = converter.describer.copy_data = keep
+
+
+def _only_known(dispatch: Any) -> Any:
+    """A dispatch of fake tensors under which what is made of an unknown value is unknown.
+
+    Torch's own leaves memory there that nothing was written to: inside a cast, and where a known value is overwritten
+    with an unknown one.
+    """
+    overwritten: dict[int, Any] = {}  # real storages with something unknown in them
+
+    def known(value: FakeTensor) -> bool:
+        real = value.real_tensor
+        if real is not None and real.untyped_storage()._cdata in overwritten:
+            value.real_tensor = None
+        return value.real_tensor is not None
+
+    def forget(value: Any) -> None:
+        if isinstance(value, FakeTensor) and value.real_tensor is not None:
+            storage = value.real_tensor.untyped_storage()
+            overwritten[storage._cdata] = storage
+            value.real_tensor = None
+
+    def guarded(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        knowing = [known(x) for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        found = dispatch(self, func, types, args, kwargs)
+        if not all(knowing):
+            for schema, value in zip(func._schema.arguments, args, strict=False):
+                if schema.alias_info is not None and schema.alias_info.is_write:
+                    forget(value)
+            for value in tree_leaves(found):
+                forget(value)
+        return found
+
+    return guarded
+
+
+def draft_failures(program: torch.export.ExportedProgram) -> list[Any]:
+    """What `draft_export` reports that it guessed or decided."""
+    report: Any = getattr(program, "_report", None)
+    return report.failures if report is not None else []
+
+
+def decided_by_values(program: torch.export.ExportedProgram) -> set[str]:
+    """The conditions that a draft export decided by the values of its inputs, as torch writes them in assertions."""
+    env = shape_env(program.graph)
+    asserts = [a for found in (env.deferred_runtime_asserts if env else {}).values() for a in found]
+    return {str(a.expr) for a in asserts if str(a.msg).startswith("propagate_real_tensors")}

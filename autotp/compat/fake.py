@@ -1,0 +1,74 @@
+"""Fake tensors, and the symbolic sizes of graphs."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import sympy
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+from torch.utils import _pytree as pytree
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake tensor mode that `torch.export` accepts for a model's parameters."""
+    return FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True)
+
+
+def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.device | str) -> torch.Tensor:
+    """A fake tensor as large as another one, and a parameter where that is one.
+
+    Made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.
+    """
+    with without_torch_functions():
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
+        made: Any = FakeTensor(mode, empty, torch.device(device))
+    if isinstance(like, torch.nn.Parameter):
+        made.requires_grad_(like.requires_grad)
+        made._is_param = True
+    return made
+
+
+def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
+    """Reading tensors' attributes here is not shown to the tracer's modes, which takes most of the time."""
+    return torch._C.DisableTorchFunction()
+
+
+def told_by_data(val: Any) -> bool:
+    """Whether a value, or one of its sizes, is a number that only the data tell."""
+    symbolic = torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool
+    return any(isinstance(v, symbolic) and free_unbacked_symbols(v) for v in pytree.tree_leaves(val))
+
+
+def mode_of(val: Any) -> contextlib.AbstractContextManager[Any]:
+    """The mode that fake tensors belong to."""
+    return next((v.fake_mode for v in pytree.tree_leaves(val) if isinstance(v, FakeTensor)), contextlib.nullcontext())
+
+
+def shape_env(graph: fx.Graph) -> ShapeEnv | None:
+    """The shape environment that the symbolic sizes of this graph belong to."""
+    for node in graph.nodes:
+        for val in pytree.tree_leaves(node.meta.get("val")):
+            sizes = val.shape if isinstance(val, torch.Tensor) else [val]
+            for size in sizes:
+                if isinstance(size, torch.SymInt | torch.SymBool | torch.SymFloat):
+                    return size.node.shape_env
+    return None
+
+
+def read_shape_env(env: ShapeEnv | None) -> tuple[dict, dict, list[sympy.Basic]]:
+    """Hints (symbol -> example size), ranges (symbol -> (low, high)) and guards of a shape environment."""
+    if env is None:
+        return {}, {}, []
+    values = getattr(env, "backed_var_to_val", None)
+    values = env.var_to_val if values is None else values
+    hints = {k: int(v) for k, v in values.items()}
+    ranges = {k: (_bound(r.lower, 0), _bound(r.upper, 2**62)) for k, r in env.var_to_range.items()}
+    return hints, ranges, [g.expr for g in env.guards]
+
+
+def _bound(x: Any, otherwise: int) -> int:
+    return int(x) if getattr(x, "is_Integer", False) else otherwise

@@ -1,0 +1,38 @@
+"""Operators by their names and kinds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the meta kernels of the ops below
+from torch._library.custom_ops import CustomOpDef
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+# Functional collectives as dispatcher ops: the compiler sees them, fake tensors pass through them.
+c10d_ops: Any = torch.ops._c10d_functional
+
+
+def operators_named(*starts: str) -> list[Any]:
+    """Torch's operators whose names start so, in all overloads that this version has, but for those with `out`."""
+    names = [n.removeprefix("aten::") for n in torch._C._dispatch_get_all_op_names() if n.startswith("aten::")]
+    split = [n.partition(".") for n in sorted(names) if n.startswith(starts)]
+    return [getattr(getattr(torch.ops.aten, n), over or "default") for n, _, over in split if "out" not in over]
+
+
+sym_size: Any = torch.ops.aten.sym_size.int
+OpOverloadPacket = torch._ops.OpOverloadPacket
+HigherOrderOperator = torch._ops.HigherOrderOperator
+wraps_tensors = is_traceable_wrapper_subclass
+
+
+def operator(op: Any) -> Any:
+    """The overload or packet that an operator is: by itself, as a custom operator, or by name; None where unknown."""
+    if isinstance(op, CustomOpDef):
+        return op._opoverload
+    if isinstance(op, str):
+        space, _, name = op.replace("::", ".").partition(".")
+        packet, _, overload = name.partition(".")
+        op = getattr(getattr(torch.ops, space), packet, None) if packet else None
+        op = getattr(op, overload, None) if overload else op
+    return op if isinstance(op, OpOverloadPacket | torch._ops.OpOverload) else None

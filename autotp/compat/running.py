@@ -1,0 +1,93 @@
+"""What runs on a rank: DTensors, compiled functions, backwards, groups."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed import _symmetric_memory as symmetric_memory
+from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
+from torch.distributed.tensor import DTensor
+
+VARIANTS = 64
+IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
+
+
+def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
+    """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
+    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
+    more: dict[str, Any] = (
+        {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
+    )
+    return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+def has_symmetric_memory() -> bool:
+    """Whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
+    return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()
+
+
+def use_symmetric_memory(group: str) -> None:
+    """Let torch's micro-pipeline pass fuse the collectives of this group: until this is said it skips them silently."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # that nobody need say so: that pass still asks (torch 2.13)
+        symmetric_memory.enable_symm_mem_for_group(group)  # pyright: ignore[reportArgumentType]
+
+
+def like_dtensor(local: torch.Tensor, like: DTensor) -> DTensor:
+    """This rank's part as a DTensor that lies as `like` does; outside of autograd, where it costs a tenth of
+    `DTensor.from_local`.
+
+    The two share what says how they lie, as a DTensor and its views do.
+    """
+    return DTensor(local, like._spec, requires_grad=False)
+
+
+def local_of(tensor: Any) -> torch.Tensor:
+    """A DTensor's local tensor, the very one, which autograd does not see: `to_local` under no_grad at less cost."""
+    return tensor._local_tensor
+
+
+def operator_handlers() -> dict[Any, Callable[..., Any]]:
+    """Operator -> what computes it on DTensors, called with (operator, args, kwargs), where its shards do not say."""
+    return DTensor._op_dispatcher._custom_op_handlers
+
+
+def by_default(op: Any, args: Any, kwargs: Any) -> Any:
+    """An operator on DTensors as torch computes it, from within its handler."""
+    handlers = operator_handlers()
+    own = handlers.pop(op, None)
+    try:
+        return op(*args, **kwargs)
+    finally:
+        if own is not None:
+            handlers[op] = own
+
+
+# Within it operators are called below autograd: where nothing is recorded, the functional collectives cost a third.
+below_autograd = torch._C._AutoDispatchBelowAutograd
+
+
+def after_backward(function: Callable[[], None]) -> None:
+    """Called in a backward: run the function when all of it is done; what it raises is raised by the backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)  # type: ignore[attr-defined]
+
+
+def flat_mesh(mesh: Any) -> Any:
+    """A mesh of several dimensions as one of one dimension."""
+    return mesh._flatten()
+
+
+def graph_task() -> int:
+    """A number for the backward that is running in this thread; -1 outside of one."""
+    return torch._C._current_graph_task_id()
+
+
+def group_timeout(group: Any, device: torch.device) -> float:
+    """Seconds after which a collective of this process group fails."""
+    options = getattr(group._get_backend(device), "options", None)
+    found = getattr(options, "_timeout", None)
+    return found.total_seconds() if found is not None else 1800.0

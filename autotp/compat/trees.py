@@ -1,0 +1,44 @@
+"""Nested containers and their leaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils import _pytree as pytree
+
+tree_flatten = pytree.tree_flatten
+tree_leaves = pytree.tree_leaves
+tree_map = pytree.tree_map
+tree_map_only = pytree.tree_map_only
+tree_unflatten = pytree.tree_unflatten
+TreeSpec = pytree.TreeSpec
+
+
+def named_leaves(tree: Any) -> dict[str, Any]:
+    """The leaves of nested containers by their place, such as `logits` or `['more'][0]`.
+
+    What a container that was registered without names holds is numbered.
+    """
+    try:
+        pairs = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+    except ValueError:  # some type within has no names
+        pairs = _places(tree)
+    return {place.removeprefix(".") or "0": leaf for place, leaf in pairs}
+
+
+def _places(tree: Any) -> list[tuple[str, Any]]:
+    if pytree.tree_structure(tree).is_leaf():
+        return [("", tree)]
+    return [(f"{place}{name}", leaf) for place, inner in _children(tree) for name, leaf in _places(inner)]
+
+
+def _children(tree: Any) -> list[tuple[str, Any]]:
+    """What a container holds, by its place in it."""
+
+    def inner(value: Any) -> bool:
+        return value is not tree
+
+    try:
+        return [(pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(tree, inner)[0]]
+    except ValueError:
+        return [(f"[{i}]", x) for i, x in enumerate(pytree.tree_leaves(tree, inner))]
