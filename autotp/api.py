@@ -23,7 +23,7 @@ from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 from autotp.runtime.build import Build, capture_on_ranks
-from autotp.runtime.compare import kind_of
+from autotp.runtime.compare.module import kind_of
 from autotp.runtime.lazy import LazyModule
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule

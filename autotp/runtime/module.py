@@ -25,13 +25,14 @@ from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
+from autotp.runtime.interop import enclosed, operators, rehearsal
+from autotp.runtime.interop.refusals import Refusals
 
-from . import data_parallel, enclosed, operators, rehearsal, state
+from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
 from .programs import Known, Program, Source, taken
-from .refusals import Refusals
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler

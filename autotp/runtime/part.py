@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from autotp.errors import StateError
+from autotp.runtime.interop.refusals import DDP, Refused
 
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
-from .refusals import DDP, Refused
 
 
 class Part(nn.Module):

@@ -14,8 +14,9 @@ from autotp import compat
 from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout
+from autotp.runtime.interop import foreign, whole_tensors
 
-from . import data_parallel, foreign, whole_tensors
+from . import data_parallel
 from .meta import fresh_buffer
 from .part import part_of
 from .shard_state import ShardState

@@ -29,9 +29,11 @@ from autotp.passes.decompose.counter_random import SEEDS, base_seed
 from autotp.passes.shard.rewrite import specialise
 from autotp.proof.numerics import largest, relative
 from autotp.proof.simulate import reference
+from autotp.runtime import state
+from autotp.runtime.programs import Program, Source
+from autotp.runtime.shard_state import ShardState
 
-from . import state
-from .compare_runs import (
+from .runs import (  # fmt: skip
     Call,
     Gap,
     Rounding,
@@ -44,9 +46,7 @@ from .compare_runs import (
     tensors_of,
     verdict,
     wide,
-)  # fmt: skip
-from .programs import Program, Source
-from .shard_state import ShardState
+)
 
 SENT = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
 AROUND = (

@@ -26,10 +26,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 from autotp.ir.layouts import Partition, Shard
+from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Storage
 
 from . import foreign
-from .shard_state import ShardState
-from .storage import Storage
 
 STEPS = 2  # the second one meets the state that the first one made
 RATE = 0.1  # of learning in a rehearsal: the model's own may be so small that rounding hides the rest, or 0

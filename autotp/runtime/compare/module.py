@@ -14,12 +14,12 @@ from autotp.comm.ranks import agree, broadcast
 from autotp.errors import InputError
 from autotp.log import log
 from autotp.plans.plan import Plan
+from autotp.runtime import state
+from autotp.runtime.module import ShardedModule
+from autotp.runtime.programs import Source
 
-from . import state
-from .compare_runs import Call
-from .compare_trial import Trial
-from .module import ShardedModule
-from .programs import Source
+from .runs import Call
+from .trial import Trial
 
 
 class ComparedModule(ShardedModule):

@@ -13,9 +13,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from . import state
-from .shard_state import ShardState
-from .storage import Storage
+from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
+from autotp.runtime.storage import Storage
 
 
 def load_by_original(shards: ShardState) -> None:

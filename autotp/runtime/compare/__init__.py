@@ -1,0 +1,1 @@
+"""The original run beside a sharded module on the real ranks, and held against it."""
