@@ -25,7 +25,7 @@ from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
-from autotp.runtime.interop import enclosed, operators, rehearsal
+from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.refusals import Refusals
 
 from . import data_parallel, state
@@ -60,7 +60,6 @@ class ShardedModule(Refusals, Part):
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
         if source.ranks is not None:
-            operators.know(source.ranks.group)
             rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare)

@@ -14,7 +14,8 @@ from autotp import compat
 from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout
-from autotp.runtime.interop import foreign, whole_tensors
+from autotp.runtime.interop import foreign, operators
+from autotp.runtime.interop.ours import know
 
 from . import data_parallel
 from .meta import fresh_buffer
@@ -26,7 +27,8 @@ from .storage import Storage
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
     """Build the tree of parts below `root` and give every part its shards and buffers."""
     if shards.ranks is not None:
-        whole_tensors.claim(shards.ranks.group_name)
+        operators.install()
+        know(shards.ranks.group_name)
     made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
     for path, module in model.named_modules(remove_duplicate=False):
         shards.parts[path] = made.setdefault(id(module), root if not path else part_of(module))

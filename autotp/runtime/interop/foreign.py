@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 
-from .operators import in_parts, ours
+from .operators import in_parts
+from .ours import ours
 
 # Functions that ask every rank for a state, and write what the first one gives: module, name.
 WRITERS = (("accelerate.checkpointing", "save_accelerator_state"),)

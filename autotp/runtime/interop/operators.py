@@ -14,31 +14,25 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autotp import compat
 from autotp.errors import StateError
 
+from . import whole_tensors
+from .ours import ours
+
 aten = torch.ops.aten
 Handler = Callable[[Any, Sequence[Any], Any], Any]
 STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__  # around every optimizer's `step`
-_groups: set[str] = set()  # names of the groups over which sharded modules lie
 
 
-def know(group: ProcessGroup) -> None:
-    """Operators on DTensors over this group, or a mesh with it, are from now on as this file has them."""
-    _install()
-    _groups.add(group.group_name)
-
-
-def ours(value: Any) -> bool:
-    """Whether a value is a DTensor over the ranks of a sharded module."""
-    if not isinstance(value, DTensor):
-        return False
-    mesh = value.device_mesh
-    return any(mesh.get_group(i).group_name in _groups for i in range(mesh.ndim))
+@functools.cache
+def install() -> None:
+    """Let torch compute these operators as this file and `whole_tensors` have them. Once per process."""
+    whole_tensors.install()
+    compat.operator_handlers().update(HANDLERS)
 
 
 def in_parts(value: DTensor) -> bool:
@@ -134,7 +128,7 @@ def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     mask = indices[0]
     number = not isinstance(value, DTensor) and value.numel() == 1
     if len(indices) > 1 or not number or not isinstance(mask, DTensor) or mask.dtype != torch.bool:
-        return compat.by_default(op, args, kwargs)
+        return whole_tensors.write(op, tuple(args), kwargs) if ours(into) else compat.by_default(op, args, kwargs)
     _refuse_unlike(op, [into, mask])
     op(*map(_local, args), **kwargs)
     return into
@@ -186,9 +180,3 @@ HANDLERS: dict[Any, Handler] = {
     aten.linalg_vector_norm.default: _norms,
     aten.norm.ScalarOpt_dim: _norms,
 }
-
-
-@functools.cache
-def _install() -> None:
-    """Once per process."""
-    compat.operator_handlers().update(HANDLERS)

@@ -19,6 +19,7 @@ from autotp import compat
 from autotp.errors import StateError
 
 from . import windows
+from .ours import ours
 
 aten: Any = torch.ops.aten
 
@@ -29,36 +30,24 @@ FILLS = (  # what fills a tensor with random numbers, whatever was there
 )  # fmt: skip
 LIKES = (aten.rand_like.default, aten.randn_like.default, aten.randint_like.default, aten.randint_like.low_dtype)
 
-_groups: set[str] = set()  # process groups of the tp ranks of sharded modules
 _data: Any = Tensor.data
 _torchs: dict[Any, Callable[..., Any]] = {}  # what torch does with an operator that is handled here
 
 
-def claim(group: str) -> None:
-    """From now on tensors over these ranks are initialised, drawn and assigned as whole tensors."""
-    if not _groups:
-        for operators, handler in (
-            (FILLS, _fill),
-            (LIKES, _like),
-            ((aten.eye.m_out,), _eye),
-            ((aten.index_put_.default,), _write),
-            ((aten.fill_.Tensor,), _fill_with),
-            ((aten.t_.default,), _transpose),
-            (windows.VIEWS, _view),
-        ):
-            for operator in operators:
-                _handle(operator, handler)
-        _handle_data()
-        _handle_trunc_normal()
-    _groups.add(group)
-
-
-def is_ours(tensor: Any) -> bool:
-    """Whether a tensor lies over the ranks of a sharded module."""
-    if not isinstance(tensor, DTensor):
-        return False
-    mesh = tensor.device_mesh
-    return any(mesh.get_group(i).group_name in _groups for i in range(mesh.ndim))
+def install() -> None:
+    """Initialise, draw and assign tensors of sharded modules as whole tensors, in this process."""
+    for operators, handler in (
+        (FILLS, _fill),
+        (LIKES, _like),
+        ((aten.eye.m_out,), _eye),
+        ((aten.fill_.Tensor,), _fill_with),
+        ((aten.t_.default,), _transpose),
+        (windows.VIEWS, _view),
+    ):
+        for operator in operators:
+            _handle(operator, handler)
+    _handle_data()
+    _handle_trunc_normal()
 
 
 def _part(whole: Tensor, like: DTensor) -> DTensor:
@@ -89,7 +78,7 @@ def _eye(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTenso
     return tensor
 
 
-def _write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+def write(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
     """A write to single elements, in the whole tensor (collective)."""
     tensor: DTensor = args[0]
     whole = compat.tree_map_only(DTensor, lambda t: t.full_tensor(), (args, kwargs))
@@ -154,12 +143,12 @@ def _assign(tensor: DTensor, value: Tensor) -> DTensor:
 
 def _handle(operator: Any, handler: Callable[..., Any]) -> None:
     """Let `handler(operator, args, kwargs)` compute an operator of our tensors, through DTensor's table for that."""
-    table = DTensor._op_dispatcher._custom_op_handlers
+    table = compat.operator_handlers()
     before = table.get(operator)
 
     def handle(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         tensor = kwargs.get("out", args[0])
-        if is_ours(tensor) and not tensor.is_meta:
+        if ours(tensor) and not tensor.is_meta:
             return handler(op, args, kwargs)
         return torchs(op, args, kwargs)
 
@@ -179,7 +168,7 @@ def _handle_data() -> None:
     """`tensor.data = value`: torch's setter exchanges the outer tensor alone, and the local one has the values."""
 
     def put(self: Any, value: Tensor) -> None:
-        if is_ours(self):
+        if ours(self):
             _become(self, _assign(self, value))
         else:
             _data.__set__(self, value)
@@ -193,6 +182,6 @@ def _handle_trunc_normal() -> None:
 
     @functools.wraps(init)
     def run(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        return _init(init, tensor, *args, **kwargs) if is_ours(tensor) else init(tensor, *args, **kwargs)
+        return _init(init, tensor, *args, **kwargs) if ours(tensor) else init(tensor, *args, **kwargs)
 
     nn.init._no_grad_trunc_normal_ = run
