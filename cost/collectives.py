@@ -53,7 +53,7 @@ class Link(NamedTuple):
     forwards: bool = False
 
 
-class Group(NamedTuple):
+class RankGroup(NamedTuple):
     """`n` ranks, `held` of them in each of `nodes` nodes (fewer in the last where `n` is not their product)."""
 
     n: int
@@ -63,7 +63,7 @@ class Group(NamedTuple):
     outer: Link
 
     @classmethod
-    def of(cls, n: int, cluster: Cluster, stride: int = 1) -> Group:
+    def of(cls, n: int, cluster: Cluster, stride: int = 1) -> RankGroup:
         """The group of ranks 0, stride, 2 stride, ... of a cluster.
 
         Where a node has no switch, the `stride` groups that lie between each other share its ring's links.
@@ -117,7 +117,7 @@ def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, 
         return cluster.launch_overhead + nbytes / cluster.memory_bandwidth
     if primitive == "none" or n == 1:
         return 0.0
-    group = Group.of(n, cluster, stride)
+    group = RankGroup.of(n, cluster, stride)
     ways = [flat_seconds(primitive, nbytes, group)]
     if group.nodes > 1:
         ways += [tree_seconds(nbytes, group)] if primitive == "all_reduce" else []
@@ -141,7 +141,7 @@ def ring_seconds(primitive: str, nbytes: float, n: int, link: Link) -> float:
     return ring.rounds * (n - 1) * link.latency + collective_bytes(primitive, nbytes, n) * passes / link.bandwidth
 
 
-def flat_seconds(primitive: str, nbytes: float, group: Group) -> float:
+def flat_seconds(primitive: str, nbytes: float, group: RankGroup) -> float:
     """One ring (for all_to_all pairs) over the whole group: each link's latency, the slowest one's bandwidth."""
     n, held, nodes, inner, outer = group
     if nodes == 1:
@@ -153,14 +153,14 @@ def flat_seconds(primitive: str, nbytes: float, group: Group) -> float:
     return ring.rounds * steps + ring_seconds(primitive, nbytes, n, Link(0.0, group.slowest))
 
 
-def tree_seconds(nbytes: float, group: Group) -> float:
+def tree_seconds(nbytes: float, group: RankGroup) -> float:
     """An all-reduce up and down a tree of nodes, whose ranks are a chain: NCCL's double binary tree, pipelined."""
     _, held, nodes, inner, outer = group
     steps = (held - 1) * inner.latency + math.ceil(math.log2(nodes)) * outer.latency
     return 2 * steps + 2 * nbytes / group.slowest
 
 
-def hierarchical_seconds(primitive: str, nbytes: float, group: Group) -> float:
+def hierarchical_seconds(primitive: str, nbytes: float, group: RankGroup) -> float:
     """First inside each node, then between the nodes over every device's own adapter, and back where need be.
 
     Raises:

@@ -22,7 +22,7 @@ from autotp.comm.slices import to_runtime
 from autotp.ir.graph import Value, resolve, short_name, tensors
 from autotp.ir.layouts import Layout, share
 from autotp.ir.op import Op, aten
-from autotp.ir.parts import Found
+from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 
@@ -37,7 +37,7 @@ Hints = Mapping[Any, int]
 
 
 def measure(
-    planned: Planned, sharded: Sharded, found: Iterable[Found], objective: Objective, hints: Hints, cached: Hints
+    planned: Planned, sharded: Sharded, found: Iterable[GraphPart], objective: Objective, hints: Hints, cached: Hints
 ) -> Memory:
     """The memory of a planned and rewritten model.
 
@@ -82,7 +82,7 @@ def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: H
     return _Line(planned, sharded, objective, hints).peak()[:2]
 
 
-def _cache(found: Found, planned: Planned, line: _Line, hints: Hints) -> float:
+def _cache(found: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
     """Keys of an attention as a rank has them, and as many values; an encoder's are not kept."""
     if found.heads is None or _sees_all(planned.ops[found.heads.at[0]]):
         return 0.0

@@ -20,7 +20,8 @@ from .export import Attempt, forwarding
 from .messages import the_users
 from .selfcheck import Trial
 
-Proof = Callable[[Trial], Trial]  # raises CaptureError; returns a trial on inputs that show it, for the capture itself
+# Raises CaptureError; returns a trial on inputs that show it, for the capture itself
+AssumptionProof = Callable[[Trial], Trial]
 Missing = dict[str, tuple[str, tuple[int, ...]]]  # a mask -> the input that tells its shape, and by which dimensions
 
 
@@ -61,7 +62,7 @@ def _is_flags(value: Any) -> bool:
     return flags and isinstance(value.shape[0], int)
 
 
-def every_index(attempt: Attempt) -> tuple[str, Proof]:
+def every_index(attempt: Attempt) -> tuple[str, AssumptionProof]:
     """Loops over the indices that are hit, such as experts with tokens, run over all indices."""
     attempt.contexts.append(EveryIndex(tracing=True))
     note = "captured with loops over the indices that are hit (such as experts with tokens) running over all indices"
@@ -99,7 +100,7 @@ MASKS = (
 )
 
 
-def masks_of_ones(attempt: Attempt) -> tuple[str, Proof] | None:
+def masks_of_ones(attempt: Attempt) -> tuple[str, AssumptionProof] | None:
     """Masks that were not given are given: a default that the model makes for itself is left out under torch.export."""
     own, signature = attempt.bare.forward, inspect.signature(attempt.bare.forward)
     missing = _missing(signature, attempt.args, attempt.kwargs)

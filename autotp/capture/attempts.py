@@ -15,7 +15,7 @@ from typing import Any
 from autotp.ir.graph import Capture
 from autotp.log import log
 
-from .assumptions import Proof, every_index, masks_of_ones
+from .assumptions import AssumptionProof, every_index, masks_of_ones
 from .export import Attempt
 from .messages import capture_error, kinds_of, recurs
 from .repeated_blocks import Repeats
@@ -36,7 +36,7 @@ class Change:
 
     name: str
     against: str
-    apply: Callable[[Attempt], tuple[str, Proof | None] | None]
+    apply: Callable[[Attempt], tuple[str, AssumptionProof | None] | None]
 
 
 def climb(

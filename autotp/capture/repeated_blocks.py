@@ -46,7 +46,7 @@ class CannotRepeat(RuntimeError):
 
 
 @dataclass
-class Call:
+class FirstCall:
     """The first call of a kind: which block, and what it gave besides tensors."""
 
     block: int
@@ -65,7 +65,7 @@ class Repeats:
 
     bare: nn.Module
     blocks: list[tuple[str, nn.Module]] = field(default_factory=list)
-    first: dict[int, Call] = field(default_factory=dict)
+    first: dict[int, FirstCall] = field(default_factory=dict)
 
     @contextmanager
     def tracing(self) -> Iterator[None]:
@@ -117,7 +117,7 @@ class Repeats:
         if not all(isinstance(x, Tensor) or type(x) in PLAIN for x in got):
             return out  # ENTER without LEAVE: later calls are traced too
         results = LEAVE([x for x in got if isinstance(x, Tensor)], kind)
-        _results[kind], self.first[kind] = results, Call(block, got, out_spec)
+        _results[kind], self.first[kind] = results, FirstCall(block, got, out_spec)
         return _rebuilt(got, results, out_spec)
 
 

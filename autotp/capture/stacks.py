@@ -18,7 +18,7 @@ FEWEST = 4  # blocks in a stack for which one trace is worth while
 PLAIN = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.layout)
 OWN = {"_parameters", "_buffers", "_modules", "training"}  # attributes of nn.Module that are looked at one by one
 HOOKS = tuple(n for n in vars(nn.Module()) if "_hooks" in n)
-Place = tuple[str, str]  # module within the block, attribute
+AttributePlace = tuple[str, str]  # module within the block, attribute
 
 
 class IndexRead(RuntimeError):
@@ -58,9 +58,9 @@ def kinds(stack: nn.ModuleList | nn.Sequential) -> list[Hashable | None]:
     return [_kind(block, places) for block in stack]
 
 
-def _places(blocks: list[nn.Module]) -> set[Place]:
+def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
     """Attributes that hold the block's place in the stack, counted from any number."""
-    offsets: dict[Place, list[int]] = {}
+    offsets: dict[AttributePlace, list[int]] = {}
     for i, block in enumerate(blocks):
         for path, module in block.named_modules():
             for name, value in vars(module).items():
@@ -69,7 +69,7 @@ def _places(blocks: list[nn.Module]) -> set[Place]:
     return {place for place, found in offsets.items() if len(found) > 1 and len(set(found)) == 1}
 
 
-def _kind(block: nn.Module, places: set[Place]) -> Hashable | None:
+def _kind(block: nn.Module, places: set[AttributePlace]) -> Hashable | None:
     found: list[Hashable] = []
     for path, module in block.named_modules():
         state = vars(module)

@@ -8,7 +8,7 @@ import typer
 
 from autotp import __version__
 
-from .command import Group, command
+from .command import CommandGroup, command
 from .doctor import doctor
 from .explain import explain
 from .plan import plan, sweep
@@ -16,7 +16,7 @@ from .verify import calibrate, verify
 
 app = typer.Typer(
     name="autotp",
-    cls=Group,
+    cls=CommandGroup,
     help="Tensor parallelism for an untouched PyTorch model: plan it, read the plan, prove it.",
     epilog="Exit codes: 0 fine; 1 the answer is no (a proof failed, nothing fits, a pin cannot be kept); 2 wrong usage "
     "or input; 3 the model cannot be captured; 4 anything else; 130 stopped.",

@@ -27,7 +27,7 @@ CODES: tuple[tuple[type[BaseException], int], ...] = (
 )  # fmt: skip
 
 
-class Group(TyperGroup):
+class CommandGroup(TyperGroup):
     """Commands whose usage errors are one line, and whose results are exit codes."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:

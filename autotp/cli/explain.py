@@ -14,7 +14,7 @@ import autotp
 from autotp.errors import InputError
 
 from .command import FINE
-from .options import Degree, ModelOrPlan, Sizes, Steering
+from .options import DegreeOptions, ModelOptions, ModelOrPlan, SteeringOptions
 from .plan import loaded, saved
 from .screen import Screen
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 def explain(
     model: ModelOrPlan,
     name: Annotated[str, typer.Argument(metavar="NAME", help="Of a parameter.", show_default=False)],
-    sizes: Sizes,
-    degree: Degree,
-    steering: Steering,
+    sizes: ModelOptions,
+    degree: DegreeOptions,
+    steering: SteeringOptions,
     screen: Screen,
 ) -> int:
     """Say why a parameter lies as it does.

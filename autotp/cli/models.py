@@ -20,7 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, for_model, normalise
 from autotp.plans.plan import Plan
 
-from .options import Sizes
+from .options import ModelOptions
 from .paths import config_path, read_json
 
 # Which of transformers' tables to ask, in this order, for a config that does not name its class.
@@ -28,7 +28,7 @@ TABLES = ("PreTraining", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassificati
 
 
 @dataclass(frozen=True)
-class Given:
+class LoadedModel:
     """A model and what it is called with; `remark`: what the user should know of that."""
 
     model: nn.Module
@@ -43,7 +43,7 @@ class Given:
         return ", ".join(told) or "no tensors"
 
 
-def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> Given:
+def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = False) -> LoadedModel:
     """The model that the command line names, with example inputs of the sizes asked for.
 
     Args:
@@ -68,7 +68,7 @@ def load(text: str, sizes: Sizes, training: bool = True, real: bool = False) -> 
             f"{text}: {type(model).__name__} needs example inputs, and only a transformers config says them. Let the "
             "factory return (module, example_inputs)."
         )
-    return Given(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
+    return LoadedModel(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
 
 
 def read_plan(path: Path) -> Plan:

@@ -24,7 +24,7 @@ ModelOrPlan = Annotated[
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelOptions:
     """How the model is built and what it is called with."""
 
     batch: Annotated[
@@ -66,7 +66,7 @@ class Sizes:
 
 
 @dataclass(frozen=True)
-class Steering:
+class SteeringOptions:
     """What steers planning, as text."""
 
     cluster: Annotated[
@@ -113,7 +113,7 @@ class Steering:
 
 
 @dataclass(frozen=True)
-class Degree:
+class DegreeOptions:
     """Over how many ranks."""
 
     tp: Annotated[

@@ -12,21 +12,21 @@ import autotp
 from autotp.errors import InputError, PlanError
 
 from .command import FINE, NO
-from .options import Degree, Model, ModelOrPlan, Sizes, Steering, read_degrees, writable
+from .options import DegreeOptions, Model, ModelOptions, ModelOrPlan, SteeringOptions, read_degrees, writable
 from .paths import config_path, is_plan
 from .screen import PANEL, Screen
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from .models import Given
+    from .models import LoadedModel
 
 
 def plan(
     model: ModelOrPlan,
-    sizes: Sizes,
-    degree: Degree,
-    steering: Steering,
+    sizes: ModelOptions,
+    degree: DegreeOptions,
+    steering: SteeringOptions,
     screen: Screen,
     full: Annotated[
         bool, typer.Option("--full", metavar="", help="Print all of the plan.", rich_help_panel=PANEL)
@@ -65,8 +65,8 @@ def plan(
 
 def sweep(
     model: Model,
-    sizes: Sizes,
-    steering: Steering,
+    sizes: ModelOptions,
+    steering: SteeringOptions,
     screen: Screen,
     tp: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="The degrees. Default: 1,2,4,8,16,32.", show_default=False)
@@ -98,7 +98,9 @@ def sweep(
     return NO if best is None else FINE
 
 
-def loaded(model: str, sizes: Sizes, steering: Steering, screen: Screen, real: bool = False) -> Given:
+def loaded(
+    model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, real: bool = False
+) -> LoadedModel:
     """The model and its inputs; `real`: with weights where they are small."""
     config_path(model)  # what is not there is said at once
     with screen.working(f"building {model}"):
@@ -110,7 +112,7 @@ def loaded(model: str, sizes: Sizes, steering: Steering, screen: Screen, real: b
     return given
 
 
-def saved(model: str, *steering: Sizes | Degree | Steering) -> autotp.Plan | None:
+def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions) -> autotp.Plan | None:
     """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
     if not is_plan(model):
         return None
@@ -127,7 +129,7 @@ def _everything(plan: autotp.Plan) -> RenderableType:
     return renderable(plan)
 
 
-def _plot(given: Given, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
+def _plot(given: LoadedModel, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
 
     def other(wanted: bool) -> autotp.Sweep:

@@ -15,14 +15,14 @@ import autotp
 from autotp.errors import InputError
 
 from .command import FINE, NO
-from .options import Degree, Model, Sizes, Steering, writable
+from .options import DegreeOptions, Model, ModelOptions, SteeringOptions, writable
 from .plan import loaded
 from .screen import PANEL, Screen, rank
 
 if TYPE_CHECKING:
     from autotp.proof.compare import Report
 
-    from .models import Given
+    from .models import LoadedModel
 
 RANKS = 2  # simulated where nothing says how many
 COPIES = 4  # of all weights: the original's, the ranks', and the gradients of both
@@ -30,9 +30,9 @@ COPIES = 4  # of all weights: the original's, the ranks', and the gradients of b
 
 def verify(
     model: Model,
-    sizes: Sizes,
-    degree: Degree,
-    steering: Steering,
+    sizes: ModelOptions,
+    degree: DegreeOptions,
+    steering: SteeringOptions,
     screen: Screen,
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE.json", help="Prove this plan.", show_default=False)
@@ -48,7 +48,7 @@ def verify(
     if plan is not None:
         from .models import read_plan  # noqa: PLC0415  it needs torch
 
-        if degree != Degree() or steering != Steering():
+        if degree != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)
         asked = {"tp": loaded_plan.tp, "plan": loaded_plan}
@@ -64,7 +64,7 @@ def verify(
     return FINE if report else NO
 
 
-def _too_large(given: Given) -> str:
+def _too_large(given: LoadedModel) -> str:
     """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
     from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
 

@@ -22,7 +22,7 @@ from . import collectives, slices
 from .collectives import Exchange, Primitive
 from .slices import Spec, from_runtime, local_size, recombine, same, split, to_runtime
 
-Local = Callable[[Tensor, Spec, Spec, int, int], Tensor]  # (x, src, dst, rank, tp)
+LocalFunction = Callable[[Tensor, Spec, Spec, int, int], Tensor]  # (x, src, dst, rank, tp)
 
 
 def nothing(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
@@ -107,9 +107,9 @@ class Kind:
     """
 
     name: str
-    pre: Local = nothing
+    pre: LocalFunction = nothing
     primitive: Primitive | None = None
-    post: Local = nothing
+    post: LocalFunction = nothing
 
 
 # "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.

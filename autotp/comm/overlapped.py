@@ -29,7 +29,8 @@ from . import collectives
 from .conversions import dual, function_for, kind_of
 from .slices import Spec
 
-Axis = tuple[int, int, str]  # a rank's `MeshPlace` as literals of a graph: rank, size of the axis, name of the group
+# A rank's `MeshPlace` as literals of a graph: rank, size of the axis, name of the group
+PlaceLiterals = tuple[int, int, str]
 LINEAR, MATMUL, ADDMM = "linear", "matmul", "addmm"
 TURNED = {LINEAR: MATMUL, MATMUL: LINEAR, ADDMM: LINEAR}  # how a gradient is multiplied by the same weight
 
@@ -96,10 +97,10 @@ class _Flight(NamedTuple):
 
     value: Tensor
     dtype: torch.dtype
-    conversion: tuple[Spec, Spec, Axis] | None
+    conversion: tuple[Spec, Spec, PlaceLiterals] | None
 
 
-def begin(x: Tensor, src: Spec, dst: Spec, place: Axis) -> _Flight:
+def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
     """Start a conversion. Where gradients of gradients are asked for it is made at once, differentiably."""
     rank, tp, group = place
     kind = kind_of(src, dst)
@@ -179,7 +180,7 @@ class _Scattered(torch.autograd.Function):
 
 def _gather(
     x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
-    chunks: int, place: Axis, keep: bool,
+    chunks: int, place: PlaceLiterals, keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     """The converted value where it is to be kept, and its products."""
     run = _run(src, place[1], chunks) if src[0] == "S" and kinds else None

@@ -126,7 +126,7 @@ class Partition:
         return tuple(pieces) if at == len(run) else None
 
     @staticmethod
-    def join(parts: Sequence[Dealt], tp: int) -> Partition | None:
+    def join(parts: Sequence[Distribution], tp: int) -> Partition | None:
         """The partition of a concatenation; None where a part repeats a symbolic or large number of times."""
         run: list[Segment] = []
         for p in parts:
@@ -194,7 +194,7 @@ class Groups:
         return self.of.full(tp)
 
 
-Dealt = Partition | Groups  # how a loop may be dealt
+Distribution = Partition | Groups  # how a loop may be dealt
 
 
 @dataclass(frozen=True)

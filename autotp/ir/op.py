@@ -50,7 +50,7 @@ class Factor:
     reduction: Reduction = "sum"
 
 
-# Takes the call and its `autotp.rules.local.Local`; returns target and arguments for a rank's shards, or a node.
+# Takes the call and its `autotp.rules.local.ShardCall`; returns target and arguments for a rank's shards, or a node.
 Localise = Callable[["Op", Any], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]
 
 

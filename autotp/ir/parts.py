@@ -24,7 +24,7 @@ class Heads:
 
 
 @dataclass(frozen=True)
-class Found:
+class GraphPart:
     """A part of the graph.
 
     Attributes:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from .graph import Capture, Value, tensors
-from .layouts import Dealt, Layout
+from .layouts import Distribution, Layout
 from .op import Op, Rule
 
 
@@ -19,7 +19,7 @@ class Decision:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     factor: int | None = None
-    loop: Dealt | None = None
+    loop: Distribution | None = None
 
 
 @dataclass

@@ -10,7 +10,7 @@ from typing import Any
 import sympy
 
 from .files import GREATEST
-from .layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
+from .layouts import Distribution, Grouped, Groups, I, Layout, P, Partial, Partition, R, Segment, Shard, Size, simplify
 
 LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
 OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
@@ -69,7 +69,7 @@ def _expression(x: ast.AST) -> Any:
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
 
 
-def read_loop(x: Any) -> Dealt | None:
+def read_loop(x: Any) -> Distribution | None:
     """The loop of a decision, as `plain` wrote it."""
     return _read_groups(x) if x and "ends" in x else _read_partition(x) if x else None
 

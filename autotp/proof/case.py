@@ -43,7 +43,7 @@ class Case:
 
 
 @dataclass
-class Program:
+class RuleProgram:
     """The call as a captured graph of one operator, with its operands."""
 
     planned: Planned
@@ -64,7 +64,7 @@ class Program:
         return to_runtime(layout, lambda size: ends if isinstance(size, str) else size)
 
 
-def program(case: Case, rule: RuleOf = rule_of) -> Program:
+def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
     """The one-operator graph of a case; `rule` stands in for the table (negative controls)."""
     graph, mode, operands = fx.Graph(), compat.fake_mode(), []
     leaves: list[Leaf] = []
@@ -91,7 +91,7 @@ def program(case: Case, rule: RuleOf = rule_of) -> Program:
     op = Op.of(node)
     found = rule(op)
     planned = Planned(captured, 1, {}, {node: op}, {node: found}, {}, differentiable(captured))
-    return Program(planned, node, op, found, operands)
+    return RuleProgram(planned, node, op, found, operands)
 
 
 def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
@@ -111,7 +111,7 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
         yield Partition.of([Segment(size - 2, 1), Segment(2, 1)], 1, tp)
 
 
-def choices(p: Program, tp: int) -> list[tuple[Decision, Factor | None]]:
+def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
     """Every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
     candidates = Candidates(tp)
     slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
@@ -132,7 +132,7 @@ def choices(p: Program, tp: int) -> list[tuple[Decision, Factor | None]]:
     return list(found.values())
 
 
-def required(p: Program) -> set[Any]:
+def required(p: RuleProgram) -> set[Any]:
     """What the cases of an operator must exercise of this call's rule."""
     if p.rule is None:
         return set()

@@ -18,7 +18,7 @@ from autotp.rules.core import function_of
 from autotp.rules.notation import letters, notation
 from autotp.rules.register import _names, _targets
 
-from .case import Case, Program, choices, program, required
+from .case import Case, RuleProgram, choices, program, required
 from .rule import prove
 
 
@@ -83,7 +83,7 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
     return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, missed)
 
 
-def _program(case: Case) -> Program:
+def _program(case: Case) -> RuleProgram:
     """The call as a program, once it is seen to run on real tensors and on fake ones."""
     name = short_name(case.target)
     if not [x for x in compat.tree_leaves((case.args, case.kwargs)) if isinstance(x, Tensor)]:
@@ -123,7 +123,7 @@ def _has_derivative(case: Case) -> bool:
     return bool(results)
 
 
-def _told(call: Program, missed: set[Any]) -> tuple[str, ...]:
+def _told(call: RuleProgram, missed: set[Any]) -> tuple[str, ...]:
     names, out = letters(call.rule or Rule()), []
     for kind, what in missed:
         slots = [what] if kind == "addend" else sorted(what) if kind == "linear" else []

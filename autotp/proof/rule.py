@@ -21,9 +21,9 @@ from autotp.rules.core import rule_of
 from autotp.rules.notation import letters, notation
 
 from . import simulate
-from .case import TOLERANCE, Case, Program, RuleOf, choices, program, required
+from .case import TOLERANCE, Case, RuleOf, RuleProgram, choices, program, required
 
-__all__ = ["Case", "Program", "choices", "program", "prove", "required"]
+__all__ = ["Case", "RuleProgram", "choices", "program", "prove", "required"]
 
 
 class _Forced(Rewriter):
@@ -73,7 +73,7 @@ class _Differs(Exception):
     """What was found wrong of one choice."""
 
 
-def _told(p: Program, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
+def _told(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
     """What is wrong, of which choice, why it may be, and what to do."""
     rule, tp = p.rule or Rule(), p.planned.tp
     partial = [p.operand(i) for i, x in enumerate(decision.ins) if isinstance(x, Partial)]
@@ -105,7 +105,7 @@ def _gradient(y: Tensor, draw: torch.Generator) -> Tensor:
     return torch.randint(-3, 4, y.shape, generator=draw).to(y.device, y.dtype)
 
 
-def _exercised(p: Program, decision: Decision, factor: Factor | None) -> set[Any]:
+def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set[Any]:
     assert p.rule is not None or factor is None
     if factor is not None and p.rule is not None:
         added = {("addend", s) for s in p.rule.addends if isinstance(decision.ins[s], Partial)}
@@ -134,13 +134,13 @@ def _gradients(
     return [next(found) if x.requires_grad else None for x in operands]
 
 
-def _summands(p: Program, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
+def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
     if isinstance(layout, Partial) and x.dtype == torch.bool:
         raise _Differs("a truth value has no summands")
     return slices.split(x, p.spec(layout), p.planned.tp, seed)
 
 
-def _prove(p: Program, decision: Decision, case: Case, expected: _Expected) -> None:
+def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
     tp, grads = p.planned.tp, p.planned.grads
     leaves = [leaf.node for leaf in p.planned.program.leaves]
     p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}

@@ -17,7 +17,7 @@ from autotp.compat import OpOverloadPacket
 from autotp.errors import RuleError
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 from autotp.ir.op import Carry, Factor, Localise, Op, Rule, Shape
 
 RuleFunction = Callable[[Op], Rule]
@@ -144,7 +144,7 @@ def broadcast(op: Op, n: int) -> list[list[Label]]:
 def local_count(name: str, slot: int, dim: int) -> Localise:
     """The `localise` of an operator whose argument `name` counts the loop that this dimension carries."""
 
-    def localise(op: Op, local: Local) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    def localise(op: Op, local: ShardCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
         args = local.named(op)
         if local.loop is not None and local.in_partition(slot, dim) is not None:
             args[name] = local.length(local.loop)

@@ -14,7 +14,7 @@ from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
 from .core import rule
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 ALIGNMENT = 16  # bytes: torch's kernel wants rows that start at multiples of it
 ROWS = Carry(0, groups=2)
@@ -40,7 +40,7 @@ def grouped_mm(op: Op) -> Rule:
     return Rule((*by_expert, *found), linear, localise=_local_groups, empty=False)
 
 
-def _local_groups(op: Op, local: Local):
+def _local_groups(op: Op, local: ShardCall):
     experts = local.in_partition(1, 0)
     if experts is None:
         return local.unchanged(op)

@@ -9,7 +9,7 @@ from autotp.ir.op import Op, Rule, aten
 from .core import loops, rule
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 
 @rule(aten.zeros.default, aten.ones.default, aten.full.default, aten.empty.memory_format)
@@ -17,7 +17,7 @@ def factory(op: Op) -> Rule:
     return loops(op, [], [list(range(len(op.outs[0])))], localise=_local_factory)
 
 
-def _local_factory(op: Op, local: Local):
+def _local_factory(op: Op, local: ShardCall):
     shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
     return local.call(op, {**local.named(op), "size": shape}) if local.split else local.unchanged(op)
 

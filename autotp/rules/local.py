@@ -15,7 +15,7 @@ from autotp.errors import PlanError
 from autotp.ir.layouts import Layout, Partition, Shard, Size
 from autotp.ir.op import Factor, Op, Rule, expression
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 ARITHMETIC = {
     "Add": operator.add,
@@ -65,7 +65,7 @@ class Sizes:
 
 
 @dataclass
-class Local:
+class ShardCall:
     """The decision for one operator, and the means to write its local call into the new graph."""
 
     graph: fx.Graph
@@ -136,7 +136,7 @@ class Local:
         slots = set(op.slots)
         return {name: _map(value, new) for name, value in op.args.items()}
 
-    def call(self, op: Op, args: dict[str, Any]) -> Call:
+    def call(self, op: Op, args: dict[str, Any]) -> LocalCall:
         """The operator called with these arguments by name."""
         schema = getattr(op.target, "_schema", None)
         if schema is None:
@@ -146,7 +146,7 @@ class Local:
         positional = tuple(args[a.name] for a in schema.arguments[: last + 1])
         return op.target, positional, {a.name: args[a.name] for a in given if a.kwarg_only}
 
-    def unchanged(self, op: Op) -> Call:
+    def unchanged(self, op: Op) -> LocalCall:
         """The same call on this rank's operands."""
         return self.call(op, self.named(op))
 

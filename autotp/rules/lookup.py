@@ -13,7 +13,7 @@ from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 from .core import loops, rule, with_factors
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 
 @rule(aten.embedding.default)
@@ -27,7 +27,7 @@ def embedding(op: Op) -> Rule:
     return with_factors(Rule(base.factors, localise=_local_embedding), [vocabulary])
 
 
-def _local_embedding(op: Op, local: Local):
+def _local_embedding(op: Op, local: ShardCall):
     vocabulary = local.in_partition(0, 0)
     if vocabulary is None:
         return local.unchanged(op)

@@ -15,7 +15,7 @@ from .core import einsum, rule
 from .lookup import local_index
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 NONE, MEAN, SUM = range(3)  # as in ATen
 
@@ -30,7 +30,7 @@ def elementwise_loss(op: Op) -> Rule:
     return einsum(op, f"{','.join(['...'] * len(op.ins))}->{kept}", localise=_local_mean)
 
 
-def _local_mean(op: Op, local: Local):
+def _local_mean(op: Op, local: ShardCall):
     if not local.contracted or op.args["reduction"] != MEAN:
         return local.unchanged(op)
     count: Size = 1
@@ -62,7 +62,7 @@ def class_sums(op: Op) -> Rule:
     return einsum(op, "nc,n,n->_n", localise=_local_classes, empty=False)
 
 
-def _local_classes(op: Op, local: Local):
+def _local_classes(op: Op, local: ShardCall):
     classes = local.in_partition(0, 1)
     if classes is None:
         return local.unchanged(op)

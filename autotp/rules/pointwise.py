@@ -9,7 +9,7 @@ from autotp.ir.op import Op, Rule, aten
 from .core import einsum, loops, rule
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 LINEAR_IN_FIRST = {
     aten.neg, aten.negative, aten.to, aten._to_copy, aten.contiguous, aten.clone, aten.alias, aten.detach,
@@ -79,7 +79,7 @@ def copy(op: Op) -> Rule:
     return einsum(op, "...,...->...", linear=linear, localise=_local_copy)
 
 
-def _local_copy(op: Op, local: Local):
+def _local_copy(op: Op, local: ShardCall):
     cast = local.emit(aten.to.dtype, (local.operand(1), op.node.meta["val"].dtype))
     return aten.expand_as.default, (cast, local.operand(0)), {}
 

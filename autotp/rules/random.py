@@ -14,7 +14,7 @@ from autotp.kernels.operators import OPS
 from .core import loops, rule
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 
 @rule(OPS.counter_uniform.default)
@@ -30,7 +30,7 @@ def dropout(op: Op) -> Rule:
     return loops(op, [labels, *others], [labels], linear=(frozenset({0}),), localise=_local_part)
 
 
-def _local_part(op: Op, local: Local) -> Any:
+def _local_part(op: Op, local: ShardCall) -> Any:
     """The whole's size stays; along the split dimension the part says where its elements are."""
     out, args = local.outs[0], local.named(op)
     if not isinstance(out, Shard):

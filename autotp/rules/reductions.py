@@ -11,7 +11,7 @@ from autotp.ir.op import Carry, Factor, Op, Rule, aten
 from .core import broadcast, einsum, local_count, loops, rule, with_factors
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 
 def _reduced(op: Op) -> list[int]:
@@ -52,7 +52,7 @@ def mean(op: Op) -> Rule:
     return loops(op, [labels], [out], linear=(frozenset({0}),), localise=_local_mean)
 
 
-def _local_mean(op: Op, local: Local):
+def _local_mean(op: Op, local: ShardCall):
     """Over a split dimension: the local sum over the whole count."""
     if not local.contracted:
         return local.unchanged(op)

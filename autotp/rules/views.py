@@ -11,7 +11,7 @@ from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 from .core import einsum, loops, rule
 
 if TYPE_CHECKING:
-    from .local import Local
+    from .local import ShardCall
 
 THROUGH = (frozenset({0}),)
 
@@ -79,7 +79,7 @@ def reshape(op: Op) -> Rule:
     return Rule(tuple(factors), THROUGH, localise=local_shape)
 
 
-def local_shape(op: Op, local: Local):
+def local_shape(op: Op, local: ShardCall):
     """The same view of a shard, with local sizes. Always a reshape: what a conversion made may have other strides."""
     if not local.split:
         target, args, kwargs = local.unchanged(op)
@@ -97,7 +97,7 @@ def expand(op: Op) -> Rule:
     return loops(op, [ins, *others], [out], linear=THROUGH, localise=_local_expand)
 
 
-def _local_expand(op: Op, local: Local):
+def _local_expand(op: Op, local: ShardCall):
     if not local.split:
         return local.unchanged(op)
     shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
@@ -188,7 +188,7 @@ def slice_(op: Op) -> Rule:
     return Rule((*rule_.factors, factor), rule_.linear, localise=_local_slice)
 
 
-def _local_slice(op: Op, local: Local):
+def _local_slice(op: Op, local: ShardCall):
     pieces = local.pieces
     if pieces is None:
         whole = op.target is aten.narrow.default and local.in_partition(0, op.dim()) is not None
@@ -209,7 +209,7 @@ def split(op: Op) -> Rule:
     return Rule((*base.factors, cut), THROUGH, localise=_local_split)
 
 
-def _local_split(op: Op, local: Local):
+def _local_split(op: Op, local: ShardCall):
     if local.pieces is None:
         return local.unchanged(op)
     return aten.split_with_sizes.default, (local.operand(0), [local.length(p) for p in local.pieces], op.dim()), {}
@@ -270,7 +270,7 @@ def repeat_interleave(op: Op) -> Rule:
     )
 
 
-def _local_repeat_interleave(op: Op, local: Local):
+def _local_repeat_interleave(op: Op, local: ShardCall):
     args = local.named(op)
     return local.call(op, args if not local.split else {**args, "output_size": None})
 

@@ -35,7 +35,7 @@ SAMPLES = (3, 9)  # batches, of which the median counts
 
 
 @dataclass(frozen=True)
-class Sizes:
+class MeasuredSizes:
     """What is measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
 
     matmuls: tuple[tuple[int, int], ...]
@@ -45,13 +45,13 @@ class Sizes:
 
 
 SIZES = {
-    "cpu": Sizes(
+    "cpu": MeasuredSizes(
         ((256, 256), (64, 1024), (512, 512), (1024, 1024)),
         (2**20, 2**22, 2**24, 2**26),
         (2**12, 2**16, 2**20, 2**23),
         0.1,
     ),
-    "cuda": Sizes(
+    "cuda": MeasuredSizes(
         ((1024, 1024), (512, 4096), (2048, 2048), (4096, 4096), (8192, 8192)),
         (2**24, 2**26, 2**28),
         (2**12, 2**18, 2**22, 2**26, 2**28),

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from autotp.cost.collectives import Group, Link, collective_seconds, ring_seconds
+from autotp.cost.collectives import Link, RankGroup, collective_seconds, ring_seconds
 from autotp.cost.compute import op_seconds
 
 from .cluster import Cluster
@@ -101,7 +101,7 @@ def errors(samples: Iterable[Sample], cluster: Cluster) -> list[Error]:
 def _links(transfers: Sequence[Transfer], cluster: Cluster) -> Cluster:
     """The links in and between nodes, and whether a node has a switch: whichever fits its all-to-alls better."""
     inside = [t for t in transfers if not cluster.spans_nodes(t.n, t.stride)]
-    between = [t for t in transfers if Group.of(t.n, cluster, t.stride).held == 1 < t.n and t not in inside]
+    between = [t for t in transfers if RankGroup.of(t.n, cluster, t.stride).held == 1 < t.n and t not in inside]
     least = 1 / cluster.memory_bandwidth
     outer, _ = _link(between, False, least)
     if outer is not None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from autotp.ir.layouts import Dealt, Layout
+from autotp.ir.layouts import Distribution, Layout
 
 ValueId = Hashable
 Step = tuple[int, int]
@@ -25,7 +25,7 @@ class Choice:
     held: float = 0.0  # bytes that count against the memory budget
     penalty: int = 0  # breaks ties: segments, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
-    loop: Dealt | None = None  # how that factor's loop is dealt
+    loop: Distribution | None = None  # how that factor's loop is dealt
 
 
 @dataclass

@@ -34,7 +34,7 @@ class Infeasible(PlanError):
 
 
 @dataclass
-class Program:
+class IntegerProgram:
     """Columns, rows and the objectives of the integer program."""
 
     integer: list[bool] = field(default_factory=list)
@@ -109,7 +109,7 @@ def feasible(problem: Problem) -> None:
     program.minimise({}, "at any cost")
 
 
-def _cheapest(program: Program) -> tuple[np.ndarray, float]:
+def _cheapest(program: IntegerProgram) -> tuple[np.ndarray, float]:
     """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
     tie, cost = TIE, program.costs(program.seconds)
     while True:
@@ -122,7 +122,7 @@ def _cheapest(program: Program) -> tuple[np.ndarray, float]:
         tie = tie / 100 if tie > 1e-12 else 0.0
 
 
-def _budget(problem: Problem, program: Program, picks: list[list[int]], limit: float) -> None:
+def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], limit: float) -> None:
     """Add the rows of a memory budget.
 
     Raises:
@@ -162,7 +162,7 @@ def _within(terms: list[list[float]], total: Terms, picks: list[list[int]], limi
     return rows
 
 
-def _with_ties(program: Program, tie: float) -> Terms:
+def _with_ties(program: IntegerProgram, tie: float) -> Terms:
     """Seconds, and ties broken by the second order: at most `tie` of the seconds of a typical plan in all."""
     typical = sum(abs(x) for x in program.seconds.values()) / 10
     most = sum(abs(x) for x in program.saved.values()) or 1.0
@@ -176,8 +176,8 @@ def _sum(terms: Terms, x: np.ndarray) -> float:
     return float(sum(v * x[i] for i, v in terms.items()))
 
 
-def _build(problem: Problem) -> tuple[Program, list[list[int]]]:
-    program, picks = Program(), []
+def _build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
+    program, picks = IntegerProgram(), []
     makes: dict[object, dict[Layout, list[int]]] = {}
     most = sum(max(c.saved for c in i.choices) * i.count for i in problem.items) or 1.0
     for item in problem.items:
@@ -198,7 +198,12 @@ def _build(problem: Problem) -> tuple[Program, list[list[int]]]:
 
 
 def _flow(
-    problem: Problem, program: Program, picks: list[list[int]], makes: dict[Layout, list[int]], use: Use, late: float
+    problem: Problem,
+    program: IntegerProgram,
+    picks: list[list[int]],
+    makes: dict[Layout, list[int]],
+    use: Use,
+    late: float,
 ) -> None:
     """Ship the value from the layout that is produced to the one that each consumer wants.
 

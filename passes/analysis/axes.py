@@ -9,7 +9,7 @@ from torch import fx
 
 from autotp.ir.graph import Capture, tensors
 from autotp.ir.op import Op, Rule
-from autotp.ir.parts import Found
+from autotp.ir.parts import GraphPart
 
 from .blocks import find_blocks
 from .dataflow import Dataflow
@@ -62,7 +62,7 @@ def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]])
     return out
 
 
-def _first(flow: Dataflow, found: Found, products: list[fx.Node]) -> list[fx.Node]:
+def _first(flow: Dataflow, found: GraphPart, products: list[fx.Node]) -> list[fx.Node]:
     """The products of a block that read what other blocks made."""
     return [n for n in products if not set(flow.back(flow.inputs(n))[1]) & set(found.nodes)]
 

@@ -16,7 +16,7 @@ from autotp import compat
 from autotp.ir.graph import Capture, short_name
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Op, Rule, Shape
-from autotp.ir.parts import Found, HeadDims, Heads
+from autotp.ir.parts import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 
 from .dataflow import Dataflow, names
@@ -30,7 +30,7 @@ def find_blocks(
     program: Capture,
     same: Mapping[fx.Node, fx.Node],
     known: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
-) -> list[Found]:
+) -> list[GraphPart]:
     """The named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
@@ -51,7 +51,7 @@ class _Finder:
         self.owner: dict[fx.Node, int] = {}
         self.parts: list[tuple[str, str, list[fx.Node], Heads | None]] = []
 
-    def run(self) -> list[Found]:
+    def run(self) -> list[GraphPart]:
         self._attentions()
         self._chains()
         self._norms()
@@ -64,7 +64,7 @@ class _Finder:
             key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
             leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
             module, equal = _module(read or nodes), first.setdefault(key, i)
-            found.append(Found(kind, detail, tuple(nodes), module, leaves, equal, heads))
+            found.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
         return found
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:

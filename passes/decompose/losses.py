@@ -24,7 +24,7 @@ from autotp.kernels.operators import OPS
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
-Call = Callable[..., fx.Node]
+EmitCall = Callable[..., fx.Node]
 
 
 def apart(program: Capture) -> Capture:
@@ -141,7 +141,7 @@ def _sum_apart(graph: fx.Graph, op: Op) -> None:
     graph.erase_node(node)
 
 
-def _counting(call: Call, op: Op) -> fx.Node:
+def _counting(call: EmitCall, op: Op) -> fx.Node:
     """What each example counts in the mean: one, or its class's weight; nothing where it is to be ignored."""
     target = op.args["target"]
     if target.meta["val"].is_floating_point():  # probabilities of classes: every example counts
@@ -150,7 +150,7 @@ def _counting(call: Call, op: Op) -> fx.Node:
     return counts if op.args["weight"] is None else call(aten.mul.Tensor, _weights(call, op, counts), counts)
 
 
-def _weights(call: Call, op: Op, counts: fx.Node) -> fx.Node:
+def _weights(call: EmitCall, op: Op, counts: fx.Node) -> fx.Node:
     """The weight of every target's class."""
     known = call(aten.where.ScalarOther, counts, op.args["target"], 0)
     table = call(aten.unsqueeze.default, op.args["weight"], 1)

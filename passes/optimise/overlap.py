@@ -30,7 +30,7 @@ from autotp.cost import (
 from autotp.text import seconds as told
 
 from .base import Optimisation, Setting
-from .products import Dealt, Group, Product, dealt, fuse, fuse_dealt, groups
+from .products import GatheredProducts, Product, ScatteredProduct, dealt, fuse, fuse_dealt, groups
 
 TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
 LEAST = 10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
@@ -70,13 +70,17 @@ class Overlap(Optimisation):
         saved = left = 0.0
         model = _Model(setting)
         for found in chain(groups(graph), dealt(graph)):  # each is found in what the one before has left
-            chosen = model.dealing(found, self.chunks) if isinstance(found, Dealt) else model.group(found, self.chunks)
+            chosen = (
+                model.dealing(found, self.chunks)
+                if isinstance(found, ScatteredProduct)
+                else model.group(found, self.chunks)
+            )
             if chosen.saved <= self.least * setting.cluster.launch_overhead:
                 fired["left"] += 1
                 left += chosen.saved
                 continue
             least = model.rows(found.conversion) // chosen.chunks // 2  # a call of much fewer rows goes in one piece
-            if isinstance(found, Dealt):
+            if isinstance(found, ScatteredProduct):
                 done = fuse_dealt(found, chosen.chunks, least)
             else:
                 done = fuse(found, chosen.chunks, least=least)
@@ -85,8 +89,8 @@ class Overlap(Optimisation):
         return _told(fired, saved, left)
 
 
-def _what(found: Dealt | Group, chunks: int) -> str:
-    if isinstance(found, Dealt):
+def _what(found: ScatteredProduct | GatheredProducts, chunks: int) -> str:
+    if isinstance(found, ScatteredProduct):
         return f"products with their g* in {chunks} chunks"
     if chunks > 1:
         return f"g with its products in {chunks} chunks"
@@ -110,7 +114,7 @@ class _Model:
     def __init__(self, setting: Setting) -> None:
         self.tp, self.cluster, self.training = setting.place.size, setting.cluster, setting.objective.training
 
-    def group(self, found: Group, forced: int) -> Chosen:
+    def group(self, found: GatheredProducts, forced: int) -> Chosen:
         """Of a conversion and its products: forward in chunks, backward under the weights' gradients."""
         size = tensor_bytes(found.conversion.meta["val"])
         backward = 0.0
@@ -129,7 +133,7 @@ class _Model:
         chunks = forced or best_chunks(forward, self.choices(found.conversion))
         return Chosen(chunks, forward(1) - forward(chunks) + backward)
 
-    def dealing(self, found: Dealt, forced: int) -> Chosen:
+    def dealing(self, found: ScatteredProduct, forced: int) -> Chosen:
         """Of a product and its g*: in chunks, the reduce-scatter after it and the all-gather before its backward."""
         if not _rows(found.conversion.args[2], found.conversion):
             return Chosen(1, 0.0)

@@ -43,7 +43,7 @@ class Product:
 
 
 @dataclass(frozen=True)
-class Group:
+class GatheredProducts:
     """A conversion f or g, and the products that are all that reads it, or the view of it as a matrix."""
 
     conversion: fx.Node
@@ -56,7 +56,7 @@ class Group:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ScatteredProduct:
     """A product, the view of it where there is one, and the g* that deals it out."""
 
     conversion: fx.Node
@@ -93,7 +93,7 @@ def over_tp(node: fx.Node, *targets: Any) -> bool:
     return node.target in targets and "conversion" in node.meta and node.meta.get("ranked") == "tp"
 
 
-def groups(graph: fx.Graph) -> Iterator[Group]:
+def groups(graph: fx.Graph) -> Iterator[GatheredProducts]:
     """The conversions f and g of the graph that only products read, all in the same checkpointed region."""
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
@@ -105,10 +105,10 @@ def groups(graph: fx.Graph) -> Iterator[Group]:
         found = [product_of(user) for user in read.users]
         products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
         if found and len(products) == len(found) and one_region([node, *(p.node for p in products)]):
-            yield Group(node, products, view)
+            yield GatheredProducts(node, products, view)
 
 
-def dealt(graph: fx.Graph) -> Iterator[Dealt]:
+def dealt(graph: fx.Graph) -> Iterator[ScatteredProduct]:
     """The g* of the graph that deal out what only a product makes."""
     for node in list(graph.nodes):
         if not over_tp(node, g_star):
@@ -120,7 +120,7 @@ def dealt(graph: fx.Graph) -> Iterator[Dealt]:
         if product is None or len(product.node.users) > 1:
             continue
         if dim < _ndim(node) - 1 and one_region([node, product.node]):
-            yield Dealt(node, product, view)
+            yield ScatteredProduct(node, product, view)
 
 
 def _same_columns(view: fx.Node) -> bool:
@@ -128,7 +128,7 @@ def _same_columns(view: fx.Node) -> bool:
     return before is not None and after is not None and before.shape[-1] == after.shape[-1]
 
 
-def fuse(group: Group, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
+def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
     """One call in the place of a conversion and its products; None where an operand is made too late.
 
     The arguments are those of `linears.grouped`.
@@ -163,7 +163,7 @@ def fuse(group: Group, chunks: int = 1, regather: bool = False, least: int = 1) 
     return call
 
 
-def fuse_dealt(found: Dealt, chunks: int, least: int = 1) -> fx.Node:
+def fuse_dealt(found: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
     """One call in the place of a product and its g*, in the product's module, as `linears.scattered` takes it."""
     conversion, product = found.conversion, found.product
     graph = conversion.graph

@@ -22,7 +22,7 @@ from autotp.ir.layouts import Grouped, I, Layout, P, Partition, R, Shard
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, module_path, scope_path
-from autotp.rules.local import Local, Sizes
+from autotp.rules.local import ShardCall, Sizes
 
 
 class Rewriter:
@@ -88,7 +88,7 @@ class Rewriter:
     def _local(self, op: Op, decision: Decision, operands: list[fx.Node]) -> Any:
         rule = self.planned.rules[op.node]
         factor = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
-        local = Local(
+        local = ShardCall(
             graph=self.new,
             sizes=self.sizes,
             env=self.env,

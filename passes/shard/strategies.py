@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.layouts import Dealt, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
+from autotp.ir.layouts import Distribution, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
 from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
@@ -21,7 +21,7 @@ class Candidates:
 
     def __init__(self, tp: int) -> None:
         self.tp = tp
-        self.of: dict[Dim, list[Dealt]] = defaultdict(list)
+        self.of: dict[Dim, list[Distribution]] = defaultdict(list)
         self.changed = False
 
     def seed(self, value: ValueId, shape: Shape, skip: Iterable[int] = ()) -> None:
@@ -30,7 +30,7 @@ class Candidates:
             if d not in skip and (not isinstance(n, int) or n > 1):
                 self.add((value, d), Partition.plain(n, self.tp))
 
-    def add(self, dim: Dim, partition: Dealt) -> None:
+    def add(self, dim: Dim, partition: Distribution) -> None:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""
         if self.tp == 1:
             return
@@ -40,18 +40,18 @@ class Candidates:
             self.changed |= partition in ranked
             self.of[dim] = ranked
 
-    def full(self, loop: Dealt) -> bool:
+    def full(self, loop: Distribution) -> bool:
         """Whether every rank certainly owns something of a loop that is dealt so."""
         return loop.full(self.tp)
 
-    def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Dealt]:
+    def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Distribution]:
         """Partitions of a factor's loop that some slot suggests."""
-        found: dict[Dealt, None] = {}
+        found: dict[Distribution, None] = {}
         slots = [
             *zip(factor.ins, ins, strict=True),
             *((c, frozenset([o])) for c, o in zip(factor.outs, outs, strict=True)),
         ]
-        pieces: dict[int, dict[Dealt, None]] = defaultdict(dict)
+        pieces: dict[int, dict[Distribution, None]] = defaultdict(dict)
         for carry, values in slots:
             for partition in (p for v in values if carry for p in self.of.get((v, carry.dim), ())):
                 assert carry is not None
@@ -88,7 +88,9 @@ class Candidates:
         return any(loop in self.of.get((v, carry.dim), ()) for carry, held in slots if carry for v in held)
 
 
-def place(carry: Carry, factor: Factor, loop: Dealt, tp: int, ins: Sequence[frozenset[ValueId]] = ()) -> Dealt | None:
+def place(
+    carry: Carry, factor: Factor, loop: Distribution, tp: int, ins: Sequence[frozenset[ValueId]] = ()
+) -> Distribution | None:
     """The partition of a slot's dimension when its factor's loop has this one; None where there is none."""
     if carry.piece is not None:
         pieces = loop.cut(factor.pieces, tp)
@@ -100,7 +102,7 @@ def place(carry: Carry, factor: Factor, loop: Dealt, tp: int, ins: Sequence[froz
     return loop.lift(carry.repeat, carry.unit, tp)
 
 
-def simplicity(partition: Dealt, tp: int) -> tuple:
+def simplicity(partition: Distribution, tp: int) -> tuple:
     """Even before uneven, few segments before many, a plain split before a repeated one."""
     if isinstance(partition, Groups):
         return (False, 1, False, str(partition))
@@ -116,7 +118,7 @@ def penalty(layouts: Iterable[Layout], tp: int) -> int:
     return total
 
 
-Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Dealt | None]
+Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Distribution | None]
 
 
 def signatures(
@@ -154,7 +156,7 @@ def _contracts(factor: Factor) -> bool:
 
 
 def _split(
-    rule: Rule, factor: Factor, loop: Dealt, slots: list[frozenset[ValueId]], results: list[ValueId],
+    rule: Rule, factor: Factor, loop: Distribution, slots: list[frozenset[ValueId]], results: list[ValueId],
     candidates: Candidates,
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:  # fmt: skip
     ins, outs = [], []

@@ -254,7 +254,7 @@ def test_options_that_steer_say_what_the_arguments_say():
     from autotp.cli import options as cli  # noqa: PLC0415
     from autotp.driver.options import UNSTEERED, Steering  # noqa: PLC0415
 
-    given: Any = cli.Steering().arguments() | {"within_node": cli.Degree().within_node}
+    given: Any = cli.SteeringOptions().arguments() | {"within_node": cli.DegreeOptions().within_node}
     assert given == asdict(UNSTEERED) and Steering(**given) == UNSTEERED
 
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from autotp import Cluster
 from autotp.cli import app
 from autotp.cli.models import load
-from autotp.cli.options import Sizes
+from autotp.cli.options import ModelOptions
 from autotp.errors import InputError
 from tests.helpers.models import DECODER
 
@@ -42,8 +42,8 @@ OWN = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel", "A
 
 def test_code_of_a_config_is_not_run_and_nobody_is_asked(folder):
     with pytest.raises(InputError, match=r"code of its own \(auto_map\), which is not run: build the model in a"):
-        load(written(folder, model_type="own", auto_map=OWN), Sizes())
-    known = load(written(folder, auto_map=OWN, architectures=None), Sizes())
+        load(written(folder, model_type="own", auto_map=OWN), ModelOptions())
+    known = load(written(folder, auto_map=OWN, architectures=None), ModelOptions())
     assert type(known.model).__module__.startswith("transformers.")
     assert not hasattr(sys, "hostile_code_ran")
 
@@ -61,13 +61,13 @@ def test_code_of_a_config_is_not_run_and_nobody_is_asked(folder):
 )
 def test_kernels_from_a_hub_are_refused(folder, fields):
     with pytest.raises(InputError, match=r"config.json: .*implementation|text_config is .*fetch code from a hub"):
-        load(written(folder, **fields), Sizes())
+        load(written(folder, **fields), ModelOptions())
     with pytest.raises(InputError, match="fetch code from a hub"):
-        load(written(folder), Sizes(set=[f"{name}={json.dumps(x)}" for name, x in fields.items()]))
+        load(written(folder), ModelOptions(set=[f"{name}={json.dumps(x)}" for name, x in fields.items()]))
 
 
 def test_kernels_of_here_are_not(folder):
-    made: Any = load(written(folder, attn_implementation="sdpa"), Sizes()).model
+    made: Any = load(written(folder, attn_implementation="sdpa"), ModelOptions()).model
     assert made.config._attn_implementation == "sdpa"
 
 

@@ -20,7 +20,7 @@ from autotp import Inputs
 from autotp.cli import app, facts, screen
 from autotp.cli.doctor import missing, uses
 from autotp.cli.models import load, resized
-from autotp.cli.options import Sizes
+from autotp.cli.options import ModelOptions
 from autotp.cli.screen import Screen, as_json, one_line
 from autotp.errors import InputError
 from tests.helpers.models import DECODER, ENCODER
@@ -35,11 +35,11 @@ def config(kind: type, path: Path, **fields: object) -> str:
 
 def test_a_config_is_built_without_weights(tmp_path):
     name = config(transformers.LlamaConfig, tmp_path, **DECODER, architectures=["LlamaForCausalLM"])
-    given = load(name, Sizes())
+    given = load(name, ModelOptions())
     assert type(given.model) is transformers.LlamaForCausalLM and next(given.model.parameters()).is_meta
     assert given.model.training and given.sizes == "input_ids (2 x 16)"
-    assert not load(f"{name}/config.json", Sizes(), training=False).model.training
-    real = load(name, Sizes(dtype="bfloat16"), real=True).model
+    assert not load(f"{name}/config.json", ModelOptions(), training=False).model.training
+    real = load(name, ModelOptions(dtype="bfloat16"), real=True).model
     assert not next(real.parameters()).is_meta and next(real.parameters()).dtype == torch.bfloat16
 
 
@@ -53,29 +53,29 @@ def test_a_config_is_built_without_weights(tmp_path):
     ],
 )
 def test_the_class_is_the_one_that_the_config_names(tmp_path, kind, fields, made):
-    assert type(load(config(kind, tmp_path, **fields), Sizes()).model).__name__ == made
+    assert type(load(config(kind, tmp_path, **fields), ModelOptions()).model).__name__ == made
 
 
 def test_a_config_that_nobody_knows(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "abacus"}')
     with pytest.raises(InputError, match=r"config.json: transformers [\d.]+ cannot build it"):
-        load(str(tmp_path), Sizes())
+        load(str(tmp_path), ModelOptions())
     for text, said in (("[]", "holds a list"), ("{", "is not JSON"), ("{}", "has no model_type")):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(InputError, match=said):
-            load(str(tmp_path), Sizes())
+            load(str(tmp_path), ModelOptions())
 
 
 def test_fields_of_a_config_can_be_set(tmp_path):
     name = config(transformers.LlamaConfig, tmp_path, **DECODER)
-    given = load(name, Sizes(set=["num_hidden_layers=1", "tie_word_embeddings=true", "hidden_act=gelu"]))
+    given = load(name, ModelOptions(set=["num_hidden_layers=1", "tie_word_embeddings=true", "hidden_act=gelu"]))
     made: Any = given.model.config
     assert (made.num_hidden_layers, made.tie_word_embeddings, made.hidden_act) == (1, True, "gelu")
     for text, said in (("layers=1", "no attribute 'layers'"), ("num_hidden_layers", "give FIELD=VALUE")):
         with pytest.raises(InputError, match=said):
-            load(name, Sizes(set=[text]))
+            load(name, ModelOptions(set=[text]))
     with pytest.raises(InputError, match="is a factory"):
-        load("tests.helpers.factories:small", Sizes(set=["x=1"]))
+        load("tests.helpers.factories:small", ModelOptions(set=["x=1"]))
 
 
 def test_a_factory_in_the_working_directory(tmp_path, monkeypatch):
@@ -85,11 +85,11 @@ def test_a_factory_in_the_working_directory(tmp_path, monkeypatch):
         "from torch import nn, ones\nclass Holder:\n    net = nn.Linear(4, 4)\n"
         "def both():\n    return Holder.net, {'input': ones(2, 4)}\n"
     )
-    given = load("freshly_made:both", Sizes(batch=6, dtype="float64"))
+    given = load("freshly_made:both", ModelOptions(batch=6, dtype="float64"))
     assert isinstance(given.model, nn.Linear) and given.sizes == "input (6 x 4)"
     assert given.inputs.kwargs["input"].dtype == given.model.weight.dtype == torch.float64
     with pytest.raises(InputError, match="Linear needs example inputs"):
-        load("freshly_made:Holder.net", Sizes())
+        load("freshly_made:Holder.net", ModelOptions())
 
 
 def test_inputs_of_another_size_hold_the_same_values():
@@ -114,8 +114,8 @@ def test_sizes_that_the_inputs_do_not_have():
 
 def test_a_length_beyond_the_config_is_remarked(tmp_path):
     name = config(transformers.LlamaConfig, tmp_path, **DECODER)
-    assert "more than the config's max_position_embeddings, 64" in load(name, Sizes(seq=65)).remark
-    assert not load(name, Sizes(seq=64)).remark
+    assert "more than the config's max_position_embeddings, 64" in load(name, ModelOptions(seq=65)).remark
+    assert not load(name, ModelOptions(seq=64)).remark
 
 
 # doctor

@@ -9,8 +9,8 @@ import pytest
 from autotp.cost import Cluster, call_seconds, collective_bytes, collective_seconds
 from autotp.cost.collectives import (
     COLLECTIVES,
-    Group,
     Link,
+    RankGroup,
     flat_seconds,
     hierarchical_seconds,
     ring_seconds,
@@ -42,20 +42,20 @@ def test_a_ring_takes_what_the_literature_says(n, size):
 def test_a_group_inside_a_node_is_priced_as_a_ring(primitive, n, size):
     ring = ring_seconds(primitive, size, n, Link(H100.intra_latency, H100.intra_bandwidth))
     assert collective_seconds(primitive, size, n, H100) == ring
-    assert tree_seconds(size, Group.of(n, H100)) > ring_seconds("all_reduce", size, n, Group.of(n, H100).inner)
+    assert tree_seconds(size, RankGroup.of(n, H100)) > ring_seconds("all_reduce", size, n, RankGroup.of(n, H100).inner)
 
 
 def test_a_tree_has_logarithmic_latency_between_nodes():
     for nodes, rounds in [(2, 1), (4, 2), (5, 3), (64, 6)]:
-        group = Group.of(nodes, ROUND, stride=4)  # one rank in every node
+        group = RankGroup.of(nodes, ROUND, stride=4)  # one rank in every node
         assert (group.held, group.nodes) == (1, nodes)
         assert tree_seconds(800, group) == pytest.approx(2 * rounds * 10e-6 + 2 * 800 / 1e7)
-    chains = Group.of(16, ROUND)
+    chains = RankGroup.of(16, ROUND)
     assert tree_seconds(0, chains) == pytest.approx(2 * (3 * 1e-6 + 2 * 10e-6))
 
 
 def test_a_flat_ring_crosses_each_node_once():
-    group = Group.of(12, ROUND)
+    group = RankGroup.of(12, ROUND)
     assert flat_seconds("all_reduce", 1200, group) == pytest.approx(2 * (9 * 1e-6 + 2 * 10e-6) + 2200 / 1e7)
     assert flat_seconds("all_gather", 1200, group) == pytest.approx(9 * 1e-6 + 2 * 10e-6 + 1100 / 1e7)
     assert flat_seconds("all_to_all", 1200, group) == pytest.approx(3 * 1e-6 + 8 * 10e-6 + 1100 / 12 / 1e7)
@@ -63,7 +63,7 @@ def test_a_flat_ring_crosses_each_node_once():
 
 def test_a_hierarchy_is_its_stages():
     """In the node, between nodes on 1/m of the bytes, in the node."""
-    group, size = Group.of(12, ROUND), 1200.0
+    group, size = RankGroup.of(12, ROUND), 1200.0
     halves = sum(ring_seconds(p, size, 4, group.inner) for p in ("reduce_scatter", "all_gather"))
     ring, tree = ring_seconds("all_reduce", size / 4, 3, group.outer), 2 * 2 * 10e-6 + 2 * 300 / 1e7
     assert ring == pytest.approx(4 * 10e-6 + 400 / 1e7) and ring < tree
@@ -73,13 +73,13 @@ def test_a_hierarchy_is_its_stages():
 @pytest.mark.parametrize("primitive", COLLECTIVES[:3])
 def test_a_hierarchy_sends_no_more_bytes_than_a_ring(primitive):
     free = Link(0.0, 1.0)  # seconds are then bytes
-    group = Group.of(24, ROUND)._replace(inner=free, outer=free)
+    group = RankGroup.of(24, ROUND)._replace(inner=free, outer=free)
     assert hierarchical_seconds(primitive, 4800, group) == pytest.approx(collective_bytes(primitive, 4800, 24))
 
 
 def test_the_cheapest_algorithm_is_taken():
     far = replace(H100, inter_latency=1e-3)
-    group = Group.of(256, far)  # 32 nodes: 31 steps of a ring between them, 5 of a tree
+    group = RankGroup.of(256, far)  # 32 nodes: 31 steps of a ring between them, 5 of a tree
     assert collective_seconds("all_reduce", 1e3, 256, far) == pytest.approx(tree_seconds(1e3, group), rel=0.01)
     assert tree_seconds(1e3, group) < flat_seconds("all_reduce", 1e3, group) / 5
     large = [f(1e10, group) for f in (lambda d, g: hierarchical_seconds("all_reduce", d, g), tree_seconds)]
@@ -88,8 +88,8 @@ def test_the_cheapest_algorithm_is_taken():
 
 def test_uneven_nodes_have_no_hierarchy():
     with pytest.raises(InputError, match="equally many"):
-        hierarchical_seconds("all_reduce", 1, Group.of(6, ROUND))
-    group = Group.of(6, ROUND)
+        hierarchical_seconds("all_reduce", 1, RankGroup.of(6, ROUND))
+    group = RankGroup.of(6, ROUND)
     want = min(flat_seconds("all_reduce", 1e6, group), tree_seconds(1e6, group))
     assert collective_seconds("all_reduce", 1e6, 6, ROUND) == want
 
@@ -97,7 +97,7 @@ def test_uneven_nodes_have_no_hierarchy():
 @pytest.mark.parametrize("primitive", COLLECTIVES)
 def test_ranks_that_lie_apart(primitive):
     """Two in each node of 4 where ranks are 2 apart, one in each where they are 4 or more apart."""
-    places = [Group.of(4, ROUND, s)[1:3] for s in (1, 2, 3, 4, 8)]
+    places = [RankGroup.of(4, ROUND, s)[1:3] for s in (1, 2, 3, 4, 8)]
     assert places == [(4, 1), (2, 2), (1, 4), (1, 4), (1, 4)]
     near, apart, alone = (collective_seconds(primitive, 1e6, 4, ROUND, stride=s) for s in (1, 2, 4))
     assert near < apart < alone

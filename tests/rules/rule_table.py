@@ -21,7 +21,7 @@ import torch
 from autotp import compat
 from autotp.ir.graph import short_name
 from autotp.ir.op import Rule
-from autotp.proof.case import Case, Program, choices, program, required
+from autotp.proof.case import Case, RuleProgram, choices, program, required
 from autotp.proof.rule import prove
 from autotp.rules.core import function_of, overloads
 from autotp.rules.notation import letters, linear, notation
@@ -88,10 +88,10 @@ class Row:
     layouts: int
 
 
-def widest(op: Operator, programs: dict[int, Program]) -> Program:
+def widest(op: Operator, programs: dict[int, RuleProgram]) -> RuleProgram:
     """The call of an operator that has most loops to split."""
 
-    def width(p: Program) -> tuple[int, int, int]:
+    def width(p: RuleProgram) -> tuple[int, int, int]:
         rule = p.rule or Rule()
         return sum(f.size not in (0, 1) for f in rule.factors), len(rule.linear), len(p.op.ins)
 

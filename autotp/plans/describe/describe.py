@@ -17,7 +17,7 @@ from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Partial, Shard, Size, share
-from autotp.ir.parts import Found, HeadDims
+from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.blocks import counted, find_blocks
@@ -69,7 +69,7 @@ def describe(
     )
 
 
-def _blocks(planned: Planned, found: Sequence[Found]) -> tuple[Block, ...]:
+def _blocks(planned: Planned, found: Sequence[GraphPart]) -> tuple[Block, ...]:
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     return tuple(
         Block(
@@ -121,7 +121,7 @@ def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...
     return tuple(local)
 
 
-def _local(found: Found, planned: Planned) -> str:
+def _local(found: GraphPart, planned: Planned) -> str:
     """What a rank has of an attention's heads."""
     if found.heads is None:
         return ""
@@ -131,7 +131,7 @@ def _local(found: Found, planned: Planned) -> str:
     return f"{counted(mine, 'head')}{grouped}"
 
 
-def _limit(found: Found, planned: Planned) -> str:
+def _limit(found: GraphPart, planned: Planned) -> str:
     """What the number of heads forbids at this degree: heads are dealt whole."""
     heads, tp = found.heads, planned.tp
     if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
@@ -169,7 +169,7 @@ class _Collectives:
 
     planned: Planned
     builder: Builder
-    found: list[Found]
+    found: list[GraphPart]
 
     def __post_init__(self) -> None:
         self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
@@ -239,7 +239,7 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
 
 def _totals(
     planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
-    found: Sequence[Found],
+    found: Sequence[GraphPart],
 ) -> Totals:  # fmt: skip
     flops = local = 0.0
     for node in planned.ops:

@@ -15,14 +15,14 @@ from autotp.comm.slices import to_runtime
 from autotp.cost.prices import BACKWARD
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
-from autotp.ir.parts import Found
+from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.fold import INDEXED
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
 
-Place = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
+BlockIndex = Callable[[fx.Node], int | None]  # a conversion in the program of one rank -> index of its block
 Placed = tuple[Timed, tuple[str, ...]]  # a step, and the indexed modules that it runs in, outermost first
 
 
@@ -81,9 +81,9 @@ class Steps:
 
     planned: Planned
     builder: Builder
-    found: Sequence[Found]
+    found: Sequence[GraphPart]
     block: Mapping[fx.Node, int]
-    place: Place
+    place: BlockIndex
     known: dict[Any, Timed] = field(default_factory=dict)
 
     def walk(self, sharded: Sharded) -> Iterator[Placed]:

@@ -20,7 +20,7 @@ from autotp.cost import call_seconds, collective_bytes
 from autotp.cost.solver.solve import solve
 from autotp.errors import PlanError
 from autotp.ir.graph import resolve, tensors
-from autotp.ir.parts import Found
+from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned
 from autotp.passes.analysis.axes import find_axes
 from autotp.passes.shard.planner import Builder
@@ -40,7 +40,7 @@ class Sent:
     backward: bool
 
 
-def hand_plan(planned: Planned, builder: Builder, found: Sequence[Found], sequence: bool = False) -> list[Sent]:
+def hand_plan(planned: Planned, builder: Builder, found: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
     """The collectives of Megatron's plan; none where it has none: heads that tp does not divide, or a model that is not
     mostly attention and feed-forward blocks. `sequence`: with sequence parallelism."""
     counter = _Counter(planned, builder)
@@ -102,10 +102,10 @@ class _Counter:
     def size(self, node: fx.Node) -> float:
         return self.builder.prices.bytes(tensors(node)[0])
 
-    def rows(self, found: Found) -> object:
+    def rows(self, found: GraphPart) -> object:
         return self.planned.ops[found.nodes[0]].ins[0][0]
 
-    def covered(self, found: Sequence[Found]) -> float:
+    def covered(self, found: Sequence[GraphPart]) -> float:
         """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
         leaves = [x.node for x in self.planned.program.leaves if x.kind == "parameter"]
         sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
@@ -115,7 +115,7 @@ class _Counter:
 
         return held(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - held(("embedding", "head")), 1)
 
-    def block(self, found: Found) -> list[Sent]:
+    def block(self, found: GraphPart) -> list[Sent]:
         """A sum over ranks of what the last products make, and of the gradients of what the first ones read."""
         inside = set(found.nodes)
         products = [n for n in found.nodes if n in self.planned.ops and self._product(n)]

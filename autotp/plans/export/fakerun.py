@@ -23,7 +23,7 @@ from .boundaries import Boundary
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and named arguments of each
 
 
-class Trial:
+class FakeRun:
     """A skeleton of a model and its inputs, to run with boundaries."""
 
     def __init__(self, bare: nn.Module, inputs: Inputs, tp: int) -> None:

@@ -10,10 +10,10 @@ from autotp.ir.graph import Value, read
 from autotp.ir.scopes import module_path
 
 from .boundaries import Boundaries, Boundary
-from .fakerun import Trial
+from .fakerun import FakeRun
 
 
-def once(of: Boundaries, found: list[Boundary], trial: Trial | None) -> list[Boundary]:
+def once(of: Boundaries, found: list[Boundary], trial: FakeRun | None) -> list[Boundary]:
     """The boundaries, with one conversion for modules that read the same input of the module around them.
 
     Args:

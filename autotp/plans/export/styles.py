@@ -20,7 +20,7 @@ from autotp.ir.graph import Capture
 from autotp.ir.scopes import NUMBER, generic, module_path
 
 from .boundaries import Boundaries, Boundary
-from .fakerun import Trial
+from .fakerun import FakeRun
 from .shared_inputs import once
 
 if TYPE_CHECKING:
@@ -86,10 +86,10 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
     return found, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
 
 
-def _trial(program: Capture, tp: int) -> tuple[Trial | None, list[tuple[str, str]]]:
+def _trial(program: Capture, tp: int) -> tuple[FakeRun | None, list[tuple[str, str]]]:
     """The model to try boundaries on, or why it is not tried."""
     assert program.origin is not None
-    trial = Trial(*program.origin, tp)
+    trial = FakeRun(*program.origin, tp)
     failed = trial.failing(())
     if failed is None:
         return trial, []

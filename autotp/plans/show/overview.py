@@ -20,7 +20,7 @@ from .report import plain, sweep_table
 if TYPE_CHECKING:
     from autotp.plans.plan import Collective, Plan
 
-    from .rows import Part
+    from .rows import EqualBlocks
 
 MOST = 50  # lines of what is printed
 LEAST = 12  # lines that the blocks have at least
@@ -76,7 +76,7 @@ def _table(plan: Plan, room: int) -> Iterator[Text]:
         yield Text(f"and {len(parts) - len(kept)} smaller parts", style="dim")
 
 
-def _weight(part: Part, plan: Plan) -> float:
+def _weight(part: EqualBlocks, plan: Plan) -> float:
     """What a part and its equals hold and send, as a share of all."""
     t = plan.totals
     held = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
@@ -88,7 +88,7 @@ def _bytes(equal: Sequence[Collective]) -> float:
     return sum(c.forward_bytes + c.backward_bytes for c in equal)
 
 
-def _part(part: Part, plan: Plan, least: float) -> Iterator[Text]:
+def _part(part: EqualBlocks, plan: Plan, least: float) -> Iterator[Text]:
     """A heading, a line for each weight and for each place that sends `least` bytes; one line where all is whole."""
     whole = part.parameters and all(p.role == "whole" for p in part.parameters)
     detail = "whole" if whole else part.detail

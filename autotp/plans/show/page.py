@@ -27,7 +27,7 @@ KINDS = {**{name: name for name in NAMED}, REST: "everything else", "communicati
 
 
 @dataclass(frozen=True)
-class Box:
+class TimelineBox:
     """An event of the timeline as a rectangle; `kind` is its class, `text` what fits in, `told` its tooltip."""
 
     x: float
@@ -152,13 +152,13 @@ def _timeline(plan: Plan) -> dict[str, Any]:
     }
 
 
-def _box(e: Event, scale: float, y: float) -> Box:
+def _box(e: Event, scale: float, y: float) -> TimelineBox:
     width = scale * e.seconds
     short = e.label.split(" (")[0]
     text = next((x for x in (e.label, short) if len(x) * LETTER + 6 <= width), "")
     told = f"{e.label}: {rows.seconds(e.seconds)}, {e.direction}, {e.step.part}"
     change = f" ({e.step.change}, {amount(e.step.bytes)})" if e.step.converts else ""
-    return Box(LEFT + scale * e.start, y, width, _kind(e), text, told + change)
+    return TimelineBox(LEFT + scale * e.start, y, width, _kind(e), text, told + change)
 
 
 def _kind(e: Event) -> str:

@@ -25,7 +25,7 @@ ALONE = (("with", "as planned"),)  # of a single sweep
 
 
 @dataclass(frozen=True)
-class Axis:
+class PlotAxis:
     """What a panel shows.
 
     Attributes:
@@ -83,7 +83,7 @@ def _svg(sweeps: Sequence[Sweep]) -> str:
 
 
 def _panel(
-    axis: Axis, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
+    axis: PlotAxis, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
 ) -> dict[str, Any]:
     """One panel: marks, lines with their points, and the limit where it lies within."""
     drawn = [axis.value(row) for _, found in series for row in found]
@@ -137,6 +137,6 @@ def _even(found: Sequence[float]) -> list[float]:
     return ticks(max(found))
 
 
-TIME = Axis("step", lambda row: row.seconds, rows.seconds, _decimal, _round_each)
-MEMORY = Axis("memory per rank", lambda row: row.memory, amount, _binary, _round_size)
-EXPOSED = Axis("exposed communication", lambda row: row.exposed, rows.seconds, _even, round_seconds, factors=False)
+TIME = PlotAxis("step", lambda row: row.seconds, rows.seconds, _decimal, _round_each)
+MEMORY = PlotAxis("memory per rank", lambda row: row.memory, amount, _binary, _round_size)
+EXPOSED = PlotAxis("exposed communication", lambda row: row.exposed, rows.seconds, _even, round_seconds, factors=False)

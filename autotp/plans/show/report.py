@@ -19,7 +19,7 @@ from autotp.text import amount
 
 from . import rows
 from .lines import Lines, columns, fitted, wrapped
-from .rows import MARKS, Part
+from .rows import MARKS, EqualBlocks
 from .table import WIDTH, Columns
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _remarks(plan: Plan, width: int) -> Iterator[Text]:
                 yield from wrapped(line, width, "  ")
 
 
-def _part(part: Part, width: int) -> Iterator[Text]:
+def _part(part: EqualBlocks, width: int) -> Iterator[Text]:
     yield Text()
     if part.detail and len(part.title) + 2 + len(part.detail) > width:
         yield Text(part.title, style="bold")

@@ -21,7 +21,7 @@ NAMES = {"mlp": "MLP"}
 
 
 @dataclass(frozen=True)
-class Part:
+class EqualBlocks:
     """A block and its equals, or what is in none.
 
     Attributes:
@@ -48,7 +48,7 @@ class Part:
         return " ".join(filter(None, [self.kind, self.module])) + times
 
 
-def parts(plan: Plan) -> Iterator[Part]:
+def parts(plan: Plan) -> Iterator[EqualBlocks]:
     """The blocks, equal ones folded, and then what is in none."""
     parameters: dict[str, Parameter] = {p.name: p for p in plan.parameters}
     shown: set[str] = set()
@@ -61,17 +61,19 @@ def parts(plan: Plan) -> Iterator[Part]:
     outside = [c for c in plan.collectives if c.block is None]
     if left or outside:
         equal = _grouped(outside)
-        yield Part("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(equal, 1), equal)
+        yield EqualBlocks("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(equal, 1), equal)
 
 
-def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> Part:
+def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> EqualBlocks:
     members = {j for j, b in enumerate(plan.blocks) if b.first == index}
     detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
     own = [parameters[n] for n in block.parameters]
     weights = _weights(own, block.module, shown)
     equal = _grouped([c for c in plan.collectives if c.block in members])
     kind = NAMES.get(block.kind, block.kind)
-    return Part(kind, block.module, len(members), detail, block.limit, own, weights, _sent(equal, len(members)), equal)
+    return EqualBlocks(
+        kind, block.module, len(members), detail, block.limit, own, weights, _sent(equal, len(members)), equal
+    )
 
 
 def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:

@@ -32,13 +32,13 @@ from .boxes import Box
 from .tensorfiles import Entry
 
 LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
-Place = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
+BoxPlace = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
 
 
 class Planner(DefaultSavePlanner):
     """Writes each staged tensor as the box of the whole that `places` says it is; equal boxes are written once."""
 
-    def __init__(self, places: Mapping[str, Place]) -> None:
+    def __init__(self, places: Mapping[str, BoxPlace]) -> None:
         super().__init__()
         self.places = dict(places)
 

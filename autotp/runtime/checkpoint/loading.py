@@ -24,7 +24,7 @@ from autotp.runtime.storage import as_dtensor
 
 from . import dcpfiles, folders, optimizers, renaming
 from .boxes import Box, boxes, whole
-from .matching import Archive, Given, Match, match
+from .matching import Archive, Given, NameMatch, match
 from .tensorfiles import INDEX, TensorFiles
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -58,7 +58,7 @@ def load(
     """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call."""
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
-    def prepare() -> tuple[Archive, Match, optimizers.States | None]:
+    def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
         archive = renaming.converted(shards, open_archive(source, trusted))
         found = match(shards, archive, strict, cast)
         wanted = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
@@ -134,7 +134,7 @@ def _targets(shards: ShardState, first: str) -> list[Box]:
     return boxes(storage, state.pieces(shards, first))
 
 
-def _check(shards: ShardState, archive: Archive, found: Match, check_finite: bool) -> None:
+def _check(shards: ShardState, archive: Archive, found: NameMatch, check_finite: bool) -> None:
     """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
     faults = []
     for first, keys in found.stored.items():
@@ -170,7 +170,7 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _read(shards: ShardState, archive: Archive, found: Match) -> None:
+def _read(shards: ShardState, archive: Archive, found: NameMatch) -> None:
     """Read every tensor; those that were on the meta device are put in place only when all are read."""
     made: dict[Tensor, Tensor] = {}
     for first, keys in found.stored.items():

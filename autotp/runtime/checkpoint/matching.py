@@ -68,7 +68,7 @@ class Given:
 
 
 @dataclass(frozen=True)
-class Match:
+class NameMatch:
     """What of an archive is which tensor of the model.
 
     Attributes:
@@ -81,7 +81,7 @@ class Match:
     unexpected: list[str]
 
 
-def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Match:
+def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> NameMatch:
     """Compare the names, shapes and types of an archive with the model's.
 
     Raises:
@@ -108,7 +108,7 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Mat
     wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(shards, first, k, archive, cast))]
     if wrong or (strict and (missing or unexpected)):
         raise StateError(_told(archive, missing, unexpected, wrong, cast))
-    return Match(stored, missing, unexpected)
+    return NameMatch(stored, missing, unexpected)
 
 
 def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> tuple[Rename, str]:

@@ -23,7 +23,7 @@ from autotp.runtime.shard_state import ShardState
 
 from . import folders, huggingface, optimizers
 from .boxes import Box, boxes, whole
-from .dcpfiles import Place, Planner, Writer
+from .dcpfiles import BoxPlace, Planner, Writer
 
 FORMATS = ("dcp", "huggingface")
 _thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
@@ -105,7 +105,7 @@ def _collect(shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str
 
 def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
     staged: dict[str, torch.Tensor] = {}
-    places: dict[str, Place] = {}
+    places: dict[str, BoxPlace] = {}
     for name, (shape, held) in tensors.items():
         for i, box in enumerate(held):
             key = f"{name}@{i}"

@@ -37,7 +37,7 @@ EPS = torch.finfo(torch.float32).eps  # of torch.rms_norm, where none is given
 
 
 @dataclass(frozen=True)
-class Found:
+class FoundNorm:
     """A norm that a graph computes: of `x`, in `nodes`, of which the last one is the result."""
 
     x: fx.Node
@@ -67,30 +67,30 @@ def norm_of_sum(node: fx.Node) -> fx.Node | None:
     return put(OPS.add_norm.default, (x, residual, *found.options), (found.x, *found.nodes), node, found.x)
 
 
-def _found(node: fx.Node) -> Found | None:
+def _found(node: fx.Node) -> FoundNorm | None:
     found = _operator(node) or _written_out(node)
     return found if found is not None and _fits(found, node) else None
 
 
-def _operator(node: fx.Node) -> Found | None:
+def _operator(node: fx.Node) -> FoundNorm | None:
     if not calls(node, aten.layer_norm, aten.rms_norm) or node.kwargs or len(node.args[1]) != 1:  # type: ignore[arg-type]
         return None
     args: list[Any] = [*node.args, *[None] * 5]
     if calls(node, aten.rms_norm):
-        return Found(args[0], args[2], None, EPS if args[3] is None else args[3], False, (node,))
-    return Found(args[0], args[2], args[3], 1e-5 if args[4] is None else args[4], True, (node,))
+        return FoundNorm(args[0], args[2], None, EPS if args[3] is None else args[3], False, (node,))
+    return FoundNorm(args[0], args[2], args[3], 1e-5 if args[4] is None else args[4], True, (node,))
 
 
-def _written_out(node: fx.Node) -> Found | None:
+def _written_out(node: fx.Node) -> FoundNorm | None:
     for pattern in WRITTEN_OUT:
         found = find(pattern, node)
         if found is not None:
             weight = found.named.get("weight")
-            return Found(found["x"], weight, None, float(found["eps"]), False, found.nodes)
+            return FoundNorm(found["x"], weight, None, float(found["eps"]), False, found.nodes)
     return None
 
 
-def _fits(found: Found, node: fx.Node) -> bool:
+def _fits(found: FoundNorm, node: fx.Node) -> bool:
     """Whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
     x, out = value_of(found.x), value_of(node)
     vectors = [value_of(v) for v in (found.weight, found.bias) if v is not None]
@@ -104,7 +104,7 @@ def _fits(found: Found, node: fx.Node) -> bool:
     )
 
 
-def _added(found: Found, node: fx.Node) -> bool:
+def _added(found: FoundNorm, node: fx.Node) -> bool:
     """Whether what is normalised is a sum of two values of its own shape, made where the norm is called.
 
     A sum that another module makes stays there: it may be that module's output.
