@@ -95,6 +95,11 @@ def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
     return [message[HEAD.size + len(text) :] for message in everyone]
 
 
+def meet_in(group: str, what: str) -> None:
+    """`meet` of the ranks of the group of this name; nothing where the ranks of that group are not compared."""
+    meet(_named.get(group), what)
+
+
 def lost(error: Exception, group: str) -> None:
     """Where an error is one of communication: raise the one that names the rank that is gone in its place.
 

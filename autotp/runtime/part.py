@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autotp.errors import StateError
-from autotp.runtime.interop.refusals import DDP, Refused
+from autotp.runtime.interop.refusals import DDP, SET, Refused
 
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
 
@@ -68,6 +68,8 @@ class Part(nn.Module):
         raise FusedError(watched.in_pieces(self, name))
 
     def __setattr__(self, name: str, value: Any) -> None:
+        if name in SET:
+            raise StateError(SET[name])
         watched = self.__dict__.get("_watched")
         if watched is not None:
             watched.set(self, name, value)

@@ -130,6 +130,8 @@ def everything(rank: int, world: int, group: Any) -> dict[str, Any]:
     found: dict[str, Any] = {"norms": by_hand(model, sharded, x)}
     if one:
         found["alone"] = error_of(lambda: sharded[1].weight.grad.norm().item())
+    found["together"] = bool(sharded[1].weight.grad.norm() > 0), bool(sharded[1].weight.grad.norm() > 1e9)
+    found["apart"] = error_of(lambda: bool(sharded[1].weight.grad.norm() > 0) if one else sharded(x))
     found["scaled"] = [scaled(sharded, x, order, unscale, not one) for order in (1, -1) for unscale in (False, True)]
     found["steps"] = {name: steps(model, sharded, x, make) for name, make in OPTIMIZERS.items()}
     return found
@@ -151,6 +153,8 @@ def test_a_norm_by_hand_is_the_whole_tensors_or_refused_on_every_rank(found):
         assert all(kind == "StateError" and ".full_tensor()" in text for kind, text, _ in refused), refused
         for a, b in (clipped, *zip(*whole, strict=True)):
             assert a == pytest.approx(b, rel=1e-12)
+        assert each["together"] == (True, False)
+        assert each["apart"][0] == "RankError" and "comparing a number" in each["apart"][1], each["apart"]
     assert ".full_tensor()" in found[0]["alone"][1]
 
 

@@ -24,6 +24,7 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "torch.compile": lambda: torch.compile(sharded, backend="eager")(x),
         "compile": lambda: sharded.compile(),
         "trace": lambda: torch.jit.trace(sharded, x),
+        "quantise": lambda: torch.ao.quantization.quantize_dynamic(sharded, {nn.Linear}),
         "DDP": lambda: nn.parallel.DistributedDataParallel(sharded, process_group=group),
     }
     with warnings.catch_warnings():
@@ -43,7 +44,11 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
 def test_each_has_a_sentence_of_its_own(pool):
     words = {"torch.compile": "backend='inductor'", "compile": "backend='inductor'", "trace": "torch.jit.trace"}
     for found in pool.run(refused, world=2):
-        for name, word in {**words, "DDP": "DistributedDataParallel averages"}.items():
+        for name, word in {
+            **words,
+            "DDP": "DistributedDataParallel averages",
+            "quantise": "Quantise the model first",
+        }.items():
             kind, text = found[name]
             assert kind == "StateError" and word in text, (name, kind, text)
         assert found["read"] > 50  # to read all attributes, as a debugger does, is nothing to refuse

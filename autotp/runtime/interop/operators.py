@@ -18,13 +18,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from autotp import compat
+from autotp.comm.lockstep import meet_in
 from autotp.errors import StateError
 
 from . import whole_tensors
 from .ours import ours
 
 aten = torch.ops.aten
+COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
 Handler = Callable[[Any, Sequence[Any], Any], Any]
+COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for over in ("Scalar", "Tensor"))
 STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__  # around every optimizer's `step`
 
 
@@ -58,6 +61,18 @@ def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
             )
         value = value.full_tensor()
     return op(_local(value))
+
+
+def _compared(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """A comparison with a number of which each rank holds a summand is a collective: begun once all ranks are at it.
+
+    Asked for on one rank alone, that is an error on all of them as soon as the others do something else.
+    """
+    value = next((x for x in args if isinstance(x, DTensor) and x.ndim == 0 and in_parts(x) and ours(x)), None)
+    if value is not None and not _stepping():
+        for i in range(value.device_mesh.ndim):
+            meet_in(value.device_mesh.get_group(i).group_name, "comparing a number of which each rank holds a part")
+    return compat.by_default(op, args, kwargs)
 
 
 def _stepping() -> bool:
@@ -173,6 +188,7 @@ def _local(value: Any) -> Any:
 HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
+    **dict.fromkeys(COMPARISONS, _compared),
     aten._local_scalar_dense.default: _number,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,
     aten.index_put_.default: _put,

@@ -21,6 +21,12 @@ DDP = (
     "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
 )
 
+QUANTISE = (
+    "torch.ao.quantization changes layers of exactly torch's own classes, and would leave a sharded module's as they are "
+    "without a word. Quantise the model first, and give that to autotp.compile."
+)
+SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to do -> why it is refused
+
 
 class Refused:
     """An attribute that one part of torch asks for before all else: asked from there, it is this error.
