@@ -22,7 +22,7 @@ DDP = (
 )
 
 QUANTISE = (
-    "torch.ao.quantization changes layers of exactly torch's own classes, and would leave a sharded module's as they are "
+    "torch.ao.quantization changes layers of exactly torch's own classes, and would leave a sharded module as it is "
     "without a word. Quantise the model first, and give that to autotp.compile."
 )
 SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to do -> why it is refused
