@@ -61,7 +61,7 @@ def alone(tp: int) -> Iterator[None]:
     """Rank 0 of `tp` that send nothing; it agrees with itself."""
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp)
     try:
-        with mock.patch("autotp.comm.ranks._gather", lambda ranks, own: [own] * ranks.tp):
+        with mock.patch("autotp.comm.ranks._gather", lambda ranks, own, what: [own] * ranks.tp):
             yield
     finally:
         dist.destroy_process_group()

@@ -48,7 +48,7 @@ class Channel:
         doing: what this rank is about to do or does, in words; since when; and in which thread.
         running: whether it does that by now.
         asks: connections to the other ranks for questions and answers.
-        modules: how many sharded modules use it.
+        modules: how many sharded modules use it. group: the name of its process group.
         gone: ranks whose process has ended.
     """
 
@@ -57,6 +57,7 @@ class Channel:
         self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
         self.running = False
         self.modules = 0
+        self.group = ""
         self.gone: set[int] = set()
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         self._peers, self._read = peers, {rank: bytearray() for rank in peers}

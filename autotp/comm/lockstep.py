@@ -62,6 +62,7 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) 
             found = Channel(rank, size, timeout, *peers)
             waiting.watch(found)
         _open[group] = _named[group.group_name] = found
+        found.group = group.group_name
         weakref.finalize(group, found.close)
     return found
 

@@ -121,7 +121,7 @@ class Asking:
     def look(self) -> None:
         """Log a collective that this rank has waited in for long, and what the others are doing."""
         channel = self.channel
-        inside = collective(channel.doing[2]) if channel.running else None
+        inside = collective(channel.doing[2], channel.group) if channel.running else None
         now = time.monotonic()
         if inside is None or inside[0] != self.stuck[0]:
             self.stuck = (inside and inside[0], now, wait_limit())
@@ -149,7 +149,7 @@ def _exactly(peer: socket.socket, count: int) -> bytes:
 def doing(channel: Channel) -> str:
     """What this rank is doing: its latest turn, and the line of the user's code where it is."""
     what, since, thread = channel.doing
-    inside = collective(thread) if channel.running else None
+    inside = collective(thread, channel.group) if channel.running else None
     state = "since it began the " if channel.running else "at or after the "
     where = f", in {inside[1]}" if inside else ""
     return f"{time.monotonic() - since:.0f} s {state}{what}{where}{_place(thread)}"
@@ -172,12 +172,15 @@ def _place(thread: int) -> str:
     return ""
 
 
-def collective(thread: int) -> tuple[object, str] | None:
-    """A mark of the collective that a thread is in, and the collective and its module in words; None in none."""
+def collective(thread: int, group: str) -> tuple[object, str] | None:
+    """A mark of the collective of this group that a thread is in, and the collective and its module in words."""
     found, words, steps = None, "", []
     for frame in _stack(thread):
         file, inner = frame.f_code.co_filename, frame.f_locals
-        if found is None and file.startswith(HERE) and file.endswith("collectives.py"):
+        here = file.startswith(HERE) and file.endswith("collectives.py")
+        if here and inner.get("group", group) != group:
+            return None
+        if found is None and here:
             found, words = (id(frame), frame.f_lasti), str(inner.get("primitive", "a collective"))
         elif found is None and "torchinductor" in file:
             found, words = (id(frame), frame.f_lasti), "a compiled part"

@@ -167,9 +167,15 @@ class Calls:
             if own is not None and ranks is not None and ranks.rank:
                 _generator(device, own)
 
-    def together(self, what: str) -> None:
-        """Make sure that all ranks are about to do this with the module. A collective call."""
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Within this context all ranks do this with the module. A collective call."""
         meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}")
+        try:
+            yield
+        finally:
+            if self.channel is not None:
+                self.channel.leave()
 
     def end(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""

@@ -71,4 +71,4 @@ class LazyModule(ShardedModule):
 
     parameters = named_parameters = buffers = named_buffers = requires_grad_ = zero_grad = _apply = _early
     modules = named_modules = children = named_children = get_submodule = get_parameter = get_buffer = apply = _early
-    _shards = plan = graph = property(_early)  # type: ignore[assignment]
+    _shards = _calls = plan = graph = property(_early)  # type: ignore[assignment]

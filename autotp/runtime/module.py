@@ -200,13 +200,13 @@ class ShardedModule(Refusals, Part):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names (collective)."""
-        self._calls.together("full_state_dict")
-        return state.full_state(self._shards)
+        with self._calls.together("full_state_dict"):
+            return state.full_state(self._shards)
 
     def full_grad_dict(self) -> dict[str, Tensor]:
         """Every gradient, whole, under the original's names; parameters without one are absent (collective)."""
-        self._calls.together("full_grad_dict")
-        return state.full_gradients(self._shards)
+        with self._calls.together("full_grad_dict"):
+            return state.full_gradients(self._shards)
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""

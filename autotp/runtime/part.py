@@ -61,7 +61,7 @@ class Part(nn.Module):
         if watched is not None and name in watched.module.__dict__:
             return watched.read(self, name)
         try:
-            return super().__getattr__(name)
+            return nn.Module.__getattr__(self, name)  # never the original's own, which may ask for more
         except AttributeError:
             if watched is None or not watched.fused(self, name):
                 raise

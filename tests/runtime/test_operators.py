@@ -131,9 +131,10 @@ def everything(rank: int, world: int, group: Any) -> dict[str, Any]:
     if one:
         found["alone"] = error_of(lambda: sharded[1].weight.grad.norm().item())
     found["together"] = bool(sharded[1].weight.grad.norm() > 0), bool(sharded[1].weight.grad.norm() > 1e9)
-    found["apart"] = error_of(lambda: bool(sharded[1].weight.grad.norm() > 0) if one else sharded(x))
     found["scaled"] = [scaled(sharded, x, order, unscale, not one) for order in (1, -1) for unscale in (False, True)]
     found["steps"] = {name: steps(model, sharded, x, make) for name, make in OPTIMIZERS.items()}
+    loss_of(sharded, x).backward()
+    found["apart"] = error_of(lambda: bool(sharded[1].weight.grad.norm() > 0) if one else sharded(x))
     return found
 
 

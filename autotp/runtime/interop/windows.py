@@ -74,7 +74,7 @@ def follow(found: Any, of: DTensor, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _one_memory(a: DTensor, b: DTensor) -> bool:
-    memory = [compat.local_of(t).untyped_storage().data_ptr() for t in (a, b)]
+    memory = [compat.local_of(t).untyped_storage()._cdata for t in (a, b)]
     return memory[0] == memory[1]
 
 
