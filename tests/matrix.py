@@ -46,7 +46,8 @@ def _version(path: str) -> str:
 def pins() -> str:
     """The lines of constraints.txt but for torch's and those of what belongs to one torch."""
     lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines(keepends=True)
-    return "".join(line for line in lines if not line.startswith(("torch==", "triton==", "nvidia-", "cuda-")))
+    others = ("torch==", "triton==", "setuptools==", "nvidia-", "cuda-")  # torch 2.11 takes no setuptools from 82 on
+    return "".join(line for line in lines if not line.startswith(others))
 
 
 def prepared(python: str, torch: str, folder: Path, log: Path) -> tuple[str, str]:
