@@ -79,7 +79,7 @@ def capture(
         made = attempt.run()
         found = _read(made.program, bare.training)
         found.mutations |= made.written
-        found.asks_grad_mode = attempt.asked.told
+        found.asks_grad_mode, found.asks_gradients = attempt.asked.told, attempt.asked.tensors
         found.aliases, found.conditions = aliases(bare), made.conditions
         return found
 

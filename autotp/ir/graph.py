@@ -58,8 +58,9 @@ class Capture:
     guards: list[sympy.Basic]
     training: bool
     aliases: dict[str, str] = field(default_factory=dict)
-    state: tuple[Any, ...] = ()  # (training, parameter dtype, grad mode, autocast) that it was captured in
+    state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
+    asks_gradients: bool = False  # whether it asks tensors if they want one
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
@@ -77,7 +78,7 @@ class Capture:
         bound: dict[sympy.Symbol, int] = {}
         for leaf, value in zip(self.inputs, values, strict=True):
             expected = leaf.node.meta.get("val")
-            reason = _fits(leaf.name, expected, value, bound)
+            reason = _fits(leaf.name, expected, value, bound, self.asks_gradients)
             if reason:
                 return reason
         for symbol, size in bound.items():
@@ -122,7 +123,7 @@ def on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], asks: bool) -> str | None:
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -130,6 +131,8 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
     if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
         return f"input {name!r} requires a gradient, and was captured without"
+    if asks and value.requires_grad != expected.requires_grad:
+        return f"the forward asks whether input {name!r} requires a gradient, and was captured with another answer"
     for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
         size = expression(want)
         if isinstance(size, sympy.Symbol):

@@ -13,6 +13,7 @@ from autotp.ir.graph import Capture, differentiable
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Pass
 
+from .complex_scatters import ComplexScatters
 from .drop_examples import DropExamples
 from .strides import LayOut, Reshape
 
@@ -207,6 +208,6 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
-    Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(), TileSlices(),
+    RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip
