@@ -16,7 +16,6 @@ from autotp.ir.layouts import Size, share
 from autotp.ir.op import EXPERTS, Op
 from autotp.ir.program import Planned
 
-from .memory import STEADY
 from .prices import LOOKUPS, is_free, nbytes
 
 
@@ -55,7 +54,7 @@ def weights_read(planned: Planned, hint: Callable[[Size], int]) -> float:
         planned: the graph with its decisions. hint: the sizes to count with.
     """
     reads = _Reads(planned, hint)
-    return sum(reads.of_leaf(leaf.node) for leaf in planned.program.leaves if leaf.kind in STEADY)
+    return sum(reads.of_leaf(leaf.node) for leaf in planned.program.leaves if leaf.kind.steady)
 
 
 def experts_read(op: Op, hint: Callable[[Size], int]) -> dict[int, float]:
