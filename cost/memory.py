@@ -31,9 +31,6 @@ from .objective import Objective
 from .prices import nbytes, sizer
 from .saved_tensors import Saved, saved_by
 
-STEADY = ("parameter", "buffer", "constant")  # leaves that are held all the time
-
-
 Hints = Mapping[Any, int]
 
 
@@ -51,11 +48,11 @@ def measure(
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
-        if leaf.kind not in STEADY or not tensors(leaf.node):
+        if not leaf.kind.steady or not tensors(leaf.node):
             continue
         val = leaf.node.meta["val"]
         held = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
-        if leaf.kind != "parameter":
+        if not leaf.kind.trained:
             buffers += held
             continue
         parameters += held
@@ -119,7 +116,7 @@ class _Line:
         self.example = sizer(planned.program.hints)
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind in STEADY}
+        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
         self.held = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
