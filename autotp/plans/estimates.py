@@ -15,7 +15,7 @@ class Totals:
         flops, local_flops: floating-point operations of a forward.
         forward_bytes, backward_bytes: sent by a rank in a step.
         seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
-        stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
+        parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
         megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
             `autotp.plans.describe.megatron`); 0 where the model is not one that it is written for.
@@ -33,8 +33,8 @@ class Totals:
     backward_bytes: float = 0.0
     seconds: float = 0.0
     bound: float = 0.0
-    stored: float = 0.0
-    least_stored: float = 0.0
+    parameter_bytes: float = 0.0
+    least_parameter_bytes: float = 0.0
     communication: float = 0.0
     megatron_bytes: float = 0.0
     megatron_seconds: float = 0.0
