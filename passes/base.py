@@ -10,6 +10,8 @@ from typing import ClassVar
 from autotp.ir.graph import Capture
 from autotp.log import dump, log
 
+from .schema import verify
+
 
 @dataclass(frozen=True)
 class Pass:
@@ -28,6 +30,7 @@ def run_passes(program: Capture, passes: Sequence[Pass]) -> None:
         changed = each.run(program)
         if changed:
             program.graph.lint()
+            verify(program, f"pass {each.name}")
         log.debug("pass %s: %d changes, %.1f ms", each.name, changed, 1e3 * (time.process_time() - start))
         if changed:
             dump(f"{number:02d}-{each.name}", program.graph)

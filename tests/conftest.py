@@ -18,6 +18,7 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between passes
 
 import torch
 

@@ -16,7 +16,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
-from autotp.ir.marks import inherit
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -154,6 +154,7 @@ class BatchRewriter(Rewriter):
         while new.op != "root":  # what a rule writes before the operator's own call belongs to the same module
             if new.target not in conversions.FUNCTIONS.values():
                 new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(new, no_grad=mark(node).no_grad)
             new = new.next
 
     def _goal(self, position: int, x: fx.Node) -> Layout:

@@ -23,6 +23,7 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, scope_path
+from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall, Sizes
 
 
@@ -132,7 +133,8 @@ class Rewriter:
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])
-        inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None)
+        no_grad = mark(before).no_grad or False  # a leaf says nothing
+        inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None, no_grad=no_grad)
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
@@ -225,7 +227,9 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
         price: `price(value, a, b)` gives a conversion's seconds.
         outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
     """
-    return Rewriter(planned, price, outputs).run()
+    program = Rewriter(planned, price, outputs).run()
+    verify(program, "rewrite", planned=planned)
+    return program
 
 
 def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
@@ -239,4 +243,5 @@ def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
             rank, size, group = axes[axis]
             extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
             new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
+    verify(graph, "specialise")
     return graph
