@@ -17,7 +17,7 @@ from autotp.errors import SchemaError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import I, P, R
-from autotp.ir.marks import NOTHING, Mark, inherit, mark, write
+from autotp.ir.marks import NOTHING, Mark, conversion_of, inherit, mark, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.base import Pass, run_passes
@@ -136,7 +136,7 @@ def test_a_value_that_does_not_lie_as_it_was_decided_is_an_error(layout, program
 def test_a_conversion_that_says_another_is_an_error(programs):
     node = next(n for n in programs.sharded.graph.nodes if mark(n).conversion is not None)
     before = mark(node)
-    write(node, conversion=(before.conversion[0], R if before.layout != R else I))
+    write(node, conversion=(conversion_of(node)[0], R if before.layout != R else I))
     with pytest.raises(SchemaError, match="'conversion' is"):
         verify(programs.sharded, "rewrite", planned=programs.planned)
     node.meta["autotp"] = before
