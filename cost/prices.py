@@ -80,9 +80,9 @@ class Prices:
             self._bytes[id(val)] = nbytes(val, self.hint), val
         return self._bytes[id(val)][0]
 
-    def held_parameter(self, stored: float, val: Tensor) -> float:
-        """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
-        return self.objective.held(stored, val)
+    def budget_bytes(self, parameter_bytes: float, val: Tensor) -> float:
+        """Bytes that a part of this parameter takes: with gradient and optimizer states where it is trained."""
+        return self.objective.budget_bytes(parameter_bytes, val)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
@@ -134,7 +134,7 @@ class Prices:
         seconds = op_seconds(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
-        return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
+        return (1 + BACKWARD) * seconds, self._activation_bytes(op.node, [*ins, *outs])
 
     def _across(self, op: Op, over: BatchConversion, part: float) -> float:
         """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
@@ -143,8 +143,8 @@ class Prices:
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
 
-    def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
-        """Bytes of what this call is the first to keep for the backward."""
+    def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:
+        """Bytes of what this call is the first to save for the backward."""
         if node not in self._answers:
             self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
         least = min(map(self.share, layouts), default=1.0)

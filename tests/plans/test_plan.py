@@ -24,7 +24,7 @@ from autotp.ir.program import Decision
 from autotp.plans.describe.describe import describe
 from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
-from autotp.plans.saved import FORMAT, SAVED, sealed
+from autotp.plans.saved import FORMAT, SAVED, file_name, sealed
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.helpers.plans import communicating, planned_for, stages
 
@@ -90,7 +90,8 @@ def test_what_a_format_holds(golden):
     """A change here is another format: raise `FORMAT` with it."""
     records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axis)
     lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)}"]
-    lines += [f"{record.__name__}: {' '.join(f.name for f in fields(record))}" for record in records]
+    for record in records:
+        lines.append(f"{record.__name__}: {' '.join(file_name(record, f.name) for f in fields(record))}")
     golden("plan-format", "\n".join(lines) + "\n")
 
 
@@ -125,7 +126,7 @@ def test_totals_are_sums(name, tp):
             expected[p.layout.dim] = max(shares)
             assert sum(shares) == p.shape[p.layout.dim]
         assert p.local == tuple(expected)
-    assert plan.totals.stored == pytest.approx(4 * plan.totals.local_parameters)
+    assert plan.totals.parameter_bytes == pytest.approx(4 * plan.totals.local_parameters)
     assert plan.totals.bound <= plan.totals.seconds * (1 + 1e-6)
 
 

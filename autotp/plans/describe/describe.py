@@ -13,6 +13,7 @@ from autotp.comm import conversions
 from autotp.comm.conversions import primitive
 from autotp.comm.slices import to_runtime
 from autotp.cost import collective_bytes
+from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
@@ -264,12 +265,13 @@ def _totals(
         backward_bytes=sum(c.backward_bytes for c in collectives),
         seconds=solution.seconds if solution is not None else 0.0,
         bound=solution.bound if solution is not None else 0.0,
-        stored=solution.stored if solution is not None else 0.0,
-        least_stored=solution.least_stored if solution is not None else 0.0,
+        parameter_bytes=solution.parameter_bytes if solution is not None else 0.0,
+        least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
         communication=communication,
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],
         megatron_step=hand_step(builder) if dearer else 0.0,
+        weights_read=weights_read(planned, builder.prices.hint),
         **_sizes(planned),
     )
 
