@@ -59,6 +59,7 @@ class Capture:
     aliases: dict[str, str] = field(default_factory=dict)
     state: tuple[Any, ...] = ()  # (training, parameter dtype, grad mode, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
+    autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
