@@ -18,6 +18,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, Kind
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -121,10 +122,11 @@ def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     exported = attempt.run()
     program = _read(exported.program, attempt.bare.training)
     program.mutations |= exported.written
-    program.asks_grad_mode = attempt.asked.told
+    program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:
-        program.state = state if program.asks_grad_mode else (*state[:2], None, *state[3:])
+        grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
+        program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
     return program
 
 
@@ -152,12 +154,12 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
     signature, leaves = program.graph_signature, []
-    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+    kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in signature.input_specs:
         name = getattr(spec.arg, "name", "")
-        kind = kinds.get(spec.kind.name, spec.kind.name)
-        leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
+        kind = kinds.get(spec.kind.name) or Kind(spec.kind.name)
+        leaves.append(Leaf(nodes[name], kind, spec.target if not kind.passed and spec.target else name))
     environment = compat.shape_env(program.graph)
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for leaf in leaves:
@@ -174,7 +176,7 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
-    tensors = [x.name for x in leaves if x.kind == "input" and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     found: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)

@@ -71,7 +71,7 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            for context in (*self.contexts, _named(self.bare, self.kwargs)):
+            for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
                 stack.enter_context(context)
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
@@ -169,6 +169,20 @@ def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     *named, rest = signature.parameters.values()
     with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
         yield
+
+
+@contextmanager
+def _records(bare: nn.Module) -> Iterator[None]:
+    """Within this context plain dataclasses that `bare` gives are known as containers before an export meets them."""
+
+    def know(module: nn.Module, args: Any, output: Any) -> None:
+        compat.know_records(output)
+
+    handle = bare.register_forward_hook(know)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

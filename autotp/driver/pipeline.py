@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
-from autotp.capture.grad_mode import grad_mode
+from autotp.capture.grad_mode import GRAD, grad_mode
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
@@ -35,7 +35,7 @@ from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
-Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, autocast dtype)
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -60,18 +60,22 @@ def needed(model: nn.Module, given: Any, function: str) -> Inputs:
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
-    """What a capture is made for: the modules' training flags, the parameters' dtypes, grad mode and autocast dtype."""
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
+    gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
     dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
     kinds = [d for d in dtypes if d]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return _one(training), _one(kinds), grad_mode(), autocast
+    grad = grad_mode()
+    each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
+    return _one(training), _one(kinds), grad, _one(list(each)) if grad == GRAD else (), autocast
 
 
 def serves(state: Mode, mode: Mode) -> bool:
-    """Whether what was captured in a state is for this mode; a forward that never asks serves every grad mode."""
-    return state[:2] == mode[:2] and state[2] in (None, mode[2]) and state[3] == mode[3]
+    """Whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
+    asked = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
+    return state[:2] == mode[:2] and asked and state[4] == mode[4]
 
 
 def _one(values: list[Any]) -> Any:

@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from autotp import compat
 
 from .layouts import Size
+from .leaves import Kind
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -35,8 +36,8 @@ class Leaf:
     """A placeholder of the graph: what it holds and under which name of the model."""
 
     node: fx.Node
-    kind: str  # "parameter" | "buffer" | "constant" | "input"
-    name: str
+    kind: Kind
+    name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
 
 @dataclass
@@ -57,25 +58,28 @@ class Capture:
     guards: list[sympy.Basic]
     training: bool
     aliases: dict[str, str] = field(default_factory=dict)
-    state: tuple[Any, ...] = ()  # (training, parameter dtype, grad mode, autocast) that it was captured in
+    state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
+    asks_gradients: bool = False  # whether it asks tensors if they want one
     autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
+    carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
 
     @property
     def inputs(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+        """What a call passes, in its order: inputs and states."""
+        return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
         bound: dict[sympy.Symbol, int] = {}
         for leaf, value in zip(self.inputs, values, strict=True):
             expected = leaf.node.meta.get("val")
-            reason = _fits(leaf.name, expected, value, bound)
+            reason = _fits(leaf.name, expected, value, bound, self.asks_gradients)
             if reason:
                 return reason
         for symbol, size in bound.items():
@@ -120,7 +124,7 @@ def on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], asks: bool) -> str | None:
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -128,6 +132,8 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
     if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
         return f"input {name!r} requires a gradient, and was captured without"
+    if asks and value.requires_grad != expected.requires_grad:
+        return f"the forward asks whether input {name!r} requires a gradient, and was captured with another answer"
     for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
         size = expression(want)
         if isinstance(size, sympy.Symbol):
@@ -159,7 +165,7 @@ def differentiable(program: Capture) -> set[fx.Node]:
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        wanted = leaf.kind == "parameter" or (leaf.kind == "input" and getattr(val, "requires_grad", False))
+        wanted = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:

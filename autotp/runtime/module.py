@@ -20,6 +20,7 @@ from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
@@ -32,7 +33,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken
+from .programs import Known, Program, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -153,7 +154,10 @@ class ShardedModule(Refusals, Part):
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+            captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        return captured
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
         source, key = self._source, len(self._programs_made)
@@ -163,7 +167,7 @@ class ShardedModule(Refusals, Part):
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
-        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
+        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)

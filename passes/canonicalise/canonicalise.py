@@ -13,6 +13,7 @@ from autotp.ir.graph import Capture, differentiable
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Pass
 
+from .complex_scatters import ComplexScatters
 from .drop_examples import DropExamples
 from .strides import LayOut, Reshape
 
@@ -27,7 +28,7 @@ class MergeTied(Pass):
         first: dict[str, fx.Node] = {}
         kept = []
         for leaf in program.leaves:
-            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind in ("parameter", "buffer") else None
+            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
                 leaf.node.replace_all_uses_with(first[owner])
                 program.graph.erase_node(leaf.node)
@@ -208,6 +209,6 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
-    Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(), TileSlices(),
+    RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip
