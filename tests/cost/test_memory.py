@@ -115,7 +115,7 @@ def test_the_solver_counts_what_the_plan_counts(name, tp):
     stages = staged(name, tp)
     assert stages.planned.solution is not None
     memory = stages.plan.memory
-    assert stages.planned.solution.held == memory.steady + memory.activations
+    assert stages.planned.solution.budget_bytes == memory.steady + memory.activations
 
 
 # parameters, gradients and states
