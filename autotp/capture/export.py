@@ -48,7 +48,7 @@ class Exported:
 
 @dataclass
 class Attempt:
-    """What one export is of; the rungs of the ladder change it.
+    """What one export is of; the changes of `attempts` alter it.
 
     Attributes:
         bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
@@ -78,6 +78,7 @@ class Attempt:
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
             recorded = (
                 *recorded,
+                compat.recorded_guards(),
                 self.asked.answered(files_of(self.bare)),
                 plain_types(self.bare),
                 refuse_hooks(),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,7 @@ from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
-from autotp.passes.base import run_passes
-from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
+from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.decompose.counter_random import by_counter
 from autotp.passes.decompose.losses import apart, only_loss
@@ -97,36 +96,20 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
-    finish = _finishing(mode, trial)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2])
+        whole = capture(bare, two_examples(inputs, request.dp), device, (*CANONICAL, ExplicitCasts()), trial, mode)
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
     return by_counter(made) if request.random == "counter" else made
 
 
-def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
-    """What makes a capture canonical, and holds it against the model."""
-
-    def finish(program: Capture) -> None:
-        grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
-        program.state = (*mode[:2], grad and mode[2], trained and mode[3], mode[-1])
-        casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
-        run_passes(program, (*CANONICAL, *casts))
-        if trial is not None and not trial.skip:
-            with stage("self-check"):
-                program.error = trial.compare(program)
-
-    return finish
-
-
 def _small(trial: Trial) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
-    finish = _finishing(mode, trial)
-    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2])
+    bare = skeleton(trial.model, trial.device)
+    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode)
 
 
 @uncollected()

@@ -62,6 +62,7 @@ class Capture:
     state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
     asks_gradients: bool = False  # whether it asks tensors if they want one
+    autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
