@@ -21,10 +21,11 @@ from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
 from autotp.ir.graph import Value, resolve, short_name, tensors
 from autotp.ir.layouts import Layout, share
+from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 
 from .objective import Objective
 from .prices import nbytes, sizer
@@ -103,7 +104,7 @@ def _sees_all(op: Op) -> bool:
 def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
-    path = node.meta.get("path") or module_path(node)
+    path = moved_to(node) or module_path(node)
     name = "output" if node.op == "output" else node.name if node.op == "placeholder" else short_name(node.target)
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
@@ -149,8 +150,8 @@ class _Line:
         """The node whose memory this one's value lies in."""
         old, index = self.sharded.origin[node]
         source: fx.Node | None = None
-        if "conversion" in node.meta:
-            kind = conversions.kind_of(*map(to_runtime, node.meta["conversion"]))
+        if (conversion := mark(node).conversion) is not None:
+            kind = conversions.kind_of(*map(to_runtime, conversion))
             if kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:

@@ -16,6 +16,7 @@ from autotp import compat
 
 from .layouts import Size
 from .leaves import Kind
+from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -150,7 +151,8 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+        write(new, no_grad=mark(node).no_grad)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
             new.meta["val"] = function(*values, **named)
@@ -168,7 +170,7 @@ def differentiable(program: Capture) -> set[fx.Node]:
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:
-        if n.op != "call_function" or n.meta.get("no_grad") or n.target in CUTS:
+        if n.op != "call_function" or mark(n).no_grad or n.target in CUTS:
             continue
         if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
             carries.add(n)

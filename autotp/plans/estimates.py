@@ -20,6 +20,7 @@ class Totals:
         megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
             `autotp.plans.describe.megatron`); 0 where the model is not one that it is written for.
         megatron_step: seconds of a step of that plan, where this one sends more or longer; otherwise 0.
+        weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
     """
@@ -38,6 +39,7 @@ class Totals:
     megatron_bytes: float = 0.0
     megatron_seconds: float = 0.0
     megatron_step: float = 0.0
+    weights_read: float = 0.0
     examples: int = 0
     length: int = 0
 

@@ -19,6 +19,7 @@ from autotp.driver.options import Options
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
+from autotp.ir.marks import mark, write
 from autotp.ir.program import Decision
 from autotp.plans.describe.describe import describe
 from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
@@ -137,9 +138,9 @@ def test_every_collective_of_the_program_is_in_the_plan():
     gone = next(
         n
         for n in sharded.graph.nodes
-        if "conversion" in n.meta and n.target is conversions.function_for(("P", "sum"), ("I",))
+        if mark(n).conversion is not None and n.target is conversions.function_for(("P", "sum"), ("I",))
     )
-    del gone.meta["conversion"]
+    write(gone, conversion=None)
     fewer = describe(planned, sharded, builder, "Llama", "training", (), [])
     assert len(fewer.collectives) == len(plan.collectives) - 1
     assert fewer.totals.forward_bytes < plan.totals.forward_bytes
