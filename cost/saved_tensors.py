@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.comm.conversions import FUNCTIONS
 from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
+from autotp.ir.marks import Saved, mark, write
 from autotp.ir.op import Op
 
 from . import size_hint
@@ -30,23 +31,6 @@ STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
 Extra = tuple[float, int | None]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What one call keeps, and whose memory its results are.
-
-    Attributes:
-        slots, results: positions of the operands and results that are kept.
-        extra: what is neither: a mask, statistics, a contiguous copy. Bytes, and the position (operands, then results)
-            of a value with as many elements, which it is dealt out with; None where it is dealt out as the call is.
-        views: result -> the operand slot whose memory it shares.
-    """
-
-    slots: frozenset[int] = frozenset()
-    results: frozenset[int] = frozenset()
-    extra: tuple[Extra, ...] = ()
-    views: tuple[tuple[int, int], ...] = ()
-
-
 def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
     """What a call keeps for the backward, and which results are views; the sizes are the example inputs'.
 
@@ -54,9 +38,10 @@ def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
         op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
         grads: nodes whose values carry gradients.
     """
-    if "saved" not in op.node.meta:
-        op.node.meta["saved"] = _ask(op, grads)
-    return op.node.meta["saved"]
+    saved = mark(op.node).saved
+    if saved is None:
+        write(op.node, saved=(saved := _ask(op, grads)))
+    return saved
 
 
 def _ask(op: Op, grads: set[fx.Node]) -> Saved:

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from autotp import compat
 
 from .layouts import Size
+from .leaves import Kind
+from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -35,8 +37,8 @@ class Leaf:
     """A placeholder of the graph: what it holds and under which name of the model."""
 
     node: fx.Node
-    kind: str  # "parameter" | "buffer" | "constant" | "input"
-    name: str
+    kind: Kind
+    name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
 
 @dataclass
@@ -65,10 +67,12 @@ class Capture:
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
+    carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
 
     @property
     def inputs(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+        """What a call passes, in its order: inputs and states."""
+        return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
@@ -147,7 +151,8 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+        write(new, no_grad=mark(node).no_grad)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
             new.meta["val"] = function(*values, **named)
@@ -161,11 +166,11 @@ def differentiable(program: Capture) -> set[fx.Node]:
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        wanted = leaf.kind == "parameter" or (leaf.kind == "input" and getattr(val, "requires_grad", False))
+        wanted = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:
-        if n.op != "call_function" or n.meta.get("no_grad") or n.target in CUTS:
+        if n.op != "call_function" or mark(n).no_grad or n.target in CUTS:
             continue
         if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
             carries.add(n)

@@ -33,16 +33,16 @@ class Alternative:
 
     Attributes:
         layout: the placement, such as "S(0)"; `chosen`: whether it is the plan's.
-        stored: bytes of this parameter and its equals that a rank holds then.
-        seconds: of a step of that plan; `plan_stored`: bytes of all parameters that a rank holds in it.
+        parameter_bytes: of this parameter and its equals on a rank.
+        seconds: of a step of that plan; `plan_parameter_bytes`: of all parameters on a rank.
         why: where there is no such plan, the reason.
     """
 
     layout: str
     chosen: bool
-    stored: float
+    parameter_bytes: float
     seconds: float = 0.0
-    plan_stored: float = 0.0
+    plan_parameter_bytes: float = 0.0
     why: str = ""
 
 
@@ -76,7 +76,7 @@ class Explanation:
         base = self.alternatives[0].seconds
         for a in self.alternatives:
             told = a.why or ("chosen" if a.chosen else f"{a.seconds / base - 1:+.2%}" if base else "")
-            table.add_row(a.layout, amount(a.stored), "" if a.why else f"{1e3 * a.seconds:.4f} ms", Text(told))
+            table.add_row(a.layout, amount(a.parameter_bytes), "" if a.why else f"{1e3 * a.seconds:.4f} ms", Text(told))
         parts: list[RenderableType] = [Text(f"{self.parameter}{shared}: {self.choice}", style="bold"), table]
         parts += [Text(f"binds: {self.binds}")]
         parts += [Text(f"would change it: {x}") for x in self.changes]
@@ -123,26 +123,26 @@ class _Explainer:
         """The best plan with the parameter's k-th placement."""
         item = problem.items[at]
         choice = item.choices[k]
-        layout, mine = choice.outs[0], choice.stored * item.count
+        layout, mine = choice.outs[0], choice.parameter_bytes * item.count
         chosen = layout == self.found.layout
         one = replace(item, choices=[choice])
         try:
             got: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
             return Alternative(_words(layout), chosen, mine, why=f"no such plan: {str(e).splitlines()[0]}")
-        return Alternative(_words(layout), chosen, mine, got.seconds, got.stored)
+        return Alternative(_words(layout), chosen, mine, got.seconds, got.parameter_bytes)
 
     def _binds(self, tried: Sequence[Alternative]) -> str:
         """The constraint that keeps a faster placement away."""
         chosen = tried[0]
         faster = [a for a in tried[1:] if not a.why and a.seconds < chosen.seconds * (1 - SAME)]
-        limit = self.plan.totals.least_stored * SLACK
+        limit = self.plan.totals.least_parameter_bytes * SLACK
         if faster:
             best = faster[0]
             return (
                 f"parameters per rank come before time: {best.layout} would save "
                 f"{1 - best.seconds / chosen.seconds:.2%} of the step, but the rank would hold "
-                f"{amount(best.plan_stored)} of parameters, and {SLACK} times the least are {amount(limit)}"
+                f"{amount(best.plan_parameter_bytes)} of parameters, and {SLACK} times the least are {amount(limit)}"
             )
         if self.builder.memory is not None and any("memory=" in a.why for a in tried):
             return f"memory={amount(self.builder.memory)}: other placements leave no plan that fits"
@@ -164,7 +164,7 @@ class _Explainer:
             count, kv = block.heads.count, block.heads.kv
             if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
                 whole = self.found.layout == I
-                each = tried[0].stored * (1 - 1 / tp) if whole else 0.0
+                each = tried[0].parameter_bytes * (1 - 1 / tp) if whole else 0.0
                 held = f"whole on every rank, +{amount(each)}" if whole else "split, and all of k and v on every rank"
                 yield f"kv heads {kv} < tp {tp}: {held}; {self._degree(kv)}"
             elif isinstance(count, int) and count % tp:

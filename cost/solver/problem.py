@@ -20,10 +20,10 @@ class Choice:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     seconds: float = 0.0
-    saved: float = 0.0  # bytes of activations kept for the backward
-    stored: float = 0.0  # bytes of parameters held
-    held: float = 0.0  # bytes that count against the memory budget
-    penalty: int = 0  # breaks ties: segments, unevenness
+    activation_bytes: float = 0.0  # that autograd saves for the backward
+    parameter_bytes: float = 0.0  # on the rank that has most
+    budget_bytes: float = 0.0  # that count against the memory budget
+    penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
     loop: Distribution | None = None  # how that factor's loop is dealt
 

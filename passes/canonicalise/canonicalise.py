@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autotp.ir.graph import Capture, differentiable
+from autotp.ir.marks import mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Pass
 
@@ -28,7 +29,7 @@ class MergeTied(Pass):
         first: dict[str, fx.Node] = {}
         kept = []
         for leaf in program.leaves:
-            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind in ("parameter", "buffer") else None
+            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
                 leaf.node.replace_all_uses_with(first[owner])
                 program.graph.erase_node(leaf.node)
@@ -78,11 +79,8 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
             if inner.op in ("placeholder", "output") or (inner.op == "get_attr" and not inner.users):
                 continue
             env[inner] = graph.node_copy(inner, lambda n: env[n])
-            env[inner].meta = {
-                "nn_module_stack": node.meta.get("nn_module_stack"),
-                **inner.meta,
-                "no_grad": no_grad or inner.meta.get("no_grad", False),
-            }
+            env[inner].meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+            write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
         if cut:
             results = [_detach(graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes

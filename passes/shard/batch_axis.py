@@ -16,6 +16,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
+from autotp.ir.marks import inherit
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -76,7 +77,7 @@ class BatchBuilder(Builder):
         self.prices.batch = self.batch
 
     def sliced(self, leaf: Leaf) -> bool:
-        return leaf.kind == "input" and shape_of(leaf.node)[:1] == (self.batch,)
+        return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def _seed(self, work: list[fx.Node]) -> None:
         for node, leaf in self.leaves.items():
@@ -86,7 +87,7 @@ class BatchBuilder(Builder):
     def _leaf(self, node: fx.Node, count: int) -> Item:
         """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
         leaf = self.leaves[node]
-        layout: Layout = I if leaf.kind == "input" and node in self.grads else R
+        layout: Layout = I if leaf.kind.passed and node in self.grads else R
         if self.sliced(leaf):
             layout = Shard(0, Partition.plain(self.batch, self.tp))
         return Item(leaf.name, [Choice((), (layout,))], [], [(node, 0)], count)
@@ -139,10 +140,6 @@ class BatchRewriter(Rewriter):
         super().__init__(planned, builder.prices.convert, "full")
         self.sizes = BatchSizes(self.new, batch, builder.tp)
 
-    def _placeholder(self, node: fx.Node) -> None:
-        super()._placeholder(node)
-        self.env[node].meta["origin"] = node
-
     def _other(self, node: fx.Node) -> None:
         size = expression(node.meta["val"]) if node.target is compat.sym_size else None
         if size is None:
@@ -169,7 +166,7 @@ class BatchRewriter(Rewriter):
             alike = isinstance(x, fx.Node) and tensors(x) and self.goals[resolve(x)] == I
             if alike and i not in self.planned.program.mutations:
                 scaled = self.new.call_function(scale_gradient, (new, self.dp))
-                scaled.meta = {k: v for k, v in new.meta.items() if k not in ("ranked", "conversion")}
+                inherit(scaled, new, axis=None, conversion=None)
                 new = scaled
             out.append(new)
         return tuple(out)
