@@ -19,9 +19,11 @@ from torch.export import Dim, ExportedProgram
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
+from .carrying import carries, carrying, forwarding
 from .conditions import Conditions
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
@@ -73,6 +75,8 @@ class Attempt:
         with ExitStack() as stack:
             for context in (*self.contexts, _named(self.bare, self.kwargs)):
                 stack.enter_context(context)
+            if carries(self.args, self.kwargs):
+                stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
@@ -119,7 +123,7 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=_is_carried)
         return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
 
 
@@ -132,25 +136,17 @@ def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
                 raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
 
 
+def _is_carried(value: Any) -> bool:
+    return isinstance(value, Carried)
+
+
 def _dims(value: Any) -> Any:
+    if isinstance(value, Carried):  # which dimensions grow is not known
+        return [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors]
     if not isinstance(value, Tensor):
         return None
     free = 2 if value.ndim <= 3 else 1
     return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
-
-
-@contextmanager
-def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
-    """Within this context `bare` is called through `forward`, with this signature."""
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    held = vars(bare).get("forward")
-    bare.forward = forward
-    try:
-        yield
-    finally:
-        del bare.forward
-        if held is not None:
-            bare.forward = held
 
 
 @contextmanager

@@ -25,12 +25,15 @@ from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
+from autotp.runtime.generation.carrying import Carriers, settled
+from autotp.runtime.generation.shell import one_generator, shell
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.refusals import Refusals
 
 from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
+
 from .part import Part, watch
 from .programs import Known, Program, Source, taken
 from .shard_state import ShardState
@@ -57,6 +60,7 @@ class ShardedModule(Refusals, Part):
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made: list[Program] = []
         self._known = Known()
+        self._carriers = Carriers.of(source.bare)
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
         if source.ranks is not None:
@@ -79,6 +83,7 @@ class ShardedModule(Refusals, Part):
         """
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
+        args, kwargs, given = self._carriers.told(args, kwargs)
         flat, spec = compat.tree_flatten((args, kwargs))
         key = (self._mode(), self._changes.key(), *signature(flat, spec))
         known = self._known.get(key)
@@ -91,7 +96,20 @@ class ShardedModule(Refusals, Part):
         else:
             program, order = known
             outputs = self._run(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
-        return self._finish(program, outputs, [flat[i] for i in order])
+        return settled(self._finish(program, outputs, [flat[i] for i in order]), given)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
+
+        Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
+
+        Raises:
+            StateError: the original's class has no `generate`.
+        """
+        source = self._source
+        made = shell(self, source.bare)
+        with one_generator(source.ranks, self._shards.device):
+            return type(source.bare).generate(made, *args, **kwargs)
 
     def _run(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
         # A capture under autocast holds its casts already.
