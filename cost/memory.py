@@ -30,9 +30,6 @@ from .objective import Objective
 from .prices import nbytes, sizer
 from .saved_tensors import Saved, saved_by
 
-STEADY = ("parameter", "buffer", "constant")  # leaves that are held all the time
-
-
 Hints = Mapping[Any, int]
 
 
@@ -50,11 +47,11 @@ def measure(
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
-        if leaf.kind not in STEADY or not tensors(leaf.node):
+        if not leaf.kind.steady or not tensors(leaf.node):
             continue
         val = leaf.node.meta["val"]
         held = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
-        if leaf.kind != "parameter":
+        if not leaf.kind.trained:
             buffers += held
             continue
         parameters += held
@@ -118,7 +115,7 @@ class _Line:
         self.example = sizer(planned.program.hints)
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind in STEADY}
+        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
         self.held = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}

@@ -16,6 +16,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, Kind
 from autotp.ir.op import expression
 
 from .attempts import climb
@@ -94,12 +95,12 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
     signature, leaves = program.graph_signature, []
-    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+    kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in signature.input_specs:
         name = getattr(spec.arg, "name", "")
-        kind = kinds.get(spec.kind.name, spec.kind.name)
-        leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
+        kind = kinds.get(spec.kind.name) or Kind(spec.kind.name)
+        leaves.append(Leaf(nodes[name], kind, spec.target if not kind.passed and spec.target else name))
     environment = compat.shape_env(program.graph)
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for leaf in leaves:
@@ -116,7 +117,7 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
-    tensors = [x.name for x in leaves if x.kind == "input" and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     found: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)

@@ -21,6 +21,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, short_name, substitute, tensors, where
+from autotp.ir.leaves import CONSTANT
 from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 
@@ -167,7 +168,7 @@ class _Reader:
 
     def _leaf(self, node: fx.Node, run: _Run) -> Hashable:
         leaf = self.leaves[node]
-        return leaf.kind, self._name(leaf.name, run) if leaf.kind != "constant" else "", _shape(node)
+        return leaf.kind.name, self._name(leaf.name, run) if leaf.kind is not CONSTANT else "", _shape(node)
 
     def _name(self, name: str, run: _Run) -> Hashable:
         """A name, relative to the run's block where it is within that."""

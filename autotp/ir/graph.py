@@ -15,6 +15,7 @@ from torch import Tensor, fx
 from autotp import compat
 
 from .layouts import Size
+from .leaves import Kind
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -35,8 +36,8 @@ class Leaf:
     """A placeholder of the graph: what it holds and under which name of the model."""
 
     node: fx.Node
-    kind: str  # "parameter" | "buffer" | "constant" | "input"
-    name: str
+    kind: Kind
+    name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
 
 @dataclass
@@ -64,10 +65,12 @@ class Capture:
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
+    carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
 
     @property
     def inputs(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+        """What a call passes, in its order: inputs and states."""
+        return [leaf for leaf in self.leaves if leaf.kind.passed]
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
@@ -158,7 +161,7 @@ def differentiable(program: Capture) -> set[fx.Node]:
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        wanted = leaf.kind == "parameter" or (leaf.kind == "input" and getattr(val, "requires_grad", False))
+        wanted = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:

@@ -114,6 +114,7 @@ class Plan:
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
         layer: the times of one repeated block, operator by operator; None where it was not timed.
+        states: what is carried from call to call, such as a cached key, by its name -> layout, in every program.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
@@ -136,6 +137,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
+    states: Mapping[str, Layout] = field(repr=False, default_factory=dict)
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())

@@ -19,7 +19,7 @@ from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from .plan import Block, Collective, Parameter, Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT = 4
+FORMAT = 5
 UNSAVED = ("fired", "origin")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
 LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
@@ -115,6 +115,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
+    out["states"] = dict(plan.states)
     out["layer"] = plan.layer and asdict(plan.layer)
     return out
 
@@ -142,6 +143,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data["layer"]),
+        states={name: read_layout(layout) for name, layout in data["states"].items()},
         batch=Axis(**data["batch"]),
         machines=data["machines"],
     )

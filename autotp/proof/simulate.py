@@ -14,9 +14,9 @@ from autotp import compat
 from autotp.comm import conversions
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import SEEDS
 from autotp.ir.op import aten
 from autotp.ir.program import Sharded
-from autotp.passes.decompose.counter_random import SEEDS
 
 Ranks = list[Any]  # one value per rank
 Observer = Callable[[fx.Node, Ranks], None]
@@ -138,9 +138,9 @@ class Values:
         state |= dict(model.named_parameters(remove_duplicate=False))
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
-        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind == SEEDS}
+        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
         given = {
-            x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves if x.kind != SEEDS
+            x.node: next(flat) if x.kind.passed else _real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
         }
         return cls({**given, **drawn}, inputs)
 

@@ -20,6 +20,7 @@ from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
@@ -181,7 +182,7 @@ class ShardedModule(Refusals, Part):
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
-        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
+        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)

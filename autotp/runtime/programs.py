@@ -13,8 +13,9 @@ from autotp.comm.ranks import Ranks
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import Mode, serves
 from autotp.ir.graph import Capture
+from autotp.ir.leaves import SEEDS
 from autotp.ir.program import MeshPlace, Sharded
-from autotp.passes.decompose.counter_random import SEEDS, seeds
+from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
@@ -131,11 +132,11 @@ def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[
     inputs: list[fx.Node] = []
     reads, count = [], 0
     for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-        if leaf.kind == "input":
+        if leaf.kind.passed:
             inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
-        elif leaf.kind == SEEDS:
+        elif leaf.kind is SEEDS:
             inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
         elif node.users:
             name = shards.aliases.get(leaf.name, leaf.name)
-            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind == "parameter" else None))
+            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind.trained else None))
     return inputs, reads, count

@@ -27,7 +27,7 @@ class MergeTied(Pass):
         first: dict[str, fx.Node] = {}
         kept = []
         for leaf in program.leaves:
-            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind in ("parameter", "buffer") else None
+            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
                 leaf.node.replace_all_uses_with(first[owner])
                 program.graph.erase_node(leaf.node)

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, Leaf, caller, draws
+from autotp.ir.leaves import SEEDS
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
 from autotp.rules.local import Sizes
-
-SEEDS = "seeds"
 
 
 def base_seed() -> int:
@@ -48,7 +47,7 @@ def by_counter(program: Capture) -> Capture:
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     fake = next(v for n in found if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
     with graph.inserting_after(last):
-        leaf = graph.placeholder(SEEDS)
+        leaf = graph.placeholder(SEEDS.name)
     leaf.meta["val"] = fake.new_empty((len(found),), dtype=torch.int64).detach()
     drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
     apart = sum(packet(n) == "scaled_dot_product_attention" for n in found)
@@ -58,7 +57,7 @@ def by_counter(program: Capture) -> Capture:
         program.notes.append(
             f"{apart} attentions drop weights, and are taken apart for that: the weights are kept for the backward"
         )
-    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS)])
+    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)])
 
 
 def packet(node: fx.Node) -> str:

@@ -76,7 +76,7 @@ class BatchBuilder(Builder):
         self.prices.batch = self.batch
 
     def sliced(self, leaf: Leaf) -> bool:
-        return leaf.kind == "input" and shape_of(leaf.node)[:1] == (self.batch,)
+        return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def _seed(self, work: list[fx.Node]) -> None:
         for node, leaf in self.leaves.items():
@@ -86,7 +86,7 @@ class BatchBuilder(Builder):
     def _leaf(self, node: fx.Node, count: int) -> Item:
         """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
         leaf = self.leaves[node]
-        layout: Layout = I if leaf.kind == "input" and node in self.grads else R
+        layout: Layout = I if leaf.kind.passed and node in self.grads else R
         if self.sliced(leaf):
             layout = Shard(0, Partition.plain(self.batch, self.tp))
         return Item(leaf.name, [Choice((), (layout,))], [], [(node, 0)], count)

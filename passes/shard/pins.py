@@ -149,7 +149,7 @@ class _Finder:
     pinned: Pinned
 
     def parameter(self, key: str, dim: int | None) -> None:
-        leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind == "parameter"}
+        leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind.trained}
         names = {alias: first for alias, first in self.program.aliases.items() if first in leaves}
         found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, key))
         if not found:

@@ -119,7 +119,7 @@ class Builder:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
         for node, leaf in self.leaves.items():
             if node is self.same[node]:
-                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
+                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind.passed else ())
         for n in work:
             self._seed_view(n)
 
@@ -144,7 +144,7 @@ class Builder:
         leaf, val = self.leaves[node], node.meta["val"]
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
-        if leaf.kind == "parameter":
+        if leaf.kind.trained:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
             layouts = self._pinned(node, layouts)
@@ -153,7 +153,7 @@ class Builder:
         size, choices = self.prices.bytes(val), []
         for x in layouts:
             part = size * self.prices.share(x)
-            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind == "parameter" else (0.0, part)
+            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind.trained else (0.0, part)
             choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
         return Item(leaf.name, choices, [], [(node, 0)], count)
 

@@ -64,7 +64,7 @@ def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
             continue
         whole = [size_hint(s, program.hints) for s in sizes(val)]
         local = local_shape(whole, stages.planned.decisions[leaf.node].outs[0], stages.planned.tp)
-        x = torch.randn(local, dtype=val.dtype) if leaf.kind == "parameter" else given[leaf.name].detach().clone()
+        x = torch.randn(local, dtype=val.dtype) if leaf.kind.trained else given[leaf.name].detach().clone()
         out[leaf.node.name] = x.requires_grad_() if leaf.node in stages.planned.grads else x
     return out
 

@@ -92,7 +92,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     out = []
     for leaf in planned.program.leaves:
-        if leaf.kind != "parameter":
+        if not leaf.kind.trained:
             continue
         val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
         split = isinstance(layout, Shard)

@@ -107,7 +107,7 @@ class _Counter:
 
     def covered(self, found: Sequence[GraphPart]) -> float:
         """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
-        leaves = [x.node for x in self.planned.program.leaves if x.kind == "parameter"]
+        leaves = [x.node for x in self.planned.program.leaves if x.kind.trained]
         sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
 
         def held(kinds: Sequence[str]) -> int:

@@ -128,7 +128,7 @@ def _weight(planned: Planned, node: fx.Node) -> bool:
     """Whether a value is a parameter, seen through views and casts."""
     node = resolve(node)[0]
     if node.op == "placeholder":
-        return any(leaf.node is node and leaf.kind == "parameter" for leaf in planned.program.leaves)
+        return any(leaf.node is node and leaf.kind.trained for leaf in planned.program.leaves)
     slots = planned.ops[node].slots if node in planned.ops else []
     return len(slots) == 1 and _weight(planned, slots[0])
 

@@ -24,8 +24,9 @@ from autotp.comm.ranks import together
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Grouped, Layout, Partial, Shard
+from autotp.ir.leaves import CONSTANT, SEEDS
 from autotp.ir.scopes import module_of, module_path
-from autotp.passes.decompose.counter_random import SEEDS, base_seed
+from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.shard.rewrite import specialise
 from autotp.proof.numerics import largest, relative
 from autotp.proof.simulate import reference
@@ -125,14 +126,14 @@ class Trial:
         given = {}
         for leaf, node in zip(self.capture.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             name, val = self.shards.aliases.get(leaf.name, leaf.name), leaf.node.meta.get("val")
-            if leaf.kind == "input":
+            if leaf.kind.passed:
                 given[node] = next(tensors) if isinstance(val, Tensor) else val
-            elif leaf.kind == SEEDS:
+            elif leaf.kind is SEEDS:
                 given[node] = seeds[0]
-            elif leaf.kind == "constant":
+            elif leaf.kind is CONSTANT:
                 given[node] = self.capture.constants[leaf.name]
             else:
-                given[node] = run.leaves[name] if leaf.kind == "parameter" else buffers[name]
+                given[node] = run.leaves[name] if leaf.kind.trained else buffers[name]
         self.given = {leaf.node: given[n] for leaf, n in zip(self.capture.leaves, given, strict=True)}
         autocast = self.capture.state[-1] is not None  # then the graph holds its casts
         with torch.autocast(self.call.device.type, enabled=False) if autocast else nullcontext():
