@@ -16,10 +16,11 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from autotp import compat
 from autotp.errors import CaptureError
-from autotp.ir.carried import Carried
+from autotp.ir.carried import Carried, states_of
 from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
@@ -39,13 +40,13 @@ class Exported:
     """What an attempt gives.
 
     Attributes:
-        conditions: what must hold of the values of the inputs. written: further outputs -> names of the buffers that
-            take them; the program's own signature does not know of these.
+        conditions: what must hold of the values of the inputs. written: further outputs -> the buffer's name, or the
+            place among the input tensors of the state, that takes them; the program's own signature lacks these.
     """
 
     program: ExportedProgram
     conditions: Conditions | None
-    written: dict[int, str]
+    written: dict[int, str | int]
 
 
 @dataclass
@@ -102,15 +103,16 @@ class Attempt:
                 refuse_writes(program.graph)
             conditions = Conditions.of(program, self.symbolic) if self.draft else None
             specs = program.graph_signature.input_specs
-            buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
-            written = functionalise(program.graph, buffers.keys())
+            takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
+            takers |= _states(program)
+            written = functionalise(program.graph, takers.keys())
             if written is None:
                 program, written = traced_again(program), {}
             if self.repeats:
                 expand(program.graph, self.repeats, *self._holders(program))
         for graph in (program.graph, *regions(program.graph)):
             read_functions(graph)
-        return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
+        return Exported(program, conditions, {i: takers[name] for i, name in written.items()})
 
     def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:
         """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
@@ -134,6 +136,14 @@ def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
         for node, places in memory(graph).items():
             if mutates(node) and (found := places & held.keys()):
                 raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
+
+
+def _states(program: ExportedProgram) -> dict[str, int]:
+    """Placeholders of states -> their place among the input tensors."""
+    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
+    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
+    return {name: i for i, name in enumerate(tensors) if name in states}
 
 
 def _is_carried(value: Any) -> bool:

@@ -75,11 +75,13 @@ class Shape:
 
     Attributes:
         name: of the argument or output. tree: the description. names: of the tensors, in order.
+        counts: which of the tensors are whole numbers.
     """
 
     name: str
     tree: Any
     names: tuple[str, ...]
+    counts: frozenset[int] = frozenset()
 
     def __hash__(self) -> int:
         return hash((self.name, self.names))
@@ -131,18 +133,20 @@ class Walk:
         self.name, self.moving = name, frozenset(moving)
         self.tensors: list[Any] = []
         self.names: list[str] = []
+        self.counts: set[int] = set()
         self.met: dict[int, int] = {}
         self.kept: list[Any] = []  # so that no id is used twice
         self.known = {id(t): i for i, t in enumerate(known)}
 
     def shape(self, value: Any) -> Shape:
         tree = self.walk(value, self.name)
-        return Shape(self.name, tree, tuple(self.names))
+        return Shape(self.name, tree, tuple(self.names), frozenset(self.counts))
 
     def walk(self, value: Any, path: str, owner: type | None = None, name: str = "") -> Any:
-        if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-            if isinstance(value, torch.SymInt) or (owner, name) in self.moving:
-                return Count(self._hold(counted(value), path))
+        number = isinstance(value, int) and not isinstance(value, bool) and (owner, name) in self.moving
+        if isinstance(value, torch.SymInt) or number:
+            self.counts.add(len(self.tensors))
+            return Count(self._hold(counted(value), path))
         if isinstance(value, PLAIN):
             return Fixed((type(value), value), repr(value), value)
         if id(value) in self.met:
@@ -231,7 +235,7 @@ class Builder:
             old = now if isinstance(now, tuple) and len(now) == len(tree.items) else (None,) * len(tree.items)
             self.made[at] = made = tuple(self.value(x, was) for (_, x), was in zip(tree.items, old, strict=True))
             return made
-        made = now if type(now) is tree.kind else tree.kind.__new__(tree.kind)
+        made: Any = now if type(now) is tree.kind else object_of(tree.kind)
         self.made.append(made)
         if tree.kind is list:
             old = [*made, *[None] * len(tree.items)]
@@ -243,13 +247,21 @@ class Builder:
         return made
 
 
-def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str]]:
-    """Attributes whose whole numbers differ between two descriptions, or depend on sizes, as (class, attribute)."""
+def object_of(kind: Any) -> Any:
+    """A new object of a class, without its constructor."""
+    return kind.__new__(kind)
+
+
+def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
+    """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
+
+    Returns: (class, attribute, whether it was there before, as a number that does not change).
+    """
+    number = isinstance(before, Fixed) and type(before.value) is int
     if isinstance(after, Count):
-        return {(owner, name)}
-    if isinstance(before, Fixed) and isinstance(after, Fixed):
-        numbers = type(before.value) is int and type(after.value) is int
-        return {(owner, name)} if numbers and before != after else set()
+        return {(owner, name, number)}
+    if isinstance(after, Fixed) and number and type(after.value) is int:
+        return {(owner, name, True)} if before != after else set()
     if not isinstance(after, Compound):
         return set()
     was = dict(before.items) if isinstance(before, Compound) and before.kind is after.kind else {}
@@ -264,3 +276,14 @@ def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:
     names = compat.named_leaves(tree, is_carrier)
     new = [function(x, name) if is_carrier(x) else x for name, x in names.items()]
     return compat.tree_unflatten(new, spec)
+
+
+def states_of(spec: compat.TreeSpec) -> dict[int, str]:
+    """The leaves of a call or of its results that are states: position -> name."""
+    found: dict[int, str] = {}
+    tree = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
+    for x in compat.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Carried)):
+        if isinstance(x, Carried):
+            pairs = enumerate(zip(x.tensors, x.shape.names, strict=True))
+            found |= {at: name for i, (at, name) in pairs if i not in x.shape.counts}
+    return found

@@ -7,15 +7,23 @@ them. A call is recognised by the object's shape and sizes; afterwards what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autotp import compat
-from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt
+from autotp.errors import InputError
+from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
 from autotp.ir.graph import Capture
+from autotp.ir.layouts import Layout, Partition, Shard
+
+FOREIGN = (
+    "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
+    "the unsharded model, or under another plan. Pass what this module gave, or an empty cache."
+)
 
 
 @dataclass
@@ -24,20 +32,26 @@ class Carriers:
 
     Attributes:
         names: of the positional arguments.
+        rank, tp: this rank among how many.
+        layouts: of the states that programs have met, by name.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
     """
 
     names: tuple[str, ...]
+    rank: int = 0
+    tp: int = 1
+    layouts: dict[str, Layout] = field(default_factory=dict)
     moving: set[tuple[type, str]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, bare: nn.Module) -> Carriers:
-        return cls(tuple(inspect.signature(bare.forward).parameters))
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1) -> Carriers:
+        """For a module of which this is the skeleton."""
+        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return Carriers(self.names, set(self.moving))
+        return Carriers(self.names, self.rank, self.tp, dict(self.layouts), set(self.moving))
 
-    def told(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
+    def told(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
         """The arguments with every such object as its tensors, and which those are."""
         given: Given = []
 
@@ -51,30 +65,105 @@ class Carriers:
         return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, given
 
     def learn(self, captured: Capture) -> bool:
-        """Whether a capture shows numbers that change from call to call and that were not known to."""
+        """Take note of numbers that a capture shows to change from call to call.
+
+        Returns: whether the captured call had one of them as it was, so that it must be read again.
+        """
         args, kwargs = compat.tree_unflatten([None] * captured.in_spec.num_leaves, captured.in_spec)
         before = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
         returned = compat.tree_unflatten([None] * captured.out_spec.num_leaves, captured.out_spec)
         if not isinstance(returned, Returned):
             return False
-        found = (moved(x.shape.tree, y.shape.tree) for x, y in zip(before, returned.after, strict=True))
-        new = set().union(*found) - self.moving
+        pairs = list(zip(before, returned.after, strict=True))
+        found = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
+        new = {(owner, name) for owner, name, _ in found} - self.moving
         self.moving |= new
-        return bool(new)
+        return any(was and (owner, name) in new for owner, name, was in found)
+
+    def partition(self, name: str) -> tuple[int, Partition] | None:
+        """The dimension that a state is split in, and how; None where it is whole."""
+        layout = self.layouts.get(name)
+        return (layout.dim, layout.partition) if isinstance(layout, Shard) and self.tp > 1 else None
+
+    def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
+        """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
+        is wrong with it."""
+        split = self.partition(name)
+        shape = list(tensor.shape)
+        wrong = ""
+        if split is not None and split[0] < tensor.ndim:
+            dim, partition = split
+            mine, have, length = partition.local(self.rank, self.tp), shape[dim], int(partition.length)
+            if have != max(mine, 1):
+                wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
+            else:
+                tensor, shape[dim] = tensor if mine else tensor.narrow(dim, 0, 0), length
+        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+
+    def held(self, name: str, tensor: Any) -> Any:
+        """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
+
+        An empty tensor means to many that there is no state yet.
+        """
+        split = self.partition(name)
+        if split is None or not isinstance(tensor, Tensor) or tensor.shape[split[0]]:
+            return tensor
+        shape = [1 if d == split[0] else n for d, n in enumerate(tensor.shape)]
+        return tensor.new_zeros(()).expand(shape)
 
 
 Given = list[tuple[Any, Carried]]
 
 
-def settled(outputs: Any, given: Given) -> Any:
-    """A call's outputs, after the caller's objects hold what they hold after it."""
-    if not isinstance(outputs, Returned):
-        return outputs
-    objects = [assign(obj, after, was.tensors) for (obj, was), after in zip(given, outputs.after, strict=True)]
+class Arguments:
+    """The arguments of one call.
 
-    def whole(value: Any) -> Any:
-        if isinstance(value, Same):
-            return objects[value.index]
-        return rebuilt(value) if isinstance(value, Carried) else value
+    Attributes:
+        flat, spec: the arguments as leaves, states as this rank's part.
+        whole: the same leaves, in place of states tensors without memory that have the whole's shape.
+        given: the caller's objects that hold state, each with its tensors.
+        wrong: why a state cannot be this module's.
+    """
 
-    return compat.tree_map(whole, outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
+    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.carriers, self.args, self.kwargs = carriers, args, kwargs
+        self.read()
+
+    def read(self) -> None:
+        """Read the arguments, again where more is known by now."""
+        self.wrong = ""
+        args, kwargs, self.given = self.carriers.told(self.args, self.kwargs)
+        self.flat, self.spec = compat.tree_flatten((args, kwargs))
+        self.whole = self.flat
+        if self.given:
+            self.whole = list(self.flat)
+            for at, name in states_of(self.spec).items():
+                self.flat[at], self.whole[at], wrong = self.carriers.whole(name, self.flat[at])
+                self.wrong = self.wrong or wrong
+
+    def check(self) -> None:
+        """Refuse a state that is not this module's.
+
+        Raises:
+            InputError: it says which.
+        """
+        if self.wrong:
+            raise InputError(self.wrong)
+
+    def settle(self, outputs: Any) -> Any:
+        """The outputs, after the caller's objects hold what they hold after the call."""
+        if not isinstance(outputs, Returned):
+            return outputs
+        pairs = zip(self.given, outputs.after, strict=True)
+        objects = [assign(obj, self._held(after), was.tensors) for (obj, was), after in pairs]
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, Same):
+                return objects[value.index]
+            return rebuilt(self._held(value)) if isinstance(value, Carried) else value
+
+        return compat.tree_map(whole, outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
+
+    def _held(self, after: Carried) -> Carried:
+        held = [self.carriers.held(*pair) for pair in zip(after.shape.names, after.tensors, strict=True)]
+        return Carried(after.shape, held)

@@ -51,10 +51,11 @@ def shell_class(original: type[nn.Module]) -> type[Shell]:
         return Shell.forward(self, *args, **kwargs)
 
     body = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"forward": forward}
-    return type(original)(original.__name__, (Shell, original), body)
+    kind: Any = type(original)
+    return kind(original.__name__, (Shell, original), body)
 
 
-def shell(sharded: nn.Module, bare: nn.Module) -> Shell:
+def shell(sharded: nn.Module, bare: nn.Module) -> Any:
     """An object of the original's class that calls the sharded module.
 
     Args:
