@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -38,6 +38,7 @@ class Prices:
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
         keepers: say what is kept for the backward.
+        cached: nodes whose values hold what a call began with, which no rank gathers.
     """
 
     program: Capture
@@ -48,6 +49,7 @@ class Prices:
     sequence: bool | None = None
     objective: Objective = TRAINING
     keepers: Keepers | None = None
+    cached: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
@@ -163,6 +165,8 @@ class Prices:
         node, i = value
         if node in self.weights and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if node in self.cached and isinstance(a, Shard | Partial):
+            return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
         size = self.bytes(tensors(node)[i])
