@@ -111,7 +111,9 @@ class Capture:
         are others."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        carried = self.carried, [leaf.name for leaf in self.inputs if leaf.kind.carried]
         h.update(repr(graded).encode() if graded else b"")
+        h.update(repr(carried).encode() if any(carried) else b"")
         for n in self.graph.nodes:
             h.update(described(n, (n.args, n.kwargs)).encode())
         return h.hexdigest()[:16]
