@@ -19,13 +19,14 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
-from autotp.ir.graph import Value, resolve, short_name, tensors
+from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Layout, share
 from autotp.ir.op import Op, aten
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 
+from .cache import cache_of
 from .objective import Objective
 from .prices import nbytes, sizer
 from .saved_tensors import Saved, saved_by
@@ -44,6 +45,7 @@ def measure(
         objective: what the plan is for.
         hints: sizes to count with; `cached`: those of the cache, the same but for decoding.
     """
+    kept_states = cache_of(planned, hints)
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
@@ -59,14 +61,17 @@ def measure(
         gradients += held if with_all > held else 0.0
         states += max(with_all - 2 * held, 0.0)
     kept, most, node, phase = line.peak()
-    cache = 0.0 if objective.training else sum(_cache(f, planned, line, cached) for f in found)
+    guessed = kept_states is None and not objective.training
+    cache = sum(_cache(f, planned, line, cached) for f in found) if guessed else 0.0
     return Memory(
         parameters=parameters,
         buffers=buffers,
         gradients=gradients,
         states=states,
         activations=kept,
-        cache=cache,
+        cache=cache if kept_states is None else kept_states.bytes,
+        cache_token=0.0 if kept_states is None else kept_states.token,
+        cache_sequence=0.0 if kept_states is None else kept_states.sequence,
         working=most - kept,
         phase=phase,
         at=_place(node),
@@ -116,6 +121,7 @@ class _Line:
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
+        self.left = {resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None}
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
         self.held = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
@@ -181,7 +187,8 @@ class _Line:
         return kept, levels[at], self.nodes[at if at < n else 2 * n - 1 - at], "forward" if at < n else "backward"
 
     def _steady(self, node: fx.Node) -> bool:
-        return self.sharded.origin[node][0] in self.steady
+        origin = self.sharded.origin[node]
+        return origin[0] in self.steady or origin in self.left  # what is left as a state counts as the cache
 
     def _last_reads(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
@@ -246,8 +253,11 @@ class Memory:
         parameters, buffers: of the rank's parts; buffers with the constants of the graph.
         gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
         activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
-            for an attention in which every token sees every other (a fused one; others count).
+        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: keys
+            and values of every attention, for as many tokens as the example inputs have, but of one in which every
+            token sees every other (a fused one; others count).
+        cache_token: by which what it carries grows with each token of a sequence; `cache_sequence`: the part that does
+            not grow, for each sequence.
         working: what lives at the fullest moment beside all that.
         peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
         optimizer: whose states these are.
@@ -260,6 +270,8 @@ class Memory:
     activations: float = 0.0
     cache: float = 0.0
     working: float = 0.0
+    cache_token: float = 0.0
+    cache_sequence: float = 0.0
     phase: str = "forward"
     at: str = ""
     optimizer: str = "adamw"

@@ -186,14 +186,25 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     return Staged(plan, planned, sharded, builder)
 
 
-def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+def apply_plan(
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter where the plan has it."""
+    again with every parameter and state where the plan has it.
+
+    Args:
+        outputs: see `CaptureRequest`.
+        states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
+    """
     captured = apart(captured) if plan.tp > 1 else captured
-    builder = _builder(captured, options, plan.placements)
+    known = {**plan.states, **(states or {})}
+    builder = _builder(captured, options, plan.placements, known)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
-        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        planned = Planned(
+            captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
+            states={name: known[name] for names in builder.states.groups for name in names},
+        )  # fmt: skip
         _check_rules(planned)
     else:
         planned = decide(builder)
@@ -232,7 +243,10 @@ def _check_rules(planned: Planned) -> None:
             )
 
 
-def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+def _builder(
+    captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
+    states: Mapping[str, Layout] | None = None,
+) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
         captured,
@@ -243,6 +257,7 @@ def _builder(captured: Capture, options: Options, placements: Mapping[str, Layou
         options.sequence,
         options.objective,
         memory,
+        states or {},
     )
 
 
