@@ -60,7 +60,8 @@ class ShardedModule(Refusals, Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         ranks = source.ranks
-        self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp)
+        rank = ranks.rank if ranks is not None else 0
+        self._carriers = Carriers.of(source.bare, rank, source.tp, plan.states)
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
         if ranks is not None:
@@ -146,7 +147,7 @@ class ShardedModule(Refusals, Part):
             caught = together(source.ranks, "capturing the model", lambda: self._captured(call))
             captured = in_one_order(source.ranks, caught)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured))
+            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
             self._install(captured, made, self._changes.key())
             found = self._match(call)
             if found is None:
@@ -196,7 +197,7 @@ class ShardedModule(Refusals, Part):
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         random = any(map(draws, graph.nodes))
-        self._carriers.layouts |= getattr(sharded, "states", {})
+        self._carriers.layouts |= sharded.states
         self._programs_made.append(
             Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes)
         )

@@ -44,9 +44,9 @@ class Carriers:
     moving: set[tuple[type, str]] = field(default_factory=set)
 
     @classmethod
-    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1) -> Carriers:
-        """For a module of which this is the skeleton."""
-        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp)
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, layouts: Mapping[str, Layout] | None = None) -> Carriers:
+        """For a module of which this is the skeleton; `layouts` are those of its plan."""
+        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, dict(layouts or {}))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         return Carriers(self.names, self.rank, self.tp, dict(self.layouts), set(self.moving))
