@@ -15,8 +15,9 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
+from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, Kind
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
 from autotp.ir.named_states import Names, name_states
 from autotp.ir.op import expression
 
@@ -81,8 +82,7 @@ def capture(
 
     def export(attempt: Attempt) -> Capture:
         made = attempt.run()
-        found = _read(made.program, bare.training)
-        found.mutations |= made.written
+        found = _read(made.program, bare.training, made.written)
         found.asks_grad_mode = attempt.asked.told
         found.aliases, found.conditions = aliases(bare), made.conditions
         if carried:
@@ -99,7 +99,7 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
     return here.requires_grad_(tensor.requires_grad)
 
 
-def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
+def _read(program: torch.export.ExportedProgram, training: bool, written: Mapping[int, str | int]) -> Capture:
     signature, leaves = program.graph_signature, []
     kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
@@ -114,16 +114,27 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
         for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
             if isinstance(expression(size), sympy.Symbol):
                 symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
+    given = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
+    for i, leaf in enumerate([x for x in leaves if x.kind.passed]):
+        if i in given:
+            leaf.kind, leaf.name = STATE, given[i]
     hints, ranges, guards = compat.read_shape_env(environment)
-    return Capture(
+    found = Capture(
         program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
         dict(program.constants), symbols, hints, ranges, guards, training,
     )  # fmt: skip
+    found.mutations |= written
+    tensors = [x for x in found.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    outputs = [i for i, x in enumerate(signature.output_specs) if x.kind.name == "USER_OUTPUT"]
+    found.carried = {outputs[i]: name for i, name in states_of(program.call_spec.out_spec).items()}  # type: ignore[arg-type]
+    takers = {i: tensors[x] for i, x in found.mutations.items() if isinstance(x, int)}
+    found.carried |= {i: leaf.name for i, leaf in takers.items() if leaf.kind is STATE}
+    return found
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
-    tensors = [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     found: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)
