@@ -59,6 +59,7 @@ class Attempt:
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
         asked: the grad mode that the forward is to find, and whether it asks.
+        states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
     """
 
@@ -69,6 +70,7 @@ class Attempt:
     draft: bool = False
     repeats: Repeats | None = None
     asked: Asked = field(default_factory=Asked)
+    states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -126,7 +128,10 @@ class Attempt:
         if not self.symbolic:
             return None
         args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=_is_carried)
-        return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+        signature = inspect.signature(self.bare.forward)
+        passed = signature.bind(*self.args, **self.kwargs).arguments
+        grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
+        return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
@@ -157,6 +162,10 @@ def _dims(value: Any) -> Any:
         return None
     free = 2 if value.ndim <= 3 else 1
     return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+
+
+def _any_dims(value: Any) -> Any:
+    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.named_states import Names
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
@@ -95,7 +97,7 @@ def prepare(
 
     finish = _finishing(mode, trial)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2])
+        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2], request.carried)
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
@@ -116,12 +118,12 @@ def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
     return finish
 
 
-def _small(trial: Trial) -> Capture:
+def _small(trial: Trial, carried: Names = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     finish = _finishing(mode, trial)
-    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2])
+    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2], carried)
 
 
 @uncollected()
@@ -138,7 +140,8 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
+    small = partial(_small, carried=request.carried)
+    trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)

@@ -60,8 +60,10 @@ class ShardedModule(Refusals, Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         ranks = source.ranks
-        rank = ranks.rank if ranks is not None else 0
-        self._carriers = Carriers.of(source.bare, rank, source.tp, plan.states)
+        self._carriers = Carriers.of(
+            source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.carried
+        )
+        self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
         if ranks is not None:
@@ -197,7 +199,7 @@ class ShardedModule(Refusals, Part):
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         random = any(map(draws, graph.nodes))
-        self._carriers.layouts |= sharded.states
+        self._carriers.layouts |= getattr(sharded, "states", {})
         self._programs_made.append(
             Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes)
         )

@@ -100,7 +100,7 @@ class Source:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan, with the layouts of states that others decided.
+        make: the program of a capture, under the module's plan, with states where programs before have them.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.

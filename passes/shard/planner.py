@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autotp import compat
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
@@ -62,7 +63,9 @@ class Builder:
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
         nodes = list(self.program.graph.nodes)
-        self.calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and _planned(n)]
+        past = {x.node for x in self.program.leaves if x.kind.carried}
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.calls = [n for n in calls if _planned(n) and not _size_of(n, past)]
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
         self.rules: dict[fx.Node, Rule | None] = {}
@@ -260,6 +263,11 @@ class Builder:
 def _planned(node: fx.Node) -> bool:
     """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
+
+
+def _size_of(node: fx.Node, states: set[fx.Node]) -> bool:
+    """Whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
+    return node.target is compat.sym_size and node.args[0] in states
 
 
 def decide(builder: Builder) -> Planned:

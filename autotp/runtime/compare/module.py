@@ -48,9 +48,7 @@ class ComparedModule(ShardedModule):
             return super().forward(*args, **kwargs)
         arguments = Arguments(self._carriers, args, kwargs)
         if arguments.given or kwargs.get("use_cache"):
-            raise InputError(
-                "compare= compares calls without a cache. Leave out the cache and use_cache, or compare."
-            )
+            raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
         call = _before(self, args, kwargs)
         with _listening(self) as call.heard:
             outputs = super().forward(*args, **kwargs)

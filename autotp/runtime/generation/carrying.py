@@ -7,22 +7,24 @@ them. A call is recognised by the object's shape and sizes; afterwards what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.comm.slices import take, to_runtime
 from autotp.errors import InputError
 from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout, Partition, Shard
+from autotp.ir.named_states import Names, places_of
 
 FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
-    "the unsharded model, or under another plan. Pass what this module gave, or an empty cache."
+    "the unsharded model, or under another plan. Pass what this module gave."
 )
 
 
@@ -35,6 +37,7 @@ class Carriers:
         rank, tp: this rank among how many.
         layouts: of the states that programs have met, by name.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
+        named: arguments that the user named as states.
     """
 
     names: tuple[str, ...]
@@ -42,14 +45,26 @@ class Carriers:
     tp: int = 1
     layouts: dict[str, Layout] = field(default_factory=dict)
     moving: set[tuple[type, str]] = field(default_factory=set)
+    named: tuple[str, ...] = ()
+    forward: Callable[..., Any] | None = None
+    places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
 
     @classmethod
-    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, layouts: Mapping[str, Layout] | None = None) -> Carriers:
-        """For a module of which this is the skeleton; `layouts` are those of its plan."""
-        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, dict(layouts or {}))
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: Names = ()) -> Carriers:
+        """For a module of which this is the skeleton."""
+        names, inputs = tuple(inspect.signature(bare.forward).parameters), tuple(name for _, name in named)
+        return cls(names, rank, tp, named=inputs, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return Carriers(self.names, self.rank, self.tp, dict(self.layouts), set(self.moving))
+        return replace(self, layouts=dict(self.layouts), moving=set(self.moving))
+
+    def named_places(self, spec: Any) -> dict[int, str]:
+        """Where in a call's leaves the states lie that the user named."""
+        if not self.named or self.forward is None:
+            return {}
+        if spec not in self.places:
+            self.places[spec] = places_of(self.forward, spec, self.named)
+        return self.places[spec]
 
     def told(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
         """The arguments with every such object as its tensors, and which those are."""
@@ -100,6 +115,21 @@ class Carriers:
                 tensor, shape[dim] = tensor if mine else tensor.narrow(dim, 0, 0), length
         return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
 
+    def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Likewise of a state that the user named, which may be passed whole: then the rank takes its part."""
+        split = self.partition(name)
+        if split is None or split[0] >= tensor.ndim:
+            return tensor, torch.empty_like(tensor, device="meta"), ""
+        dim, partition = split
+        mine, have, length = partition.local(self.rank, self.tp), tensor.shape[dim], int(partition.length)
+        wrong = ""
+        if have == length:
+            tensor = take(tensor, to_runtime(self.layouts[name]), self.rank, self.tp)
+        elif have != mine:
+            wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
+        shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
+        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+
     def held(self, name: str, tensor: Any) -> Any:
         """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
 
@@ -135,11 +165,16 @@ class Arguments:
         args, kwargs, self.given = self.carriers.told(self.args, self.kwargs)
         self.flat, self.spec = compat.tree_flatten((args, kwargs))
         self.whole = self.flat
-        if self.given:
-            self.whole = list(self.flat)
-            for at, name in states_of(self.spec).items():
-                self.flat[at], self.whole[at], wrong = self.carriers.whole(name, self.flat[at])
-                self.wrong = self.wrong or wrong
+        named = self.carriers.named_places(self.spec)
+        if not self.given and not named:
+            return
+        self.whole = list(self.flat)
+        ways = ((states_of(self.spec) if self.given else {}, self.carriers.whole), (named, self.carriers.part))
+        for places, read in ways:
+            for at, name in places.items():
+                if isinstance(self.flat[at], Tensor):
+                    self.flat[at], self.whole[at], wrong = read(name, self.flat[at])
+                    self.wrong = self.wrong or wrong
 
     def check(self) -> None:
         """Refuse a state that is not this module's.
