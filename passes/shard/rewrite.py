@@ -26,6 +26,8 @@ from autotp.ir.scopes import innermost, scope_path
 from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall, Sizes
 
+from .states import as_read
+
 
 class Rewriter:
     """Copies the captured graph node by node, converting operands to the decided layouts."""
@@ -54,6 +56,7 @@ class Rewriter:
             else:
                 self._other(node)
         self.new.eliminate_dead_code()
+        self.out.states = dict(self.planned.states)
         return self.out
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -181,6 +184,9 @@ class Rewriter:
         node, index = resolve(x)
         graded = node in self.planned.grads
         whole = I if graded else R
+        state = self.planned.program.becomes(position)
+        if state is not None and state in self.planned.states:
+            return as_read(self.planned.states[state], graded)
         if not self.sharded_outputs or position in self.planned.program.mutations:
             return whole
         pinned = self.planned.decisions.get(self.old.output_node())
