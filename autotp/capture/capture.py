@@ -129,8 +129,7 @@ def _attempt(
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     """The capture of an attempt, not canonical yet."""
     exported = attempt.run()
-    program = _read(exported.program, attempt.bare.training)
-    program.mutations |= exported.written
+    program = _read(exported.program, attempt.bare.training, exported.written)
     program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:
