@@ -6,7 +6,7 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 import sympy
 import torch
@@ -18,7 +18,6 @@ from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
-from autotp.ir.named_states import Names, name_states
 from autotp.ir.op import expression
 
 from .attempts import climb
@@ -58,7 +57,7 @@ def capture(
     finish: Callable[[Capture], None] = lambda program: None,
     trial: Trial | None = None,
     mode: str = GRAD,
-    carried: Names = (),
+    states: Collection[str] = (),
 ) -> Capture:
     """Export a skeleton for these inputs, dynamic where the model allows it.
 
@@ -69,7 +68,7 @@ def capture(
         finish: called with each capture; where it raises `CaptureError`, the next rung of the ladder is tried.
         trial: the model itself, to prove what a rung of the ladder assumes.
         mode: the grad mode that a forward which asks is to find.
-        carried: which outputs come back as which inputs.
+        states: arguments that come back from the call before, of which any dimension may grow.
 
     Raises:
         CaptureError: the model cannot be exported; the message shows the user's own line and the way out.
@@ -78,15 +77,13 @@ def capture(
     def start() -> Attempt:  # with tensors of its own: an export that fails leaves its marks of symbolic sizes on them
         given = (inputs.args, dict(inputs.kwargs))
         own = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
-        return Attempt(bare, *own, asked=Asked(mode), states=frozenset(name for _, name in carried))
+        return Attempt(bare, *own, asked=Asked(mode), states=frozenset(states))
 
     def export(attempt: Attempt) -> Capture:
         made = attempt.run()
         found = _read(made.program, bare.training, made.written)
         found.asks_grad_mode = attempt.asked.told
         found.aliases, found.conditions = aliases(bare), made.conditions
-        if carried:
-            name_states(found, bare.forward, carried)
         return found
 
     return climb(start, export, finish, trial)
