@@ -139,8 +139,8 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
         step = f"{t.seconds / t.megatron_step:.2f} of its step, " if t.megatron_step else ""
-        told = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
-        rows.append(("against Megatron's plan", step + told))
+        ratio = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
+        rows.append(("against Megatron's plan", step + ratio))
     return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
@@ -164,13 +164,13 @@ def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     """What the fullest rank holds, the parts that are there, and where the peak is."""
     yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
-    told = [f"{name} {amount(size)}" for name, size in held(m)]
-    for line in (told[:4], told[4:]):
+    shares = [f"{name} {amount(size)}" for name, size in memory_parts(m)]
+    for line in (shares[:4], shares[4:]):
         if line:
             yield "", ", ".join(line)
 
 
-def held(m: Memory) -> list[tuple[str, float]]:
+def memory_parts(m: Memory) -> list[tuple[str, float]]:
     """The parts of what the fullest rank holds, in bytes, that are there."""
     parts = [
         ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),
