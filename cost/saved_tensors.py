@@ -92,8 +92,8 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
 def _alike(x: Tensor, op: Op, examples: Mapping[fx.Node, Any], results: list[Tensor]) -> int | None:
     """Position of the first value with as many elements, which this one is sharded with; None where there is none.
 
-    A guess by size: a contiguous copy of an operand has its size, a mask that of the result. Of two operands of
-    one size the first one answers, also for a copy of the second, which may be sharded otherwise: then bytes are wrong.
+    A guess by size: a contiguous copy of an operand has its size, a mask that of the result. Of two operands of one
+    size the first one answers, also for a copy of the second, which may be sharded otherwise: then the bytes are wrong.
     """
     counts = [examples[s].numel() for s in op.slots] + [y.numel() for y in results]
     return counts.index(x.numel()) if x.numel() in counts else None

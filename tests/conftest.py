@@ -6,6 +6,7 @@ import difflib
 import gc
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,9 +19,11 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between passes
 
 import torch
 
+from tests.helpers.capture_files import FOLDER
 from tests.helpers.cpu import cpu_seconds
 from tests.helpers.limits import LIMITS
 from tests.helpers.pool import Pool
@@ -31,6 +34,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]
 BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
+CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 torch.set_num_threads(1)
 
@@ -40,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if FOLDER not in os.environ:  # its processes have it from the one that begins
+        config.stash[CAPTURES] = tempfile.TemporaryDirectory()
+        os.environ[FOLDER] = config.stash[CAPTURES].name
     config.stash[SPENT] = Spent()
     config.pluginmanager.register(config.stash[SPENT])
 
@@ -63,8 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # libraries and tests stay: every collection would look through a million objects of theirs
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()  # what libraries report as leaked otherwise
+    if CAPTURES in config.stash:
+        del os.environ[FOLDER]
+        config.stash[CAPTURES].cleanup()
 
 
 @pytest.hookimpl(wrapper=True)
