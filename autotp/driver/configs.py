@@ -37,10 +37,10 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    given = _fields(path)
-    if "model_type" not in given:
+    data = _fields(path)
+    if "model_type" not in data:
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
-    _refuse_fetched(path, {**given, **fields})
+    _refuse_fetched(path, {**data, **fields})
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         for name, value in fields.items():
@@ -56,7 +56,7 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
         own = " It names code of its own (auto_map), which is not run: build the model in a factory."
         raise InputError(
             f"{path}: transformers {transformers.__version__} cannot build it: {first_line(error)}"
-            f"{own if 'auto_map' in given else ''}"
+            f"{own if 'auto_map' in data else ''}"
         ) from error
     return model
 
@@ -74,9 +74,9 @@ def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Calla
     return lambda: known.from_config(config, trust_remote_code=False, **wanted)
 
 
-def _refuse_fetched(path: Path, given: Mapping[str, Any]) -> None:
+def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
     """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
-    todo: list[tuple[str, Any, bool]] = [("", given, False)]
+    todo: list[tuple[str, Any, bool]] = [("", data, False)]
     while todo:
         name, value, chosen = todo.pop()
         if isinstance(value, Mapping):

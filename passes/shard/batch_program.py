@@ -28,6 +28,7 @@ from autotp.ir.layouts import Layout, Shard, Size
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.passes.decompose.losses import take_sums_apart
+from autotp.passes.schema import verify
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
@@ -65,6 +66,7 @@ def local_program(program: Capture, dp: int) -> Capture:
     builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
     sharded = BatchRewriter(decide(builder), builder, batch).run()
     local = _Localised(program, sharded.graph, dp, batch).capture()
+    verify(local, "batch axis")
     over = [(n, mark(n).batch) for n in local.graph.nodes]
     gathered = [n.args[0] for n, batch in over if batch is not None and isinstance(batch.source, Shard)]
     if gathered:
