@@ -35,7 +35,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken
+from .programs import Known, Program, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -61,9 +61,7 @@ class ShardedModule(Refusals, Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         ranks = source.ranks
-        self._carriers = Carriers.of(
-            source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.carried
-        )
+        self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
         self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
@@ -190,7 +188,10 @@ class ShardedModule(Refusals, Part):
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
         with entering(bare, call.entry):
-            return prepare(bare, inputs, self._shards.device, mode, request=source.want)
+            captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+            if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+                captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+            return captured
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
         source, key = self._source, len(self._programs_made)
