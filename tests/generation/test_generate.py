@@ -14,7 +14,7 @@ import autotp
 from autotp.errors import AutoTPError
 from autotp.runtime import module
 from tests.helpers.compare import mesh_of
-from tests.helpers.doubled import doubled
+from benchmarks.helpers.doubled import doubled
 
 EXACT = 1e-9
 
