@@ -15,6 +15,7 @@ from autotp.comm.slices import to_runtime
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, Partial, R, Shard, Size, share
+from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
 from . import Cluster, call_seconds, node_flops, op_seconds
@@ -83,18 +84,19 @@ class Prices:
             self._bytes[id(val)] = nbytes(val, self.hint), val
         return self._bytes[id(val)][0]
 
-    def held_parameter(self, stored: float, val: Tensor) -> float:
-        """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
-        return self.objective.held(stored, val)
+    def budget_bytes(self, parameter_bytes: float, val: Tensor) -> float:
+        """Bytes that a part of this parameter takes: with gradient and optimizer states where it is trained."""
+        return self.objective.budget_bytes(parameter_bytes, val)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
-        if "flops" not in node.meta:
-            node.meta["flops"] = node_flops(node)
-        if not self.guesses or not node.meta["flops"]:
-            return node.meta["flops"]
+        flops = mark(node).flops
+        if flops is None:
+            write(node, flops=(flops := node_flops(node)))
+        if not self.guesses or not flops:
+            return flops
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
-        return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
+        return flops / math.prod(self.program.hints[x] for x in lengths)
 
     def _longer(self, op: Op) -> dict[int, float]:
         """Operands that decoding reads of a whole sequence, keys and values of the cache, and how much longer that is.
@@ -118,8 +120,8 @@ class Prices:
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
-        if "dp" in op.node.meta:
-            return self._across(op, self.share(outs[0])), 0.0
+        if (over := mark(op.node).batch) is not None:
+            return self._across(op, over, self.share(outs[0])), 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
         longer = self._longer(op)
         sides = enumerate(zip(vals, [*ins, *outs], strict=False))
@@ -136,17 +138,17 @@ class Prices:
         seconds = op_seconds(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
-        return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
+        return (1 + BACKWARD) * seconds, self._activation_bytes(op.node, [*ins, *outs])
 
-    def _across(self, op: Op, part: float) -> float:
+    def _across(self, op: Op, over: BatchConversion, part: float) -> float:
         """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
-        a, b, ranks = op.node.meta["dp"]
+        a, b, ranks = over
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
 
-    def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
-        """Bytes of what this call is the first to keep for the backward."""
+    def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:
+        """Bytes of what this call is the first to save for the backward."""
         if node not in self._answers:
             self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
         least = min(map(self.share, layouts), default=1.0)

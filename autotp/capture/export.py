@@ -51,7 +51,7 @@ class Exported:
 
 @dataclass
 class Attempt:
-    """What one export is of; the rungs of the ladder change it.
+    """What one export is of; the changes of `attempts` alter it.
 
     Attributes:
         bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
@@ -76,7 +76,7 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            for context in (*self.contexts, _named(self.bare, self.kwargs)):
+            for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
                 stack.enter_context(context)
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
@@ -85,6 +85,7 @@ class Attempt:
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
             recorded = (
                 *recorded,
+                compat.recorded_guards(),
                 self.asked.answered(files_of(self.bare)),
                 plain_types(self.bare),
                 refuse_hooks(),
@@ -183,6 +184,20 @@ def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     *named, rest = signature.parameters.values()
     with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
         yield
+
+
+@contextmanager
+def _records(bare: nn.Module) -> Iterator[None]:
+    """Within this context plain dataclasses that `bare` gives are known as containers before an export meets them."""
+
+    def know(module: nn.Module, args: Any, output: Any) -> None:
+        compat.know_records(output)
+
+    handle = bare.register_forward_hook(know)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -22,6 +22,7 @@ from torch import fx
 from autotp import compat
 from autotp.ir.graph import Capture, short_name, substitute, tensors, where
 from autotp.ir.leaves import CONSTANT
+from autotp.ir.marks import mark
 from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 
@@ -189,7 +190,7 @@ def _is_size(node: fx.Node) -> bool:
 
 def _shape(node: fx.Node) -> Hashable:
     """What is the same at every width."""
-    return node.meta.get("no_grad"), tuple((v.ndim, v.dtype) for v in tensors(node))
+    return mark(node).no_grad, tuple((v.ndim, v.dtype) for v in tensors(node))
 
 
 def _numbers_fit(ours: list[Any], theirs: list[Any], ratio: int) -> bool:

@@ -16,6 +16,7 @@ from autotp import compat
 
 from .layouts import Size
 from .leaves import Kind
+from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -58,8 +59,10 @@ class Capture:
     guards: list[sympy.Basic]
     training: bool
     aliases: dict[str, str] = field(default_factory=dict)
-    state: tuple[Any, ...] = ()  # (training, parameter dtype, grad mode, autocast) that it was captured in
+    state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
+    asks_gradients: bool = False  # whether it asks tensors if they want one
+    autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
@@ -85,7 +88,7 @@ class Capture:
         bound: dict[sympy.Symbol, int] = {}
         for leaf, value in zip(self.inputs, values, strict=True):
             expected = leaf.node.meta.get("val")
-            reason = _fits(leaf.name, expected, value, bound)
+            reason = _fits(leaf.name, expected, value, bound, self.asks_gradients)
             if reason:
                 return reason
         for symbol, size in bound.items():
@@ -132,7 +135,7 @@ def on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], asks: bool) -> str | None:
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -140,6 +143,8 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
     if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
         return f"input {name!r} requires a gradient, and was captured without"
+    if asks and value.requires_grad != expected.requires_grad:
+        return f"the forward asks whether input {name!r} requires a gradient, and was captured with another answer"
     for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
         size = expression(want)
         if isinstance(size, sympy.Symbol):
@@ -157,7 +162,8 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+        write(new, no_grad=mark(node).no_grad)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
             new.meta["val"] = function(*values, **named)
@@ -175,7 +181,7 @@ def differentiable(program: Capture) -> set[fx.Node]:
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:
-        if n.op != "call_function" or n.meta.get("no_grad") or n.target in CUTS:
+        if n.op != "call_function" or mark(n).no_grad or n.target in CUTS:
             continue
         if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
             carries.add(n)

@@ -74,13 +74,13 @@ class Solution:
     Attributes:
         chosen: index of each item's choice.
         seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
-        stored: bytes of parameters; `least_stored`: the least that any assignment reaches.
-        held: bytes that count against the memory budget.
+        least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
+        parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
     """
 
     chosen: tuple[int, ...]
     seconds: float
     bound: float
-    least_stored: float
-    stored: float
-    held: float = 0.0
+    least_parameter_bytes: float
+    parameter_bytes: float
+    budget_bytes: float = 0.0

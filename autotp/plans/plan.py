@@ -14,6 +14,7 @@ from autotp.ir.layouts import Layout
 from autotp.plans.show.overview import overview, screen
 from autotp.plans.show.report import render
 
+from .decoding import Decoding, decoding
 from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Totals
 
 if TYPE_CHECKING:
@@ -147,6 +148,11 @@ class Plan:
     def sublayers(self) -> tuple[Sublayer, ...]:
         """Compute and communication of one layer's attention, feed-forward block, and rest, with the share of each."""
         return self.layer.sublayers if self.layer is not None else ()
+
+    @property
+    def decoding(self) -> Decoding | None:
+        """Of a plan for decoding: tokens a second and the share of the limit; None where it is for something else."""
+        return decoding(self)
 
     @property
     def placements(self) -> dict[str, Layout]:

@@ -13,6 +13,7 @@ from autotp import compat
 from autotp.comm.slices import Spec, split, to_runtime
 from autotp.ir.graph import Value, resolve, short_name
 from autotp.ir.layouts import I, Layout, R, Shard, Size
+from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 
@@ -193,7 +194,7 @@ class _Proof:
                 failed = e
         first: Difference | None = None
         for node in reversed(self.held):
-            error = 0.0 if "conversion" in node.meta else self._gradient_error(node)
+            error = 0.0 if mark(node).conversion is not None else self._gradient_error(node)
             if error <= TOLERANCE:
                 self.gradient_error = max(self.gradient_error, error)
                 continue
@@ -228,7 +229,7 @@ class _Proof:
         """The value itself, unless an operand of its operator arrives in another layout than was decided."""
         made = next((n for n in _onwards(node) if n in self.sharded.origin), node)
         op = self.planned.ops.get(self.sharded.origin[made][0]) if made in self.sharded.origin else None
-        if op is not None and "conversion" not in made.meta:
+        if op is not None and mark(made).conversion is None:
             slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
             for operand in self._arrivals(made):
                 wanted = [layout for value, layout in slots if value == self.sharded.origin[operand]]
@@ -252,7 +253,7 @@ class _Proof:
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
-        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and "conversion" in n.meta]
+        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and mark(n).conversion is not None]
         detail += f" (conversions of this value: {', '.join(moved)})" if moved else ""
         path = module_path(origin)
         return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)

@@ -15,6 +15,7 @@ from autotp.comm import conversions
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import SEEDS
+from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import Sharded
 
@@ -63,7 +64,7 @@ class StepError(RuntimeError):
 
 def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     target: Any = node.target
-    if "conversion" in node.meta:
+    if mark(node).conversion is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
         return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
     results = []
@@ -71,7 +72,7 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     for r in range(tp):
         if drawn is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(drawn)
-        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") == "tp" else {})}
+        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if mark(node).axis == "tp" else {})}
         results.append(_call(target, _at(node.args, env, r), kwargs))
     return results
 

@@ -34,7 +34,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken
+from .programs import Known, Program, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -182,7 +182,10 @@ class ShardedModule(Refusals, Part):
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare, call.whole, call.spec)[1]
-        return prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+            captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        return captured
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
         source, key = self._source, len(self._programs_made)

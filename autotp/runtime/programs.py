@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,3 +141,15 @@ def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[
             name = shards.aliases.get(leaf.name, leaf.name)
             reads.append(Read(node, name, shards.storages.get(name) if leaf.kind.trained else None))
     return inputs, reads, count
+
+
+def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
+    """Train the parameters of a skeleton that its parts train; whether those were others before."""
+    changed = False
+    for module, part in zip(bare.modules(), parts, strict=True):
+        for name, p in module._parameters.items():
+            held = part._parameters.get(name, part._parameters.get(f"{name}_part0"))
+            if p is not None and held is not None and p.requires_grad != held.requires_grad:
+                p.requires_grad_(held.requires_grad)
+                changed = True
+    return changed

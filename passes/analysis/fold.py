@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, tensors
+from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_path
 
@@ -75,7 +76,6 @@ def _signature(
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
     rows = tuple(
-        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), n.meta.get("no_grad"))
-        for n in nodes
+        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), mark(n).no_grad) for n in nodes
     )
     return rows, nodes + leaves

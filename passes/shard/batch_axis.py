@@ -16,6 +16,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -141,10 +142,6 @@ class BatchRewriter(Rewriter):
         super().__init__(planned, builder.prices.convert, "full")
         self.sizes = BatchSizes(self.new, batch, builder.tp)
 
-    def _placeholder(self, node: fx.Node) -> None:
-        super()._placeholder(node)
-        self.env[node].meta["origin"] = node
-
     def _other(self, node: fx.Node) -> None:
         size = expression(node.meta["val"]) if node.target is compat.sym_size else None
         if size is None:
@@ -159,6 +156,7 @@ class BatchRewriter(Rewriter):
         while new.op != "root":  # what a rule writes before the operator's own call belongs to the same module
             if new.target not in conversions.FUNCTIONS.values():
                 new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(new, no_grad=mark(node).no_grad)
             new = new.next
 
     def _goal(self, position: int, x: fx.Node) -> Layout:
@@ -171,7 +169,7 @@ class BatchRewriter(Rewriter):
             alike = isinstance(x, fx.Node) and tensors(x) and self.goals[resolve(x)] == I
             if alike and i not in self.planned.program.mutations:
                 scaled = self.new.call_function(scale_gradient, (new, self.dp))
-                scaled.meta = {k: v for k, v in new.meta.items() if k not in ("ranked", "conversion")}
+                inherit(scaled, new, axis=None, conversion=None)
                 new = scaled
             out.append(new)
         return tuple(out)

@@ -179,8 +179,9 @@ class Builder:
         size, choices = self.prices.bytes(val), []
         for x in layouts:
             part = size * self.prices.share(x)
-            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind.trained else (0.0, part)
-            choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
+            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.trained else (0.0, part)
+            ties = penalty([x], self.tp)
+            choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:

@@ -13,13 +13,15 @@ from autotp.comm import conversions
 from autotp.comm.conversions import primitive
 from autotp.comm.slices import to_runtime
 from autotp.cost import collective_bytes
+from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Partial, Shard, Size, share
+from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.blocks import counted, find_blocks
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import Totals
@@ -181,11 +183,11 @@ class _Collectives:
                 self.block.setdefault(n, i)
 
     def walk(self, sharded: Sharded) -> list[Collective]:
-        made = (self._collective(n, sharded) for n in sharded.graph.nodes if "conversion" in n.meta)
+        made = (self._collective(n, sharded) for n in sharded.graph.nodes if mark(n).conversion is not None)
         return [c for c in made if c is not None]
 
     def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
-        (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        (src, dst), (origin, _) = conversion_of(node), sharded.origin[node]
         there, back = primitive(src, dst), None
         if origin in self.planned.grads and self.builder.objective.training:
             back = primitive(dst.dual, src.dual)
@@ -197,7 +199,7 @@ class _Collectives:
         called = origin.op == "call_function"
         op = short_name(origin.target) if called else "parameter"
         module, source = (
-            _innermost(node.meta["path"]),
+            _innermost(moved_to(node)),
             _innermost(module_path(origin)) if called else self.names[origin],
         )
         block = self.place(node, sharded)
@@ -209,7 +211,7 @@ class _Collectives:
 
     def place(self, node: fx.Node, sharded: Sharded) -> int | None:
         """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
-        (src, _), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        (src, _), (origin, _) = conversion_of(node), sharded.origin[node]
         own = self._maker(origin) if isinstance(src, Partial) else self.block.get(origin)
         readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
         if isinstance(src, Partial) or len(readers) != 1 or origin.op == "placeholder":
@@ -264,12 +266,13 @@ def _totals(
         backward_bytes=sum(c.backward_bytes for c in collectives),
         seconds=solution.seconds if solution is not None else 0.0,
         bound=solution.bound if solution is not None else 0.0,
-        stored=solution.stored if solution is not None else 0.0,
-        least_stored=solution.least_stored if solution is not None else 0.0,
+        parameter_bytes=solution.parameter_bytes if solution is not None else 0.0,
+        least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
         communication=communication,
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],
         megatron_step=hand_step(builder) if dearer else 0.0,
+        weights_read=weights_read(planned, builder.prices.hint),
         **_sizes(planned),
     )
 

@@ -15,9 +15,10 @@ from autotp.comm.slices import to_runtime
 from autotp.cost.prices import BACKWARD
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
+from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.fold import INDEXED
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
@@ -91,7 +92,7 @@ class Steps:
         left = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]
-            if "conversion" in node.meta:
+            if mark(node).conversion is not None:
                 yield from self._conversion(node, sharded.origin[node])
             elif origin in left:
                 del left[origin]
@@ -118,13 +119,13 @@ class Steps:
         return Timed(short_name(node.target), "", "", forward, seconds - forward)
 
     def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
-        (origin, i), (a, b) = value, node.meta["conversion"]
+        (origin, i), (a, b) = value, conversion_of(node)
         key = self.planned.same[origin], i, a, b
         if key not in self.known:
             self.known[key] = self._convert(origin, i, a, b)
         made = self.known[key]
         if made.seconds:
-            index, path = self.place(node), node.meta["path"]
+            index, path = self.place(node), moved_to(node)
             where = path[-1] if path else ""
             yield replace(made, module=where, part=self._part(index)), _indexed(self._home(index) or path)
 

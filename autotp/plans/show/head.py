@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from autotp.cost.decode import DecodeLimit
+from autotp.plans.decoding import decoding
 from autotp.text import amount
 
 from . import rows
@@ -93,11 +95,26 @@ def _step(plan: Plan) -> Iterator[Text]:
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
         each = f", {rows.number(done / took / devices)} a device" if devices > 1 else ""
         said.append(f"{rows.number(done / took)} {unit}/s{each}")
+    found = decoding(plan)
+    if found is not None:
+        said.append(f"{found.share_of_limit:.0%} of the limit")
     if t.megatron_bytes:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         step = f"{t.seconds / t.megatron_step:.2f} of the step, " if t.megatron_step else ""
         said.append(f"{step}{sent / t.megatron_bytes:.2f} of the bytes of Megatron's plan")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
+    if found is not None:
+        yield from _limit(found.limit, found.most_tokens_per_second)
+
+
+def _limit(limit: DecodeLimit, tokens: float) -> Iterator[Text]:
+    """What no step of decoding can be below, and what it is made of."""
+    cache = f" and {amount(limit.cache)} of cache" if limit.cache else ""
+    read = f"{amount(limit.weights)} of weights{cache} at {limit.bandwidth / 1e12:.2f} TB/s"
+    said = [f"limit {rows.seconds(limit.seconds)}, {rows.number(tokens)} tokens/s: {read}"]
+    if limit.communication:
+        said.append(f"{rows.seconds(limit.communication)} of collectives")
+    yield from wrapped("; ".join(said), SCREEN, then="  ")
 
 
 def exposed_dp(plan: Plan) -> float:

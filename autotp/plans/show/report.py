@@ -13,7 +13,8 @@ from torch import fx
 
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
-from autotp.ir.scopes import module_path
+from autotp.ir.marks import mark
+from autotp.ir.scopes import module_path, moved_to
 from autotp.plans.estimates import OUTSIDE
 from autotp.text import amount
 
@@ -134,7 +135,7 @@ def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = Non
 
     Args:
         graph: as `autotp.passes.shard.rewrite` made it.
-        layouts: of its nodes; otherwise read from each node's `meta["layout"]`.
+        layouts: of its nodes; otherwise read from each node's mark.
     """
     return "\n".join(_lines(graph, layouts or {})) + "\n"
 
@@ -142,7 +143,7 @@ def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = Non
 def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
     at = ""
     for node in graph.nodes:
-        path = node.meta.get("path") or module_path(node)
+        path = moved_to(node) or module_path(node)
         module = path[-1] if path else ""
         if node.op not in ("placeholder", "output") and module != at:
             at = module
@@ -150,7 +151,7 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
         if node.op == "output":
             yield f"\nreturn {_value(node.args[0])}"
             continue
-        layout = layouts.get(node, node.meta.get("layout"))
+        layout = layouts.get(node, mark(node).layout)
         shape = getattr(node.meta.get("val"), "shape", None)
         where = f" [{', '.join(map(str, shape))}]" if shape is not None else ""
         typed = f"{node.name}: {layout}{where}" if layout is not None else f"{node.name}{where}"
@@ -159,8 +160,8 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
 
 def _call(node: fx.Node) -> str:
     name = short_name(node.target)
-    if "conversion" in node.meta:
-        source, target = node.meta["conversion"]
+    if (conversion := mark(node).conversion) is not None:
+        source, target = conversion
         return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
     given = [_value(a) for a in node.args]
     given += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]

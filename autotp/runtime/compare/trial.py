@@ -25,6 +25,7 @@ from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Grouped, Layout, Partial, Shard
 from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.shard.rewrite import specialise
@@ -185,8 +186,10 @@ class Trial:
         if origin.op == "placeholder" and leaf is not None:
             return f"{module_name(leaf.name.rpartition('.')[0])} (its {leaf.kind} {leaf.name})"
         path = module_path(origin)
-        made = short_name(origin.target) + (f", after {short_name(node.target)}" if "conversion" in node.meta else "")
-        return f"{module_name(module_of(path[-1]) if path else '')} ({origin.name} = {made})"
+        after = f", after {short_name(node.target)}" if mark(node).conversion is not None else ""
+        return (
+            f"{module_name(module_of(path[-1]) if path else '')} ({origin.name} = {short_name(origin.target)}{after})"
+        )
 
     def _outputs(self, outputs: Sequence[Any]) -> Gap | None:
         """An output of the call that is not the original's; by the first part that gave what its program does not."""
@@ -281,7 +284,7 @@ class Trial:
             node = self.nodes[at]
             local, origin = self.here.values.get(node), self.sharded.origin.get(node)
             whole = self.whole.values.get(origin) if origin is not None else None
-            if local is None or whole is None or whole.grad is None or "conversion" in node.meta:
+            if local is None or whole is None or whole.grad is None or mark(node).conversion is not None:
                 continue  # a converted value has the gradients of some readers, the value itself has all
             mine = local.grad if local.grad is not None else torch.zeros_like(local)
             error = self._error(node, mine, whole.grad, self.sharded.layouts[node].dual, self.most)
