@@ -35,7 +35,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken, train_as
+from .programs import Known, Program, Programs, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -58,7 +58,7 @@ class ShardedModule(Refusals, Part):
         self.config = getattr(source.bare, "config", None)
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
-        self._programs_made: list[Program] = []
+        self._programs_made = Programs()
         self._known = Known()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
@@ -123,6 +123,7 @@ class ShardedModule(Refusals, Part):
         # A capture under autocast holds its casts already.
         cast = program.capture.state[-1] is not None
         plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        self._programs_made.run(program)
         with plain, self._calls.running(drawn):
             return self._programs[program.key](*inputs, *program.random(self._shards, drawn.seed))
 
@@ -194,7 +195,7 @@ class ShardedModule(Refusals, Part):
             return captured
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
-        source, key = self._source, len(self._programs_made)
+        source, key = self._source, self._programs_made.key()
         places = source.places()
         graph = specialise(sharded, places)
         fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
@@ -209,9 +210,8 @@ class ShardedModule(Refusals, Part):
         )
         random = any(map(draws, graph.nodes))
         self._carriers.layouts |= getattr(sharded, "states", {})
-        self._programs_made.append(
-            Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes, entry)
-        )
+        program = Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes, entry)
+        self._programs_made.add(program, self._order, self._known)
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
@@ -351,7 +351,7 @@ class ShardedModule(Refusals, Part):
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {id(self._programs_made): [], id(self._known): Known()}  # made again, on the copied parts
+        memo |= {id(self._programs_made): Programs(), id(self._known): Known()}  # made again, on the copied parts
         for part in self._order:
             memo |= {id(held): {} for held in (part._programs, part._turns)} if isinstance(part, Part) else {}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
