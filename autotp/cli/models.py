@@ -85,7 +85,12 @@ def read_plan(path: Path) -> Plan:
 
 def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:
     """A model of the transformers library from its config: on the meta device, or `real` with random weights where
-    they take less than 1 GB."""
+    they take less than 1 GB.
+
+    Args:
+        path: of a config.json. dtype: of the weights, or None for the config's own.
+        fields: of the config, which take the place of its own. real: with random weights, not on the meta device.
+    """
     os.environ.setdefault("USE_HUB_KERNELS", "0")  # transformers reads it when it is imported
     try:
         import transformers  # noqa: PLC0415  only where a config is read
@@ -146,7 +151,11 @@ def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable."""
+    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable.
+
+    Args:
+        text: `module:function`. dtype: of the weights, or None to leave them.
+    """
     where, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -176,6 +185,9 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
 
     The batch is the first dimension of the first tensor, and of all others where it is as large. The length is the
     second dimension of the first tensor that has two or three; other ids keep their ratio to it.
+
+    Args:
+        inputs: the example. batch, seq: the sizes wanted of the first and second dimension, or None.
 
     Raises:
         InputError: no tensor has such a dimension.
