@@ -6,7 +6,7 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
-from autotp.ir.named_states import Names, name_states
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -65,7 +64,7 @@ def capture(
     passes: Sequence[Pass] = (),
     trial: Trial | None = None,
     state: tuple[Any, ...] = (),
-    carried: Names = (),
+    states: Collection[str] = (),
 ) -> Capture:
     """The program of a skeleton for these inputs: of the first of `ATTEMPTS` that can be exported and is the model.
 
@@ -76,7 +75,7 @@ def capture(
         passes: what makes a capture canonical.
         trial: the model itself, to hold captures and what an attempt assumes against.
         state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
-        carried: which outputs come back as which inputs.
+        states: arguments that come back from the call before, of which any dimension may grow.
 
     Raises:
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
@@ -85,7 +84,7 @@ def capture(
     for changes in ATTEMPTS:
         if not worth_trying(changes, failures):
             continue
-        attempt = _attempt(bare, inputs, device, state, carried)
+        attempt = _attempt(bare, inputs, device, state, states)
         try:
             done = [change.apply(attempt) for change in changes]
             if None in done:
@@ -97,8 +96,6 @@ def capture(
             continue
         try:
             program = _exported(attempt, state)
-            if carried:
-                name_states(program, bare.forward, carried)
             program.notes += [each[0] for each in done if each is not None and each[0]]
             if proofs and trial is not None and trial.skip:
                 program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
@@ -117,20 +114,19 @@ def capture(
 
 
 def _attempt(
-    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], carried: Names
+    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
 ) -> Attempt:
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
     given = (inputs.args, dict(inputs.kwargs))
     args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
-    asked, states = Asked(state[2] if state else GRAD), frozenset(name for _, name in carried)
-    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=states)
+    asked = Asked(state[2] if state else GRAD)
+    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=frozenset(states))
 
 
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     """The capture of an attempt, not canonical yet."""
     exported = attempt.run()
-    program = _read(exported.program, attempt.bare.training)
-    program.mutations |= exported.written
+    program = _read(exported.program, attempt.bare.training, exported.written)
     program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
-from autotp.ir.named_states import Names
+from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.canonicalise.autocast import ExplicitCasts
@@ -37,6 +37,10 @@ from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
+GATHERED = (
+    "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
+    "of this one cannot read it"
+)
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
@@ -100,19 +104,20 @@ def prepare(
 
     with stage("capture"):
         passes = (*CANONICAL, ExplicitCasts())
-        whole = capture(bare, two_examples(inputs, request.dp), device, passes, trial, mode, request.carried)
+        whole = capture(bare, two_examples(inputs, request.dp), device, passes, trial, mode, request.states)
+        name_states(whole, bare.forward, request.carried)
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
     return by_counter(made) if request.random == "counter" else made
 
 
-def _small(trial: Trial, carried: Names = ()) -> Capture:
+def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
-    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode, carried)
+    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode, states)
 
 
 @uncollected()
@@ -129,9 +134,10 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    small = partial(_small, carried=request.carried)
+    small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
+    check_names(bare.forward, request.states)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)
     captured = prepare(bare, inputs, device, mode, trial, request)
@@ -172,7 +178,8 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    told = [*notes, *without_rule(planned)]
+    gathers = builder.states.leaves and not builder.prices.cached
+    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)
