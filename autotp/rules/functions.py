@@ -185,23 +185,30 @@ class _Classes:
             self.parent[self.root((a, d))] = self.root((b, d))
 
     def read(self, node: fx.Node) -> None:
+        """Take an operator's loops into the classes, and note dimensions and sizes that forbid a split."""
         op = Op.of(node)
+        # A Function within a Function is read by itself, and says nothing of its loops here.
         rule = rule_of(op) if len(op.outs) == 1 and node.target is not CALL else None
         self.ops[node] = op, rule
-        dims = [*((x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))), *_dims(node)]
+        operands = [(x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))]
         carried: set[Dim] = set()
         for f in rule.factors if rule is not None else ():
-            places = [(x, c) for x, c in zip([*op.slots, node], [*f.ins, *f.outs], strict=True) if c is not None]
+            slots = zip([*op.slots, node], [*f.ins, *f.outs], strict=True)
+            places = [(x, c) for x, c in slots if c is not None]
             own = [(x, c.dim) for x, c in places]
-            carried |= set(own) if all(_plain(c) for _, c in places) else set()
+            # In units or pieces, as heads in a hidden size, a dimension is not the loop itself.
+            if all(_plain(c) for _, c in places):
+                carried |= set(own)
             for a, b in zip(own, own[1:], strict=False):
                 self.parent[self.root(a)] = self.root(b)
-        self.whole |= set(dims) - carried
+        self.whole |= {*operands, *_dims(node)} - carried
+        # Operators that take a shape are given sizes as shapes; any other one reads them as numbers: x / x.shape[0].
         if getattr(node.target, "overloadpacket", None) not in SHAPED:
             numbers = [x.meta["val"] for x in node.all_input_nodes if not is_tensor(x) and "val" in x.meta]
             for n in compat.tree_leaves(numbers):
-                found = expression(n) if hasattr(n, "node") else None
-                self.read_sizes |= found.free_symbols if isinstance(found, sympy.Expr) else set()
+                size = expression(n) if hasattr(n, "node") else None
+                if isinstance(size, sympy.Expr):
+                    self.read_sizes |= size.free_symbols
 
     def classes(self) -> list[set[Dim]]:
         groups: dict[Dim, set[Dim]] = defaultdict(set)
