@@ -39,6 +39,7 @@ class Program:
         draws: whether others draw as torch does.
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
+        entry: path of the module that it is the forward of.
     """
 
     capture: Capture
@@ -51,6 +52,7 @@ class Program:
     fired: Fired = ()
     compiler: Compiler | None = None
     changes: Hashable = ()
+    entry: str = ""
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
