@@ -116,7 +116,13 @@ class Prices:
     def operator(
         self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
     ) -> tuple[float, float]:
-        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split."""
+        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split.
+
+        Args:
+            op: the call, with whole shapes.
+            ins, outs: layouts of its operands and results.
+            split: the loop of its rule that is split; None where it runs whole or passes sums.
+        """
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
@@ -165,7 +171,12 @@ class Prices:
         return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
-        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
+        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none.
+
+        Args:
+            value: node and number of its result.
+            a, b: the layouts before and after.
+        """
         node, i = value
         if node in self.weights and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's

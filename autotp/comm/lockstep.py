@@ -47,6 +47,10 @@ _named: dict[str, Channel] = {}
 def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, axes: str = "tp") -> Channel | None:
     """The channel of a group; made, a collective call, where there is none yet.
 
+    Args:
+        group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
+        device: of this rank, for collectives where ranks cannot connect.
+
     Returns: None for a group that is too large for one, and for torch's fake groups, whose other ranks do not exist.
     """
     if size > MOST or size == 1:

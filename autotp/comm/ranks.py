@@ -34,6 +34,9 @@ SETTLE = 0.1  # seconds at exit for gloo's threads
 def check_degree(tp: object, world: int | None = None) -> int:
     """`tp`, where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
 
+    Args:
+        tp: what the user gave. world: how many ranks there are, where that is known.
+
     Raises:
         InputError: not an int, less than 1, or not a divisor of the world.
     """
