@@ -18,13 +18,13 @@ from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.solve import Infeasible, feasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, differentiable, outputs_of, read, resolve, shape_of, tensors, where
-from autotp.ir.layouts import Grouped, I, Layout, Partition, R, Shard
+from autotp.ir.layouts import Distribution, Grouped, I, Layout, Partition, R, Shard
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
-from autotp.rules.core import rule_of
 from autotp.text import listed
 
+from .axis import TENSOR, AxisRules
 from .pins import Ask, Dims
 from .pins import find as find_pins
 from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
@@ -44,6 +44,7 @@ class Builder:
     sequence: bool | None = None
     objective: Objective = TRAINING
     memory: float | None = None
+    axis: AxisRules = TENSOR
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -54,16 +55,17 @@ class Builder:
         self.rules: dict[fx.Node, Rule | None] = {}
         alike = fold(self.program, self.grads)
         for n in self.calls:  # equal nodes have equal rules
-            self.rules[n] = rule_of(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
+            self.rules[n] = self.axis.rule(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)
         self.same = fold(self.program, self.grads, marks) if marks else alike
-        self.candidates = Candidates(self.tp)
+        self.calls = [n for n in self.calls if self.axis.decides(n)]
+        self.candidates = Candidates(self.tp, self.axis.fills)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads),
+            Keepers(self.ops, self.same, self.grads), self.axis.surcharge,
         )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:
@@ -92,7 +94,10 @@ class Builder:
         return problem, heads
 
     def goals(self) -> tuple[Layout, ...]:
-        """How the graph's outputs leave it: whole, but where the user pinned them."""
+        """How the graph's outputs leave it: as the axis wants; otherwise whole, but where the user pinned them."""
+        settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
+        if settled is not None:
+            return settled
         out: list[Layout] = []
         for i, x in enumerate(outputs_of(self.program)):
             node, index = resolve(x)
@@ -101,6 +106,10 @@ class Builder:
             whole = I if node in self.grads else R
             out.append(Shard(d := asked.dims[0], Partition.plain(shape[d], self.tp)) if asked and split else whole)
         return tuple(out)
+
+    def _partitions(self, node: fx.Node, dim: int) -> list[Distribution]:
+        """What a dimension of a value may have."""
+        return self.candidates.of.get((self.value(node), dim), [])
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
@@ -117,6 +126,11 @@ class Builder:
 
     def _seed(self, work: list[fx.Node]) -> None:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
+        seeds = self.axis.seeds(self.leaves.values(), self.tp)
+        if seeds is not None:
+            for node, dim, partition in seeds:
+                self.candidates.add(((node, 0), dim), partition)
+            return
         for node, leaf in self.leaves.items():
             if node is self.same[node]:
                 self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind.passed else ())
@@ -142,6 +156,9 @@ class Builder:
 
     def _leaf(self, node: fx.Node, count: int) -> Item:
         leaf, val = self.leaves[node], node.meta["val"]
+        settled = self.axis.leaf(leaf, node in self.grads, self.tp)
+        if settled is not None:
+            return Item(leaf.name, [Choice((), (settled,))], [], [(node, 0)], count)
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
         if leaf.kind.trained:
