@@ -53,6 +53,7 @@ class InlineRegions(Pass):
 
     def run(self, program: Capture) -> int:
         found, owner = _regions(program.graph), program.graph.owning_module
+        program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in found)
         for node in found:
             carries = differentiable(program) if _without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))

@@ -22,6 +22,8 @@ from autotp.ir.program import Planned
 from autotp.rules.core import rule_of
 from autotp.rules.local import Sizes
 
+from .states import as_read
+
 Partitions = Callable[[fx.Node, int], Iterable[Distribution]]  # of a dimension of an output: what it may have
 Seed = tuple[fx.Node, int, Partition]  # a leaf, a dimension of it, and how that may be dealt
 
@@ -32,6 +34,11 @@ class AxisRules(Protocol):
     @property
     def surcharge(self) -> Surcharge | None:
         """What the axis adds to the prices of operators and conversions."""
+        ...
+
+    @property
+    def ignores_states(self) -> bool:
+        """Whether states are inputs and outputs like others, whose layouts need not be the same."""
         ...
 
     def decides(self, node: fx.Node) -> bool:
@@ -66,6 +73,7 @@ class TensorRules:
     """Over the tp ranks every operator has a choice, and nothing is settled beforehand."""
 
     surcharge: Surcharge | None = None
+    ignores_states: bool = False
 
     def decides(self, node: fx.Node) -> bool:
         return True
@@ -145,6 +153,9 @@ class TensorWriter:
         node, index = resolve(x)
         graded = node in planned.grads
         whole = I if graded else R
+        state = planned.program.becomes(position)
+        if state is not None and state in planned.states:
+            return as_read(planned.states[state], graded)
         if not self.sharded or position in planned.program.mutations:
             return whole
         pinned = planned.decisions.get(planned.program.graph.output_node())

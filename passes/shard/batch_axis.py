@@ -51,6 +51,7 @@ class BatchRules:
     """The batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
 
     batch: sympy.Symbol
+    ignores_states: bool = True
 
     @property
     def surcharge(self) -> Apart:
@@ -81,7 +82,7 @@ class BatchRules:
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
         given = compat.tree_leaves(program.graph.output_node().args[0])
-        written = {x for i, x in enumerate(given) if i in program.mutations}
+        written = {x for i, x in enumerate(given) if i in program.mutations and program.becomes(i) is None}
         layouts: list[Layout] = []
         for x in outputs_of(program):
             whole = I if resolve(x)[0] in grads else R

@@ -60,6 +60,7 @@ class Rewriter:
             else:
                 self._other(node)
         self.new.eliminate_dead_code()
+        self.out.states = dict(self.planned.states)
         return self.out
 
     def _placeholder(self, node: fx.Node) -> None:
