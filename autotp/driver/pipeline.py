@@ -21,19 +21,17 @@ from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
-from autotp.passes.canonicalise.autocast import ExplicitCasts
-from autotp.passes.canonicalise.canonicalise import CANONICAL
-from autotp.passes.decompose.counter_random import by_counter
-from autotp.passes.decompose.losses import apart, only_loss
-from autotp.passes.shard.batch_program import local_program, two_examples
+from autotp.passes.base import run_passes
+from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.planner import Builder, decide
-from autotp.passes.shard.rewrite import rewrite
+from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
+from .schedule import schedule
 
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
@@ -96,12 +94,11 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
+    order = schedule(request)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, (*CANONICAL, ExplicitCasts()), trial, mode)
-    with stage("batch axis"):
-        made = local_program(whole, request.dp)
-    made = only_loss(made) if request.outputs == "loss" else made
-    return by_counter(made) if request.random == "counter" else made
+        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode)
+    run_passes(program, order.requested)
+    return program
 
 
 def _small(trial: Trial) -> Capture:
@@ -109,7 +106,7 @@ def _small(trial: Trial) -> Capture:
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
-    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode)
+    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode)
 
 
 @uncollected()
@@ -162,11 +159,11 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
     check_lengths(captured, options.objective)
-    captured = apart(captured) if options.tp > 1 else captured
+    captured = _ready(captured, options.tp)
     with stage("plan"):
         builder = _builder(captured, options)
         planned = decide(builder)
-    sharded = rewrite(planned, builder.prices.convert)
+    sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     told = [*notes, *without_rule(planned)]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
@@ -177,7 +174,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
 def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
     again with every parameter where the plan has it."""
-    captured = apart(captured) if plan.tp > 1 else captured
+    captured = _ready(captured, plan.tp)
     builder = _builder(captured, options, plan.placements)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
@@ -186,9 +183,25 @@ def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "
     else:
         planned = decide(builder)
     with stage("rewrite"):
-        sharded = rewrite(planned, builder.prices.convert, outputs)
+        sharded = _sharded(planned, builder, outputs)
     dump("sharded", sharded.graph)
     return planned, sharded
+
+
+def _ready(captured: Capture, tp: int) -> Capture:
+    """The program that rules are asked of; the captured one stays, for it is planned for other degrees too."""
+    program = replace(captured)
+    if tp > 1:
+        run_passes(program, schedule().planned)
+    return program
+
+
+def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
+    """The program of all ranks."""
+    program = ShardedProgram(planned, builder.prices.convert)
+    run_passes(program, schedule(CaptureRequest(outputs=outputs)).sharded)
+    assert program.sharded is not None
+    return program.sharded
 
 
 def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:
