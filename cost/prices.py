@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -39,6 +39,7 @@ class Prices:
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
         keepers: say what is kept for the backward.
+        cached: nodes whose values hold what a call began with, which no rank gathers.
     """
 
     program: Capture
@@ -49,11 +50,14 @@ class Prices:
     sequence: bool | None = None
     objective: Objective = TRAINING
     keepers: Keepers | None = None
+    cached: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
         self._answers: dict[fx.Node, list[Kept]] = {}
         self.tokens = lengths(self.program)
+        # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
+        self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
@@ -67,7 +71,7 @@ class Prices:
 
     def _hints(self) -> dict[Any, int]:
         """Sizes to price with: the example inputs'; for decoding one token a sequence."""
-        one = dict.fromkeys(self.tokens, 1) if self.objective.name == "decode" else {}
+        one = dict.fromkeys(self.tokens, 1) if self.guesses else {}
         return {**self.program.hints, **one}
 
     def share(self, layout: Layout) -> float:
@@ -89,7 +93,7 @@ class Prices:
         flops = mark(node).flops
         if flops is None:
             write(node, flops=(flops := node_flops(node)))
-        if self.objective.name != "decode" or not flops:
+        if not self.guesses or not flops:
             return flops
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
         return flops / math.prod(self.program.hints[x] for x in lengths)
@@ -100,7 +104,7 @@ class Prices:
         They are those of the fused attention, and second operands of products with scores, whose shape has the length
         twice.
         """
-        if self.objective.name != "decode" or len(op.slots) < 2:
+        if not self.guesses or len(op.slots) < 2:
             return {}
         fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
         often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
@@ -165,6 +169,8 @@ class Prices:
         node, i = value
         if node in self.weights and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if node in self.cached and isinstance(a, Shard | Partial):
+            return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
         size = self.bytes(tensors(node)[i])
@@ -216,7 +222,8 @@ def lengths(program: Capture) -> set[Any]:
 
 def check_lengths(program: Capture, objective: Objective) -> None:
     """Refuse to plan for decoding where no input has a length: there is no one token to price."""
-    if objective.name == "decode" and not lengths(program):
+    past = any(x.kind.carried for x in program.leaves)
+    if objective.name == "decode" and not past and not lengths(program):
         raise PlanError(
             "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
             "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."

@@ -61,29 +61,42 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
 
 
 def _run(op: Op, grads: set[fx.Node]) -> Saved:
-    made: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
-    kept: list[Tensor] = []
+    """What torch saves when it runs the operator on meta tensors."""
+    examples: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
+    saved: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
         return x
 
-    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), made.__getitem__)  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), examples.__getitem__)  # type: ignore[arg-type]
     args, kwargs = fx.node.map_aggregate((args, kwargs), on_meta)  # type: ignore[misc,assignment]
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
         out = op.target(*args, **kwargs)
-    results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
-    slots = {_memory(made[s]): i for i, s in reversed(list(enumerate(op.slots)))}
+    outs = out if isinstance(out, list | tuple) else [out]
+    results = [x for x in outs if isinstance(x, Tensor)]
+    # Memory tells which tensor it is: autograd saves aliases, never the objects that went in. Of x * x the first slot
+    # answers, so the later ones are entered before it. A result that lies in an operand's memory is a view.
+    slots = {_memory(examples[s]): i for i, s in reversed(list(enumerate(op.slots)))}
     own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
-    counts = [made[s].numel() for s in op.slots] + [x.numel() for x in results]
-    others = {_memory(x): x for x in kept if _memory(x) not in {**slots, **own}}.values()
-    alike = [counts.index(x.numel()) if x.numel() in counts else None for x in others]
+    named = {**slots, **own}
+    others = {_memory(x): x for x in saved if _memory(x) not in named}.values()
     return Saved(
-        frozenset(slots[_memory(x)] for x in kept if _memory(x) in slots),
-        frozenset(own[_memory(x)] for x in kept if _memory(x) in own),
-        tuple((float(x.untyped_storage().nbytes()), i) for x, i in zip(others, alike, strict=True)),
+        frozenset(slots[_memory(x)] for x in saved if _memory(x) in slots),
+        frozenset(own[_memory(x)] for x in saved if _memory(x) in own),
+        tuple((float(x.untyped_storage().nbytes()), _alike(x, op, examples, results)) for x in others),
         tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
     )
+
+
+def _alike(x: Tensor, op: Op, examples: Mapping[fx.Node, Any], results: list[Tensor]) -> int | None:
+    """Position of the first value with as many elements, which this one is sharded with; None where there is none.
+
+    A guess by size: a contiguous copy of an operand has its size, a mask that of the result. Of two operands of one
+    size the first one answers, also for a copy of the second, which may be sharded otherwise: then the bytes are wrong.
+    """
+    counts = [examples[s].numel() for s in op.slots] + [y.numel() for y in results]
+    return counts.index(x.numel()) if x.numel() in counts else None
 
 
 def _example(val: Any, graded: bool) -> Any:

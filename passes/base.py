@@ -22,13 +22,16 @@ pass gives that a graph of its own before it changes it (`Capture.own_graph`).
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 from torch import fx
 
+from autotp.ir.graph import Capture
 from autotp.log import dump, log
+
+from .schema import enabled, verify
 
 
 class HasGraph(Protocol):
@@ -57,6 +60,7 @@ class Pass(Generic[P]):
     """A named rewrite of a program in place; options are fields."""
 
     name: ClassVar[str]
+    priced: ClassVar[bool] = False  # whether a program that was planned before may come to it
 
     def idle(self, program: P) -> str:
         """Why it has nothing to do for this program unless it is asked for by name; empty where it runs by itself."""
@@ -65,6 +69,11 @@ class Pass(Generic[P]):
     def run(self, program: P) -> Changes:
         """Rewrite the program, and say what was changed."""
         raise NotImplementedError
+
+    def check(self, program: P, before: Set[fx.Node]) -> None:
+        """Refuse marks that the pass forgot (`autotp.passes.schema`); `before` has the nodes that it found."""
+        if isinstance(program, Capture):
+            verify(program, f"pass {self.name}", priced=self.priced)
 
 
 def run_passes(
@@ -83,9 +92,11 @@ def run_passes(
     results: list[tuple[str, Changes]] = []
     for number, each in enumerate(passes):
         start = time.process_time()
+        before = set(program.graph.nodes) if enabled() else set()
         changes = _run(each, program, switches or {})
         if changes.count:
             program.graph.lint()
+            each.check(program, before)
         log.debug("pass %s: %s, %.1f ms", each.name, changes, 1e3 * (time.process_time() - start))
         if changes.count:
             dump(f"{number:02d}-{each.name}", program.graph)

@@ -17,8 +17,10 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
+from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, Kind
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
+from autotp.ir.named_states import Names, name_states
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -63,6 +65,7 @@ def capture(
     passes: Sequence[Pass] = (),
     trial: Trial | None = None,
     state: tuple[Any, ...] = (),
+    carried: Names = (),
 ) -> Capture:
     """The program of a skeleton for these inputs: of the first of `ATTEMPTS` that can be exported and is the model.
 
@@ -73,6 +76,7 @@ def capture(
         passes: what makes a capture canonical.
         trial: the model itself, to hold captures and what an attempt assumes against.
         state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
+        carried: which outputs come back as which inputs.
 
     Raises:
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
@@ -81,7 +85,7 @@ def capture(
     for changes in ATTEMPTS:
         if not worth_trying(changes, failures):
             continue
-        attempt = _attempt(bare, inputs, device, state)
+        attempt = _attempt(bare, inputs, device, state, carried)
         try:
             done = [change.apply(attempt) for change in changes]
             if None in done:
@@ -93,6 +97,8 @@ def capture(
             continue
         try:
             program = _exported(attempt, state)
+            if carried:
+                name_states(program, bare.forward, carried)
             program.notes += [each[0] for each in done if each is not None and each[0]]
             if proofs and trial is not None and trial.skip:
                 program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
@@ -110,18 +116,20 @@ def capture(
     raise capture_error(bare, errors, fails) from errors[0][1]
 
 
-def _attempt(bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...]) -> Attempt:
+def _attempt(
+    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], carried: Names
+) -> Attempt:
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
     given = (inputs.args, dict(inputs.kwargs))
     args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
-    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=Asked(state[2] if state else GRAD))
+    asked, states = Asked(state[2] if state else GRAD), frozenset(name for _, name in carried)
+    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=states)
 
 
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     """The capture of an attempt, not canonical yet."""
     exported = attempt.run()
-    program = _read(exported.program, attempt.bare.training)
-    program.mutations |= exported.written
+    program = _read(exported.program, attempt.bare.training, exported.written)
     program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:
@@ -152,7 +160,7 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
     return here.requires_grad_(tensor.requires_grad)
 
 
-def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
+def _read(program: torch.export.ExportedProgram, training: bool, written: Mapping[int, str | int]) -> Capture:
     signature, leaves = program.graph_signature, []
     kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
@@ -167,16 +175,27 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
         for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
             if isinstance(expression(size), sympy.Symbol):
                 symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
+    given = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
+    for i, leaf in enumerate([x for x in leaves if x.kind.passed]):
+        if i in given:
+            leaf.kind, leaf.name = STATE, given[i]
     hints, ranges, guards = compat.read_shape_env(environment)
-    return Capture(
+    found = Capture(
         program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
         dict(program.constants), symbols, hints, ranges, guards, training,
     )  # fmt: skip
+    found.mutations |= written
+    tensors = [x for x in found.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    outputs = [i for i, x in enumerate(signature.output_specs) if x.kind.name == "USER_OUTPUT"]
+    found.carried = {outputs[i]: name for i, name in states_of(program.call_spec.out_spec).items()}  # type: ignore[arg-type]
+    takers = {i: tensors[x] for i, x in found.mutations.items() if isinstance(x, int)}
+    found.carried |= {i: leaf.name for i, leaf in takers.items() if leaf.kind is STATE}
+    return found
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
-    tensors = [x.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     found: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)

@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from autotp import compat
+from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
+from .carrying import carries, carrying, forwarding
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
@@ -40,6 +42,7 @@ class Attempt:
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
         asked: the grad mode that the forward is to find, and whether it asks.
+        states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
     """
 
@@ -50,6 +53,7 @@ class Attempt:
     draft: bool = False
     repeats: Repeats | None = None
     asked: Asked = field(default_factory=Asked)
+    states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
@@ -57,6 +61,8 @@ class Attempt:
         with ExitStack() as stack:
             for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
                 stack.enter_context(context)
+            if carries(self.args, self.kwargs):
+                stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
@@ -84,29 +90,28 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
-        return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=_is_carried)
+        signature = inspect.signature(self.bare.forward)
+        passed = signature.bind(*self.args, **self.kwargs).arguments
+        grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
+        return dict(signature.bind(*args, **kwargs).arguments) | grown
+
+
+def _is_carried(value: Any) -> bool:
+    return isinstance(value, Carried)
 
 
 def _dims(value: Any) -> Any:
+    if isinstance(value, Carried):  # which dimensions grow is not known
+        return [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors]
     if not isinstance(value, Tensor):
         return None
     free = 2 if value.ndim <= 3 else 1
     return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
 
 
-@contextmanager
-def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
-    """Within this context `bare` is called through `forward`, with this signature."""
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    held = vars(bare).get("forward")
-    bare.forward = forward
-    try:
-        yield
-    finally:
-        del bare.forward
-        if held is not None:
-            bare.forward = held
+def _any_dims(value: Any) -> Any:
+    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None
 
 
 @contextmanager

@@ -7,9 +7,11 @@ from typing import ClassVar
 
 from torch import fx, nn
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.carried import states_of
 from autotp.passes.base import Changes, Pass
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
@@ -28,8 +30,8 @@ class Exported:
         program: torch's own. bare: the skeleton. repeats: blocks that were traced once, where some were.
         draft: of a draft export whether sizes are symbolic; empty otherwise.
         conditions: what must hold of the values of the inputs.
-        written: further outputs -> names of the buffers that take them; the program's own signature does not know of
-            these.
+        written: further outputs -> the buffer's name, or the place among the input tensors of the state, that takes
+            them; the program's own signature lacks these.
     """
 
     program: ExportedProgram
@@ -37,7 +39,7 @@ class Exported:
     repeats: Repeats | None = None
     draft: tuple[bool, ...] = ()
     conditions: Conditions | None = None
-    written: dict[int, str] = field(default_factory=dict)
+    written: dict[int, str | int] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -85,12 +87,13 @@ class Functionalise(Pass[Exported]):
         graphs = [program.graph, *regions(program.graph)]
         count = sum(mutates(n) for graph in graphs for n in graph.nodes)
         specs = program.program.graph_signature.input_specs
-        buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
-        written = functionalise(program.graph, buffers.keys())
+        takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
+        takers |= _states(program.program)
+        written = functionalise(program.graph, takers.keys())
         if written is None:
             program.program = traced_again(program.program)
             return Changes(count, "operators in place, in a second trace")
-        program.written = {i: buffers[name] for i, name in written.items()}
+        program.written = {i: takers[name] for i, name in written.items()}
         return Changes(count, "operators in place")
 
 
@@ -118,6 +121,14 @@ def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
     holders = {held[target]: nodes[name] for name, target, _ in specs if target in held}
     return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
+
+
+def _states(program: ExportedProgram) -> dict[str, int]:
+    """Placeholders of states -> their place among the input tensors."""
+    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
+    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
+    return {name: i for i, name in enumerate(tensors) if name in states}
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.named_states import Names
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
@@ -96,17 +98,17 @@ def prepare(
 
     order = schedule(request)
     with stage("capture"):
-        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode)
+        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode, request.carried)
     run_passes(program, order.requested)
     return program
 
 
-def _small(trial: Trial) -> Capture:
+def _small(trial: Trial, carried: Names = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
-    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode)
+    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, carried)
 
 
 @uncollected()
@@ -123,7 +125,8 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
+    small = partial(_small, carried=request.carried)
+    trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)
@@ -171,14 +174,25 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     return Staged(plan, planned, sharded, builder)
 
 
-def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+def apply_plan(
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter where the plan has it."""
+    again with every parameter and state where the plan has it.
+
+    Args:
+        outputs: see `CaptureRequest`.
+        states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
+    """
     captured = _ready(captured, plan.tp)
-    builder = _builder(captured, options, plan.placements)
+    known = {**plan.states, **(states or {})}
+    builder = _builder(captured, options, plan.placements, known)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
-        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        planned = Planned(
+            captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
+            states={name: known[name] for names in builder.states.groups for name in names},
+        )  # fmt: skip
         _check_rules(planned)
     else:
         planned = decide(builder)
@@ -233,7 +247,10 @@ def _check_rules(planned: Planned) -> None:
             )
 
 
-def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+def _builder(
+    captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
+    states: Mapping[str, Layout] | None = None,
+) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
         captured,
@@ -244,6 +261,7 @@ def _builder(captured: Capture, options: Options, placements: Mapping[str, Layou
         options.sequence,
         options.objective,
         memory,
+        states or {},
     )
 
 

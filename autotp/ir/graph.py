@@ -76,6 +76,14 @@ class Capture:
         """What a call passes, in its order: inputs and states."""
         return [leaf for leaf in self.leaves if leaf.kind.passed]
 
+    def becomes(self, position: int) -> str | None:
+        """The name of the state that the output at this position becomes; None where it becomes none."""
+        taker = self.mutations.get(position)
+        if position in self.carried or not isinstance(taker, int):
+            return self.carried.get(position)
+        leaf = [x for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)][taker]
+        return leaf.name if leaf.kind.carried else None
+
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
         bound: dict[sympy.Symbol, int] = {}
@@ -115,7 +123,9 @@ class Capture:
         are others."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        carried = self.carried, [leaf.name for leaf in self.inputs if leaf.kind.carried]
         h.update(repr(graded).encode() if graded else b"")
+        h.update(repr(carried).encode() if any(carried) else b"")
         for n in self.graph.nodes:
             h.update(described(n, (n.args, n.kwargs)).encode())
         return h.hexdigest()[:16]
@@ -247,7 +257,13 @@ def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> A
 
 def outputs_of(program: Capture) -> list[fx.Node]:
     """The graph's tensor outputs, in order."""
-    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
+    return [node for _, node in placed_outputs(program)]
+
+
+def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
+    """The graph's tensor outputs, each with its position among all outputs."""
+    leaves = enumerate(compat.tree_leaves(program.graph.output_node().args))
+    return [(i, x) for i, x in leaves if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:

@@ -97,21 +97,36 @@ def _plain(value: Any) -> Any:
 
 
 def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """What a Function makes of these tensors and sizes; its other arguments are known by the key."""
+    """The tensors that a Function returns for these tensors and sizes; its other arguments are known by the key.
+
+    Args:
+        xs: the tensors among its arguments, in order; any shapes.
+        sizes: the sizes among them, in order.
+        key: what `enter` gave for the call.
+    """
     called = CALLS[key]
     tensors, numbers = iter(xs), iter(sizes)
-    leaves = [x if not isinstance(x, Slot) else next(tensors if x.tensor else numbers) for x in called.leaves]
+    leaves: list[Any] = []
+    for x in called.leaves:
+        if isinstance(x, Slot):
+            leaves.append(next(tensors if x.tensor else numbers))
+        else:
+            leaves.append(x)
     args, kwargs = compat.tree_unflatten(leaves, called.spec)
     outs, spec = compat.tree_flatten(apply(called.function, *args, **kwargs))
-    made = [x for x in outs if isinstance(x, Tensor)]
+    results = [x for x in outs if isinstance(x, Tensor)]
     if called.out_spec is None:
-        held = {x.untyped_storage()._cdata for x in xs}
         called.outs, called.out_spec = [TENSOR if isinstance(x, Tensor) else x for x in outs], spec
-        called.copied = [x.untyped_storage()._cdata in held for x in made]
-    made = [x.clone() if shared else x for x, shared in zip(made, called.copied, strict=True)]
-    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):  # a proof in double precision
-        made = [x.to(torch.float64) if x.is_floating_point() else x for x in made]
-    return made
+        memories = {x.untyped_storage()._cdata for x in xs}
+        called.copied = [x.untyped_storage()._cdata in memories for x in results]
+    # An operator of torch.library may not return its operand, as a Function that returns `x.view_as(x)` does.
+    for i, aliases in enumerate(called.copied):
+        if aliases:
+            results[i] = results[i].clone()
+    # In a proof operands are float64, and a Function that says `.half()` would give back the precision of the capture.
+    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):
+        results = [x.to(torch.float64) if x.is_floating_point() else x for x in results]
+    return results
 
 
 _changed: Any = torch.autograd.Function.apply.__func__

@@ -45,7 +45,10 @@ class MergeTied(Pass[Capture]):
 
 @dataclass(frozen=True)
 class InlineRegions(Pass[Capture]):
-    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient."""
+    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
+
+    Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
+    """
 
     name: ClassVar[str] = "inline-regions"
 
@@ -55,6 +58,9 @@ class InlineRegions(Pass[Capture]):
         for node in found:
             carries = differentiable(program) if _without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
+        for node in program.graph.nodes:
+            if node.op == "call_function" and mark(node).no_grad is None:
+                write(node, no_grad=False)
         return Changes(len(found), "regions are plain nodes")
 
 

@@ -33,6 +33,7 @@ class DecomposeLosses(Pass[Capture]):
     """Cross entropies become maxima and sums over classes and examples, each with a rule of its own."""
 
     name: ClassVar[str] = "decompose-losses"
+    priced: ClassVar[bool] = True
 
     def idle(self, program: Capture) -> str:
         """Only where there is one."""

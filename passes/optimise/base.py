@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 import torch
@@ -12,6 +12,7 @@ from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
 from autotp.passes.base import Pass
+from autotp.passes.schema import verify
 
 
 @dataclass(frozen=True)
@@ -55,3 +56,7 @@ class RankProgram:
 
 class Optimisation(Pass[RankProgram]):
     """A rewrite of one rank's graph that keeps its numbers; it says where it fired, with figures, or why nowhere."""
+
+    def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
+        """Refuse marks that the optimisation forgot on what it put in."""
+        verify(program.graph, f"pass {self.name}", before=before)

@@ -175,13 +175,13 @@ def put(
     with out.graph.inserting_before(out):
         new = out.graph.call_function(target, args)
         items = [out.graph.call_function(operator.getitem, (new, i)) for i in range(len(outs) if others else 0)]
-    inherit(new, out, scope=scope, layout=None if others else mark(out).layout)
+    inherit(new, out, scope=scope, axis=None, layout=None if others else mark(out).layout)
     if others:
         new.meta["val"] = [None if old is None else old.meta["val"] for old in outs]
     for old, item in zip(outs, items or [new], strict=True):
         if old is not None:
             if item is not new:
-                inherit(item, old, scope=scope)
+                inherit(item, old, scope=scope, axis=None)
             old.replace_all_uses_with(item)
         elif item is not new:
             out.graph.erase_node(item)

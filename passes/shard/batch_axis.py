@@ -16,7 +16,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
-from autotp.ir.marks import inherit
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -24,6 +24,7 @@ from autotp.rules.local import Sizes
 
 from .planner import Builder
 from .rewrite import Rewriter
+from .states import States
 from .strategies import Candidates
 
 WHOLE = 1e-6  # seconds a byte: work is done on the whole batch only where no rule says how to do it on a slice
@@ -73,6 +74,7 @@ class BatchBuilder(Builder):
             self.rules[n] = rule_of(replace(self.ops[n], args={**self.ops[n].args, **QUIET}))
         self.candidates = BatchCandidates(self.tp)
         p = self.prices
+        self.states = States(self.program, self.tp, self.same, self.grads, {}, ignored=True)
         self.prices = BatchPrices(p.program, p.tp, p.cluster, p.grads, p.leaves, keepers=p.keepers)
         self.prices.batch = self.batch
 
@@ -94,7 +96,7 @@ class BatchBuilder(Builder):
 
     def goals(self) -> tuple[Layout, ...]:
         written = {x for i, x in enumerate(compat.tree_leaves(self.program.graph.output_node().args[0]))
-                   if i in self.program.mutations}  # fmt: skip
+                   if i in self.program.mutations and self.program.becomes(i) is None}  # fmt: skip
         return tuple(I if x in written and resolve(x)[0] in self.grads else self._goal(x, x in written)
                      for x in outputs_of(self.program))  # fmt: skip
 
@@ -154,6 +156,7 @@ class BatchRewriter(Rewriter):
         while new.op != "root":  # what a rule writes before the operator's own call belongs to the same module
             if new.target not in conversions.FUNCTIONS.values():
                 new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(new, no_grad=mark(node).no_grad)
             new = new.next
 
     def _goal(self, position: int, x: fx.Node) -> Layout:

@@ -24,7 +24,10 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, sizes
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, scope_path
+from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall, Sizes
+
+from .states import as_read
 
 
 class Rewriter:
@@ -54,6 +57,7 @@ class Rewriter:
             else:
                 self._other(node)
         self.new.eliminate_dead_code()
+        self.out.states = dict(self.planned.states)
         return self.out
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -133,7 +137,8 @@ class Rewriter:
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])
-        inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None)
+        no_grad = mark(before).no_grad or False  # a leaf says nothing
+        inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None, no_grad=no_grad)
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
@@ -180,6 +185,9 @@ class Rewriter:
         node, index = resolve(x)
         graded = node in self.planned.grads
         whole = I if graded else R
+        state = self.planned.program.becomes(position)
+        if state is not None and state in self.planned.states:
+            return as_read(self.planned.states[state], graded)
         if not self.sharded_outputs or position in self.planned.program.mutations:
             return whole
         pinned = self.planned.decisions.get(self.old.output_node())
@@ -226,7 +234,9 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
         price: `price(value, a, b)` gives a conversion's seconds.
         outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
     """
-    return Rewriter(planned, price, outputs).run()
+    program = Rewriter(planned, price, outputs).run()
+    verify(program, "rewrite", planned=planned)
+    return program
 
 
 def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
@@ -237,4 +247,5 @@ def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
             rank, size, group = axes[axis]
             extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
             new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
+    verify(graph, "specialise")
     return graph

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Iterator
 from dataclasses import FrozenInstanceError, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -62,6 +64,13 @@ def test_every_pass_of_the_library_has_one_place_in_the_order():
     assert set(placed) == ours and len(placed) == len(ours) > 20
     assert len({each.name for stage in order for each in stage}) == len(placed)
     assert (order.requested[0], order.requested[1]) != schedule().requested[:2], "options are the request's"
+
+
+def test_the_docs_show_the_order():
+    text = (Path(__file__).parents[2] / "docs" / "architecture.md").read_text()
+    for kind, stage in schedule()._asdict().items():
+        row = next(line for line in text.splitlines() if line.startswith(f"| {kind} |"))
+        assert re.findall("`(.*?)`", row) == [each.name for each in stage]
 
 
 def test_a_pass_is_a_frozen_record():

@@ -17,6 +17,7 @@ import torch
 import transformers
 
 import autotp
+from tests.helpers.limits import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python( small| quoted)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -87,7 +88,7 @@ def unprinted(shown: str, printed: str) -> list[str]:
 
 def test_the_readme_shows_what_its_blocks_print(capsys):
     text = (ROOT / "README.md").read_text()
-    assert run_blocks("README.md") == 2 and len(text.splitlines()) <= 120
+    assert run_blocks("README.md") == 2 and len(text.splitlines()) <= LIMITS["lines of README.md"]
     printed, shown = capsys.readouterr().out, "".join(SHOWN.findall(text))
     assert max(len(block.splitlines()) for block in SHOWN.findall(text)) <= 15
     if PINNED:

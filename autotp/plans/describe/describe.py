@@ -67,6 +67,7 @@ def describe(
         inputs=tuple(inputs),
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
+        states=planned.states,
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 

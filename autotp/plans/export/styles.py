@@ -80,7 +80,7 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
             break
         refused |= more
     found = found if alike is generic else once(of, found, trial)
-    lines = [*_told(of), *untried]
+    lines = [*_differences(of), *untried]
     if plan.batch.size > 1:
         lines.append(("", f"this is the tp axis alone; dp={plan.batch.size} is for fully_shard or DDP"))
     return found, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
@@ -115,32 +115,42 @@ def _differ(found: list[Boundary], plan: Plan) -> dict[str, str]:
     return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
 
 
-def _told(of: Boundaries) -> Iterator[tuple[str, str]]:
-    """Module and what is otherwise there than in the plan."""
+def _differences(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module, and what it does otherwise than the plan."""
     for name, why in of.kept.items():
         yield name, f"whole, and split in the plan: {why}"
+    yield from _converted(of)
+    for modules in of.readers.values():
+        # One reader gathers once, as the plan does.
+        if len(modules) > 1:
+            what = "gather their one input, or sum its gradient, each by itself; the plan does so once"
+            yield modules[0].rpartition(".")[0], f"{_last(modules)} {what}"
+    for node in of.sums.passing:
+        path = module_path(node)
+        parent = path[-1] if path else ""
+        yield parent, "every module takes its own sum over ranks; the plan adds here and takes one"
+
+
+def _converted(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module, and where values between its modules are whole that the plan leaves split."""
     whys = of.regions.why
     for root, ports in of.regions.members().items():
-        if root not in whys or len(ports) == 1 and ports[0][0] != "op":  # a module alone does what the plan does
+        # A region of one module's side alone has no code between modules: the module does what the plan does.
+        alone = len(ports) == 1 and ports[0][0] != "op"
+        if root not in whys or alone:
             continue
         ends = [(side, *of.sites[n]) for side, n in ports if side != "op"]
         after = [module for side, module, _ in ends if side == "out"]
+        # A column-parallel module reads a whole input anyway.
         before = [module for side, module, kind in ends if side == "in" and kind == "row"]
-        does = [
-            f"{verb} {_last(names)}" for verb, names in (("gathered after", after), ("cut before", before)) if names
-        ]
-        if does:
+        verbs = []
+        if after:
+            verbs.append(f"gathered after {_last(after)}")
+        if before:
+            verbs.append(f"cut before {_last(before)}")
+        if verbs:
             parent = (after or before)[0].rpartition(".")[0]
-            yield parent, f"{' and '.join(does)}, where the plan leaves values split: {whys[root]}"
-    for modules in of.readers.values():
-        if len(modules) > 1:
-            told = (
-                f"{_last(modules)} gather their one input, or sum its gradient, each by itself; the plan does so once"
-            )
-            yield modules[0].rpartition(".")[0], told
-    for node in of.sums.passing:
-        path = module_path(node)
-        yield (path[-1] if path else ""), "every module takes its own sum over ranks; the plan adds here and takes one"
+            yield parent, f"{' and '.join(verbs)}, where the plan leaves values split: {whys[root]}"
 
 
 def _last(modules: Iterable[str]) -> str:

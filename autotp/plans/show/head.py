@@ -129,6 +129,8 @@ def _memory(plan: Plan) -> Iterator[Text]:
         return
     parts = [(name[0], size, f"{name} {amount(size)}") for name, size in held]
     yield from _bar("memory", parts, most, "|" if most > plan.memory.peak else "")
+    if carried := rows.cache(plan):
+        yield from wrapped(f"{'cache':{LABEL}}{carried}", SCREEN, then=" " * LABEL)
 
 
 def _time(plan: Plan) -> Iterator[Text]:

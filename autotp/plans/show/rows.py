@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
 from autotp.errors import InputError
-from autotp.ir.layouts import Shard, Size
+from autotp.ir.layouts import Layout, Shard, Size
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
@@ -141,7 +142,8 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         step = f"{t.seconds / t.megatron_step:.2f} of its step, " if t.megatron_step else ""
         told = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
         rows.append(("against Megatron's plan", step + told))
-    return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
+    carried = [("cache", told)] if (told := cache(plan)) else []
+    return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
 def over(plan: Plan) -> str:
@@ -168,6 +170,25 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     for line in (told[:4], told[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def cache(plan: Plan) -> str:
+    """What is carried from call to call: how many tensors, how they lie, and what a rank holds of them."""
+    if not plan.states:
+        return ""
+    counts = Counter(_placement(x, plan.tp) for x in plan.states.values())
+    told = [f"{n} tensor{'' if n == 1 else 's'}, {placed}" for placed, n in counts.items()]
+    m = plan.memory
+    grows = [f"{amount(m.cache_token)} per token and rank"] if m.cache_token else []
+    grows += [f"{amount(m.cache_sequence)} per sequence and rank"] if m.cache_sequence else []
+    return ", ".join([*told, *grows])
+
+
+def _placement(layout: Layout, tp: int) -> str:
+    """`Shard(1): 2 of 8`: the part of the dimension that the fullest rank has."""
+    if not isinstance(layout, Shard):
+        return "whole"
+    return f"Shard({layout.dim}): {layout.partition.local(0, tp)} of {layout.partition.length}"
 
 
 def held(m: Memory) -> list[tuple[str, float]]:
