@@ -20,7 +20,7 @@ from autotp.ir.op import Factor, Op, aten, sizes
 
 from . import Cluster, call_seconds, node_flops, op_seconds
 from .objective import TRAINING, Objective
-from .saved_tensors import Keepers, Kept
+from .saved_tensors import Keepers, SavedPart
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -54,7 +54,7 @@ class Prices:
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
-        self._answers: dict[fx.Node, list[Kept]] = {}
+        self._answers: dict[fx.Node, list[SavedPart]] = {}
         self.tokens = lengths(self.program)
         # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
         self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
@@ -161,8 +161,8 @@ class Prices:
         if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
-        held = columns * self.share(out)
-        return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
+        own = columns * self.share(out)
+        return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
@@ -197,8 +197,8 @@ class Prices:
 
     def _lengths(self, node: fx.Node) -> list[int]:
         """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
-        found = self.second_sizes
-        return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
+        symbols = self.second_sizes
+        return [d for d, s in enumerate(shape_of(node)) if s in symbols or symbols & getattr(s, "free_symbols", set())]
 
     def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
         """Seconds of a conversion of so many bytes in one direction; None where there is none.

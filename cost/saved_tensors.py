@@ -49,10 +49,10 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
         return Saved()  # a conversion keeps nothing
     if op.node not in grads:
         return Saved(views=((0, 0),) if _views(op) else ())
-    told = TOLD.get(str(getattr(op.target, "overloadpacket", None)))
-    found = told(op, grads) if told is not None else None
-    if found is not None:
-        return found
+    kernel = KERNELS.get(str(getattr(op.target, "overloadpacket", None)))
+    answer = kernel(op, grads) if kernel is not None else None
+    if answer is not None:
+        return answer
     try:
         return _run(op, grads)
     except Exception:  # an operator that the meta device does not run: all that a backward could need
@@ -130,27 +130,27 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     mask = op.slot("attn_mask")
     if mask is not None and op.slots[mask] in grads:
         return None
-    kept = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
+    slots = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
     query = op.slots[0].meta["val"]
     extra: list[Extra] = [(STATISTIC * _count(tensors(op.node)[0].shape[:-1]), None)]
     if mask is not None and op.slots[mask].meta["val"].dtype == torch.bool:  # made anew as addends in every call
         extra.append((query.element_size() * _count(op.slots[mask].meta["val"].shape), mask))
     elif mask is not None:
-        kept.add(mask)
-    return Saved(frozenset(kept), frozenset({0}), tuple(extra))
+        slots.add(mask)
+    return Saved(frozenset(slots), frozenset({0}), tuple(extra))
 
 
 def _count(shape: Iterable[Any]) -> float:
     return float(math.prod(size_hint(n) for n in shape))
 
 
-TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
+KERNELS: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
 }
 
 
-Kept = tuple[float | Tensor, int | None]  # what is kept, whole, and the position that it is dealt out with
+SavedPart = tuple[float | Tensor, int | None]  # a value or bytes, whole; the position that it is sharded with
 
 
 @dataclass
@@ -172,18 +172,18 @@ class Keepers:
     def saved(self, node: fx.Node) -> Saved:
         return saved_by(self.ops[self.same[node]], self.grads)
 
-    def of(self, node: fx.Node) -> list[Kept]:
+    def of(self, node: fx.Node) -> list[SavedPart]:
         """What this call answers for: values, and bytes of its own."""
         saved, op = self.saved(node), self.ops[node]
-        found: dict[Value, Kept] = {}
+        first: dict[Value, SavedPart] = {}
         for slot in sorted(saved.slots):
             base = self._base(resolve(op.slots[slot]))
             if base[0] in self.ops and self._first(base) is node:
-                found.setdefault(base, (tensors(base[0])[base[1]], slot))
+                first.setdefault(base, (tensors(base[0])[base[1]], slot))
         for i in saved.results:
             if self._first((node, i)) is node:
-                found[node, i] = tensors(node)[i], len(op.slots) + i
-        return [*found.values(), *saved.extra]
+                first[node, i] = tensors(node)[i], len(op.slots) + i
+        return [*first.values(), *saved.extra]
 
     def _base(self, value: Value) -> Value:
         """The value whose memory this one lies in."""

@@ -6,7 +6,7 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,6 @@ from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
-from autotp.ir.named_states import Names, name_states
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -65,7 +64,7 @@ def capture(
     passes: Sequence[Pass] = (),
     trial: Trial | None = None,
     state: tuple[Any, ...] = (),
-    carried: Names = (),
+    states: Collection[str] = (),
 ) -> Capture:
     """The program of a skeleton for these inputs: of the first of `ATTEMPTS` that can be exported and is the model.
 
@@ -76,7 +75,7 @@ def capture(
         passes: what makes a capture canonical.
         trial: the model itself, to hold captures and what an attempt assumes against.
         state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
-        carried: which outputs come back as which inputs.
+        states: arguments that come back from the call before, of which any dimension may grow.
 
     Raises:
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
@@ -85,45 +84,54 @@ def capture(
     for changes in ATTEMPTS:
         if not worth_trying(changes, failures):
             continue
-        attempt = _attempt(bare, inputs, device, state, carried)
+        attempt = _attempt(bare, inputs, device, state, states)
         try:
-            done = [change.apply(attempt) for change in changes]
-            if None in done:
-                continue  # one of them changes nothing for this model
-            proofs = [each[1] for each in done if each is not None and each[1] is not None]
-            trials = [proof(trial) for proof in proofs if trial is not None and not trial.skip]
-        except Exception as error:  # whatever the model does with what is assumed of it
-            failures.append(Failure(changes, error, Cause.of(error, attempt, disproved=True)))
-            continue
-        try:
-            program = _exported(attempt, state)
-            if carried:
-                name_states(program, bare.forward, carried)
-            program.notes += [each[0] for each in done if each is not None and each[0]]
-            if proofs and trial is not None and trial.skip:
-                program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
-            run_passes(program, passes)
-            _compare(program, trial)
-            for each in trials:
-                each.compare(program)
+            program = _made(attempt, changes, passes, trial, state)
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
             failures.append(_failure(changes, error, attempt, failures))
             continue
-        return program
+        if program is not None:
+            return program
     fails = trial.failure() if trial is not None and not trial.skip else ""
     errors = tried(failures)
     raise capture_error(bare, errors, fails) from errors[0][1]
 
 
+def _made(
+    attempt: Attempt, changes: tuple[Change, ...], passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
+) -> Capture | None:
+    """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
+    done = [change.apply(attempt) for change in changes]
+    applied = [each for each in done if each is not None]
+    if len(applied) < len(done):
+        return None
+    proofs = [proof for _, proof in applied if proof is not None]
+    compares = trial is not None and not trial.skip
+    attempt.assumes = True
+    trials = [proof(trial) for proof in proofs if compares]
+    attempt.assumes = False
+    program = _exported(attempt, state)
+    program.notes += [note for note, _ in applied if note]
+    if proofs and trial is not None and trial.skip:
+        program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
+    run_passes(program, passes)
+    if compares:
+        with stage("self-check"):
+            program.error = trial.compare(program)
+    for each in trials:
+        each.compare(program)
+    return program
+
+
 def _attempt(
-    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], carried: Names
+    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
 ) -> Attempt:
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
     given = (inputs.args, dict(inputs.kwargs))
     args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
-    asked, states = Asked(state[2] if state else GRAD), frozenset(name for _, name in carried)
-    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=states)
+    asked = Asked(state[2] if state else GRAD)
+    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=frozenset(states))
 
 
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
@@ -136,13 +144,6 @@ def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
         grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
         program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
     return program
-
-
-def _compare(program: Capture, trial: Trial | None) -> None:
-    """Hold a capture against the model."""
-    if trial is not None and not trial.skip:
-        with stage("self-check"):
-            program.error = trial.compare(program)
 
 
 def _failure(changes: tuple[Change, ...], error: Exception, attempt: Attempt, earlier: Sequence[Failure]) -> Failure:

@@ -44,6 +44,7 @@ class Attempt:
         asked: the grad mode that the forward is to find, and whether it asks.
         states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
+        assumes: while the model itself is asked about what the attempt assumes of it.
     """
 
     bare: nn.Module
@@ -55,6 +56,7 @@ class Attempt:
     asked: Asked = field(default_factory=Asked)
     states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
+    assumes: bool = False
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""

@@ -35,15 +35,15 @@ def signatures(program: Capture) -> list[Row]:
     Operators that draw random numbers are told apart by their place among those, which must be the same.
     """
     leaves = {leaf.node: f"{leaf.kind} {leaf.name}" for leaf in program.leaves}
-    found: dict[fx.Node, str] = {}
+    hashes: dict[fx.Node, str] = {}
     rows, drawn = [], 0
     for node in program.graph.nodes:
         drawn += draws(node)
         read: list[fx.Node] = []
-        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or found[n])
-        parts = leaves.get(node), described(node, given), drawn if draws(node) else 0
-        found[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        rows.append((found[node], node.name, tuple(n.name for n in read)))
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or hashes[n])
+        parts = leaves.get(node), described(node, arguments), drawn if draws(node) else 0
+        hashes[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        rows.append((hashes[node], node.name, tuple(n.name for n in read)))
     return rows
 
 
@@ -53,13 +53,13 @@ def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
     if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
         return program
     alike: dict[str, list[fx.Node]] = defaultdict(list)
-    for node, (told, _, _) in zip(program.graph.nodes, own, strict=True):
-        alike[told].append(node)
-    graph, copies, env = fx.Graph(program.graph.owning_module), {}, {}
-    for told, name, read in wanted:
-        node, operands = alike[told].pop(), iter(read)
+    for node, (signature, _, _) in zip(program.graph.nodes, own, strict=True):
+        alike[signature].append(node)
+    graph, nodes, env = fx.Graph(program.graph.owning_module), {}, {}
+    for signature, name, read in wanted:
+        node, operands = alike[signature].pop(), iter(read)
         # By rank 0's names, not by the node's own operands: of several that compute the same it may read another.
-        env[node] = copies[name] = copy_node(node, graph, lambda n, names=operands: copies[next(names)], name)
+        env[node] = nodes[name] = copy_node(node, graph, lambda n, names=operands: nodes[next(names)], name)
     program.graph = graph
     for leaf in program.leaves:
         leaf.node = env[leaf.node]

@@ -117,6 +117,11 @@ class CaptureRequest:
     random: str = "counter"
     carried: Names = ()
 
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The arguments that come back from the call before."""
+        return tuple(name for _, name in self.carried)
+
     @classmethod
     def read(cls, dp: int, outputs: str, random: str, carried: Any = None) -> CaptureRequest:
         """The request that a public function's arguments make, checked."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
-from autotp.ir.named_states import Names
+from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
@@ -35,6 +35,10 @@ from autotp.plans.plan import Plan
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 from .schedule import schedule
 
+GATHERED = (
+    "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
+    "of this one cannot read it"
+)
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
@@ -98,17 +102,18 @@ def prepare(
 
     order = schedule(request)
     with stage("capture"):
-        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode, request.carried)
+        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode, request.states)
+        name_states(program, bare.forward, request.carried)
     run_passes(program, order.requested)
     return program
 
 
-def _small(trial: Trial, carried: Names = ()) -> Capture:
+def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
-    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, carried)
+    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
 
 
 @uncollected()
@@ -125,9 +130,10 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    small = partial(_small, carried=request.carried)
+    small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
+    check_names(bare.forward, request.states)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)
     captured = prepare(bare, inputs, device, mode, trial, request)
@@ -168,7 +174,8 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
         planned = decide(builder)
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    told = [*notes, *without_rule(planned)]
+    gathers = builder.states.leaves and not builder.prices.cached
+    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)

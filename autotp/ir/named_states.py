@@ -57,16 +57,24 @@ def places_of(forward: Callable[..., Any], spec: compat.TreeSpec, names: Iterabl
     return {at: place for name in names if name in passed for place, at in _leaves(name, passed[name])}
 
 
+def check_names(forward: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuse arguments that `forward` has not.
+
+    Raises:
+        InputError: it names one.
+    """
+    accepted = list(inspect.signature(forward).parameters)
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        raise InputError(f"carried names {unknown[0]!r}, and forward has no such argument; it has {listed(accepted)}.")
+
+
 def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> None:
     """Tell a capture which of its inputs and outputs are states.
 
     Raises:
-        InputError: there is no such argument or output, or it has other parts than the input that it comes back as.
+        InputError: there is no such output, or it has other parts than the input that it comes back as.
     """
-    accepted = list(inspect.signature(forward).parameters)
-    unknown = [name for _, name in names if name not in accepted]
-    if unknown:
-        raise InputError(f"carried names {unknown[0]!r}, and forward has no such argument; it has {listed(accepted)}.")
     taken = places_of(forward, program.in_spec, [name for _, name in names])
     for at, leaf in enumerate(program.inputs):
         if at in taken and isinstance(leaf.node.meta.get("val"), Tensor):

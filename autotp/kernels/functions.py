@@ -66,8 +66,13 @@ CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
 def enter(called: Called) -> str:
     """The key of a call: the Function's name and its arguments, and a number where those are not enough."""
     kinds = (str(d).removeprefix("torch.") for d in called.dtypes)
-    told = ", ".join((next(kinds) if x.tensor else "size") if isinstance(x, Slot) else repr(x) for x in called.leaves)
-    name = f"{called.function.__module__}.{called.function.__qualname__}({told})"
+    arguments = []
+    for x in called.leaves:
+        if not isinstance(x, Slot):
+            arguments.append(repr(x))
+        else:
+            arguments.append(next(kinds) if x.tensor else "size")
+    name = f"{called.function.__module__}.{called.function.__qualname__}({', '.join(arguments)})"
     number, key = 1, name
     while key in CALLS and not CALLS[key].same(called):
         number += 1
@@ -78,17 +83,17 @@ def enter(called: Called) -> str:
 
 def _meaning(function: Any) -> list[Any]:
     """What a class computes by: equal for two that cannot be told apart, such as one that a forward makes anew."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for kind in function.__mro__[: function.__mro__.index(torch.autograd.Function)]:
         for name, value in sorted(vars(kind).items()):
             plain = getattr(value, "__func__", value)
             code = getattr(plain, "__code__", None)
             if isinstance(code, CodeType):
-                held = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
-                found.append((name, code, [_plain(x) for x in held], id(plain.__globals__)))
+                captured = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
+                parts.append((name, code, [_plain(x) for x in captured], id(plain.__globals__)))
             elif not name.startswith("_"):
-                found.append((name, _plain(value)))
-    return found
+                parts.append((name, _plain(value)))
+    return parts
 
 
 def _plain(value: Any) -> Any:

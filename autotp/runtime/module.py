@@ -59,9 +59,7 @@ class ShardedModule(Refusals, Part):
         self._programs_made: list[Program] = []
         self._known = Known()
         ranks = source.ranks
-        self._carriers = Carriers.of(
-            source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.carried
-        )
+        self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
         self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)

@@ -58,14 +58,14 @@ class _Finder:
         self._rest()
         placed = sorted(self.parts, key=lambda p: min(self.flow.order[n] for n in p[2]))
         first: dict[object, int] = {}
-        found = []
+        parts = []
         for i, (kind, detail, nodes, heads) in enumerate(placed):
             read = [n for n in nodes if self.flow.parameters(n)]
             key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
             leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
             module, equal = _module(read or nodes), first.setdefault(key, i)
-            found.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
-        return found
+            parts.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
+        return parts
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
         free = sorted({n for n in nodes if n not in self.owner}, key=self.flow.order.__getitem__)
@@ -145,10 +145,10 @@ class _Finder:
         rule = self.flow.rules[scores]
         assert rule is not None
         width = self.flow.width(scores)
-        kept = [f for f in rule.factors if f.outs[0] is not None]
-        alone = [f for f in kept if f.ins[0] and not f.ins[1]]
+        outer = [f for f in rule.factors if f.outs[0] is not None]
+        alone = [f for f in outer if f.ins[0] and not f.ins[1]]
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
-        many = [f for f in kept if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
+        many = [f for f in outer if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
         shared = [f for f in many if f.ins[1]]
         return (tuple(f.ins[0].dim for f in many if f.ins[0]), tuple(f.ins[1].dim for f in shared if f.ins[1])), width
 
@@ -197,9 +197,9 @@ class _Finder:
                 self._claim("norm", short_name(n.target), [n])
         for n, sides in flow.products:
             for statistic, value in ((sides[0], sides[1]), (sides[1], sides[0])):
-                made = [r for r, _ in statistic if flow.statistic(r, value)]
-                if made and n not in self.owner:
-                    self._norm(n, made[0], names(value))
+                reductions = [r for r, _ in statistic if flow.statistic(r, value)]
+                if reductions and n not in self.owner:
+                    self._norm(n, reductions[0], names(value))
                     break
 
     def _norm(self, product: fx.Node, statistic: fx.Node, source: set[fx.Node]) -> None:

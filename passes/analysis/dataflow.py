@@ -133,8 +133,8 @@ class Dataflow:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
         if node not in self.products_of_two:
             factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
-            found = any(f.contracts and sum(c is not None for c in f.ins) > 1 for f in factors)
-            self.products_of_two[node] = found
+            sums_products = any(f.contracts and sum(c is not None for c in f.ins) > 1 for f in factors)
+            self.products_of_two[node] = sums_products
         return self.products_of_two[node]
 
     def width(self, node: fx.Node) -> Size:
@@ -185,18 +185,18 @@ class Dataflow:
     ) -> tuple[list[fx.Node], list[fx.Node]]:
         """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently."""
         passed: dict[fx.Node, None] = {}
-        found: dict[fx.Node, None] = {}
+        ends: dict[fx.Node, None] = {}
         work = list(starts)
         while work:
             n = work.pop()
-            if n in passed or n in found or n not in self.roots:
+            if n in passed or n in ends or n not in self.roots:
                 continue
             if stops[0](n):
-                found[n] = None
+                ends[n] = None
             elif not any(stop(n) for stop in stops[1:]):
                 passed[n] = None
                 work += step(n)
-        return sorted(passed, key=self.order.__getitem__), sorted(found, key=self.order.__getitem__)
+        return sorted(passed, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
 
     def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""

@@ -58,7 +58,6 @@ class Builder:
     objective: Objective = TRAINING
     memory: float | None = None
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
-    gathers: bool = False  # whether what a state holds may be gathered, where there is no other way
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -82,7 +81,7 @@ class Builder:
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads), set() if self.gathers else self.states.cached(),
+            Keepers(self.ops, self.same, self.grads), self.states.cached(),
         )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:
@@ -277,8 +276,9 @@ def decide(builder: Builder) -> Planned:
     try:
         solution = solve(problem)
     except Infeasible as e:
-        if builder.states.leaves and not builder.gathers:
-            return decide(replace(builder, gathers=True))
+        if builder.prices.cached:  # gathered rather than that nothing runs
+            builder.prices.cached = set()
+            return decide(builder)
         raise builder.conflict() or e from None
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):

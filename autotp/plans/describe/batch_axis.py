@@ -43,8 +43,8 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
             values += _value_bytes(prices, op, *over, op.node in planned.grads and builder.objective.training)
     backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
-    held = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = replace(plan.totals, local_parameters=held)
+    local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
+    totals = replace(plan.totals, local_parameters=local)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 

@@ -17,20 +17,20 @@ CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may
 
 def without_rule(planned: Planned) -> list[str]:
     """A note of the operators that make tensors of tensors and run whole because they have no rule."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node, op in planned.ops.items():
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
         if whole and not writes and not draws(node):
-            found[short_name(node.target)] += 1
-    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in found.items())
-    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if found else []
+            counts[short_name(node.target)] += 1
+    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in counts.items())
+    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if counts else []
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
     """What the field calls a split of dimension `dim` of this parameter, by what its readers do with it."""
-    found = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
-    return ", ".join(x for x in found if x) or "elementwise"
+    roles = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
+    return ", ".join(x for x in roles if x) or "elementwise"
 
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:

@@ -13,14 +13,15 @@ from .boundaries import Boundaries, Boundary
 from .fakerun import FakeRun
 
 
-def once(of: Boundaries, found: list[Boundary], trial: FakeRun | None) -> list[Boundary]:
+def once(of: Boundaries, boundaries: list[Boundary], trial: FakeRun | None) -> list[Boundary]:
     """The boundaries, with one conversion for modules that read the same input of the module around them.
 
     Args:
         of: where the boundaries were read; of its `readers` those stay that convert by themselves.
-        found: the boundaries. trial: the model, whose calls tell how that module gets its input; None changes nothing.
+        boundaries: of the modules, as `of` reads them.
+        trial: the model, whose calls tell how that module gets its input; None changes nothing.
     """
-    by = {b.module: b for b in found}
+    by = {b.module: b for b in boundaries}
     groups = dict(_groups(of, by))
     places = trial.places({parent: modules for parent, (_, modules) in groups.items()}) if trial and groups else {}
     out, around = dict(by), []

@@ -20,7 +20,7 @@ from autotp.errors import InputError
 from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout, Partition, Shard
-from autotp.ir.named_states import Names, places_of
+from autotp.ir.named_states import places_of
 
 FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
@@ -50,10 +50,9 @@ class Carriers:
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
 
     @classmethod
-    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: Names = ()) -> Carriers:
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: tuple[str, ...] = ()) -> Carriers:
         """For a module of which this is the skeleton."""
-        names, inputs = tuple(inspect.signature(bare.forward).parameters), tuple(name for _, name in named)
-        return cls(names, rank, tp, named=inputs, forward=bare.forward)
+        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, named=named, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         return replace(self, layouts=dict(self.layouts), moving=set(self.moving))
