@@ -22,7 +22,6 @@ from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
-from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
@@ -197,8 +196,7 @@ class ShardedModule(Refusals, Part):
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
         source, key = self._source, self._programs_made.key()
         places = source.places()
-        graph = specialise(sharded, places)
-        fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
+        graph, fired = source.lowering.program(sharded, places, self._shards.device, self._plan.memory.peak)
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
