@@ -81,7 +81,11 @@ def read_plan(path: Path) -> Plan:
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable."""
+    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable.
+
+    Args:
+        text: `module:function`. dtype: of the weights, or None to leave them.
+    """
     where, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -111,6 +115,9 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
 
     The batch is the first dimension of the first tensor, and of all others where it is as large. The length is the
     second dimension of the first tensor that has two or three; other ids keep their ratio to it.
+
+    Args:
+        inputs: the example. batch, seq: the sizes wanted of the first and second dimension, or None.
 
     Raises:
         InputError: no tensor has such a dimension.

@@ -133,10 +133,8 @@ class States:
         for layout in self._layouts(names, values, candidates, prices.second_sizes):
             ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(made, key=str)[:1])
             outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
-            part = size * prices.share(layout)
-            choices.append(
-                Choice(ins, outs, activation_bytes=part, budget_bytes=part, penalty=penalty([layout], self.tp))
-            )
+            part, ties = size * prices.share(layout), penalty([layout], self.tp)
+            choices.append(Choice(ins, outs, activation_bytes=part, budget_bytes=part, penalty=ties))
         outs = [leaf] if leaf is not None else []
         return Item(names[0], choices, [made] if made else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
 
