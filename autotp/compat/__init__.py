@@ -47,6 +47,7 @@ from .running import (
     operator_handlers,
     replicate,
     use_symmetric_memory,
+    without_saved_hooks,
 )
 from .trees import (
     TreeSpec,
@@ -67,5 +68,5 @@ __all__ = [
     "named_leaves", "operator", "operator_handlers", "operators_named", "quiet_export", "read_shape_env",
     "recorded_inference", "recorded_regions", "replicate", "shape_env", "sym_size", "told_by_data", "tree_flatten",
     "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "use_symmetric_memory", "vmapped",
-    "without_torch_functions", "wraps_tensors",
+    "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -85,7 +85,8 @@ class ShardedModule(Refusals, Part):
         known = self._known.get(key)
         new, drawn = self._calls.begin(key, flat, spec, known and known[0])
         if new or known is None or self._source.check:
-            program, order = self._find(flat, spec)
+            with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
+                program, order = self._find(flat, spec)
             outputs = self._first(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
             if program.capture.conditions is None:  # else every call is asked whether it meets them
                 self._known[key] = program, order
