@@ -110,7 +110,9 @@ def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
     path = moved_to(node) or module_path(node)
-    name = "output" if node.op == "output" else node.name if node.op == "placeholder" else short_name(node.target)
+    name = "output"
+    if node.op != "output":
+        name = node.name if node.op == "placeholder" else short_name(node.target)
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
 
@@ -221,7 +223,8 @@ class _Line:
             if old not in self.planned.grads or not results:
                 continue
             saved, moment = self.saved(old), min(self.order[n] for n in results.values())
-            nodes = [self.operand(old, s) for s in saved.slots] + [results.get(i) for i in saved.results]
+            nodes = [self.operand(old, s) for s in saved.slots]
+            nodes += [results.get(i) for i in saved.results]
             # A view keeps the memory of what it views alive: q, k and v of one fused product are one memory.
             for memory in (self.base[x] for x in nodes if x is not None):
                 moments[memory] = min(moments.get(memory, moment), moment)

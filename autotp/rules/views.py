@@ -235,15 +235,19 @@ def cat(op: Op) -> Rule:
     # `vstack` of vectors and `hstack` of numbers make a dimension that no operand has.
     if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
-    labels = [i if i != d else None for i in range(len(op.outs[0]))]
+    labels: list[int | None] = list(range(len(op.outs[0])))
+    labels[d] = None
     together = (frozenset(range(len(op.ins))),)
-    base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
+    of_operand = {True: labels, False: [None]}
+    base = loops(op, [of_operand[f] for f in full], [labels], linear=together)
     pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
     # A cache of a length that is a symbol beside one new token: nobody can say which rank the token falls to.
     if not all(isinstance(p, int) for p in pieces):
         return base
-    ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))
-    return Rule((*base.factors, Factor(op.outs[0][d], ins, (Carry(d),), pieces)), together)
+    ins: list[Carry | None] = []
+    for i, f in enumerate(full):
+        ins.append(Carry(d, piece=sum(full[:i])) if f else None)
+    return Rule((*base.factors, Factor(op.outs[0][d], tuple(ins), (Carry(d),), pieces)), together)
 
 
 @rule(aten.stack)
