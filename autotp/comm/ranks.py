@@ -88,8 +88,10 @@ class Ranks:
 
     @property
     def channel(self) -> Channel | None:
-        """By which the tp ranks keep in step; a collective call where it is the first."""
-        return channel_of(self.group, self.rank, self.tp, self.device) if self.axes == "tp" else None
+        """By which the ranks keep in step, those of dp alone aside; a collective call where it is the first."""
+        if self.axes == "dp":
+            return None
+        return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
     def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Distribution, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
@@ -20,8 +20,8 @@ Dim = tuple[ValueId, int]
 class Candidates:
     """The partitions that each dimension of each value may have, grown through the factors to a fixed point."""
 
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
+    def __init__(self, tp: int, fills: Callable[[Distribution, int], bool] | None = None) -> None:
+        self.tp, self.fills = tp, fills
         self.of: dict[Dim, list[Distribution]] = defaultdict(list)
         self.changed = False
 
@@ -43,7 +43,7 @@ class Candidates:
 
     def full(self, loop: Distribution) -> bool:
         """Whether every rank certainly owns something of a loop that is dealt so."""
-        return loop.full(self.tp)
+        return loop.full(self.tp) if self.fills is None else self.fills(loop, self.tp)
 
     def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Distribution]:
         """Partitions of a factor's loop that some slot suggests.

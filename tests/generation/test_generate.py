@@ -13,8 +13,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import autotp
 from autotp.errors import AutoTPError
 from autotp.runtime import module
-from tests.helpers.compare import mesh_of
 from benchmarks.helpers.doubled import doubled
+from tests.helpers.compare import mesh_of
 
 EXACT = 1e-9
 
