@@ -1,4 +1,4 @@
-"""What a rank holds: parameters, gradients, optimizer states, activations over time, keys and values of a cache.
+"""The memory of a rank: parameters, gradients, optimizer states, activations over time, keys and values of a cache.
 
 Parameters, gradients and states are there all the time. Everything else has a lifetime on one line of 2n moments, the
 n nodes of the rank's program forward and then backward: a value lives until its last reader, or, where autograd keeps
@@ -238,7 +238,7 @@ class _Line:
         return {i: n for i, n in nodes.items() if n is not None}
 
     def _part(self, old: fx.Node, like: int | None) -> float:
-        """What a rank has of an operator's own memory, for these sizes instead of the example's."""
+        """A rank's part of an operator's own memory, for these sizes instead of the example's."""
         decision, op = self.planned.decisions[old], self.planned.ops[old]
         layouts, values = [*decision.ins, *decision.outs], [*(s.meta["val"] for s in op.slots), *tensors(old)]
         val = tensors(old)[0] if like is None else values[like]
@@ -301,5 +301,5 @@ class Memory:
 
     @property
     def steady(self) -> float:
-        """What is held whatever runs: all but activations and the working set."""
+        """Bytes that are there whatever runs: all but activations and the working set."""
         return self.parameters + self.buffers + self.gradients + self.states + self.cache

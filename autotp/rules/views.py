@@ -27,12 +27,15 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
     left: Size = 1
     right: Size = 1
     while True:
+        # What is left of the dimension at hand is used up: go on to the next, past those of size 1, which hold no loop.
         while left == 1 and i + 1 < len(a):
             i, left = i + 1, a[i + 1]
         while right == 1 and j + 1 < len(b):
             j, right = j + 1, b[j + 1]
         if left == 1 or right == 1:
             return out
+        # The smaller one is a loop of both where it divides the larger, of which a part is left: 12 and (3, 4) share 3,
+        # then 4.
         inner, outer = divide(left, right), divide(right, left)
         if inner is not None:
             out.append((right, i, j))

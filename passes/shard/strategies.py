@@ -114,7 +114,7 @@ def place(
 
 
 def simplicity(partition: Distribution, tp: int) -> tuple:
-    """What orders partitions: even before uneven, few segments before many, not repeated before repeated; then by name.
+    """The order of partitions: even, with few segments, not repeated before others, in this order; then by name.
 
     Rows by group come with the plain ones.
     """
@@ -124,7 +124,7 @@ def simplicity(partition: Distribution, tp: int) -> tuple:
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
-    """What breaks ties between equal costs: a point for each further segment and for repetition, two for unevenness.
+    """Points that break ties between equal costs: one for each further segment, one for repetition, two for unevenness.
 
     Which dimension is split does not count.
 
