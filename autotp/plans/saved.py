@@ -152,7 +152,7 @@ def _plan(data: dict[str, Any]) -> Plan:
 
 
 def file_name(record: type, name: str) -> str:
-    """What a file calls a field of a record."""
+    """The name of a record's field in a file."""
     return FILE_NAMES.get(record.__name__, {}).get(name, name)
 
 

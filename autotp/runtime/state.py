@@ -30,6 +30,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         operators.install()
         know(shards.ranks.group_name)
     made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
+    # A module that stands in two places, as a tied head does, is one part in two places.
     for path, module in model.named_modules(remove_duplicate=False):
         shards.parts[path] = made.setdefault(id(module), root if not path else part_of(module))
         if path:
@@ -45,6 +46,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
             made[id(parameter)] = _held(shards, parameter, storage)
         for n, p in zip(storage.names(leaf), made[id(parameter)], strict=True):
             shards.parts[owner].register_parameter(n, p)
+    # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
         part = shards.parts[path]
         for leaf, buffer in module._buffers.items():

@@ -1,4 +1,4 @@
-"""Where values of a captured graph come from: parameters behind views, contractions, and branches that meet.
+"""The origin of values of a captured graph: parameters behind views, contractions, and branches that meet.
 
 Everything here is read off the operator rules: a loop that no result carries is contracted, a dimension that no factor
 carries is worked along as a whole.
@@ -71,7 +71,7 @@ class Dataflow:
             self.roots[node] = self._roots(node)
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
-        """What a value is made of; notes sums and products of independent branches on the way."""
+        """The roots of a value; notes sums and products of independent branches on the way."""
         op, own = self.ops[node], frozenset([(node, ())])
         branches = [self.roots[s] for s in self.inputs(node)]
         if not branches or not self.passes(node):

@@ -125,7 +125,7 @@ def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...
 
 
 def _local(part: GraphPart, planned: Planned) -> str:
-    """What a rank has of an attention's heads."""
+    """A rank's part of an attention's heads."""
     if part.heads is None:
         return ""
     heads = part.heads
@@ -135,7 +135,7 @@ def _local(part: GraphPart, planned: Planned) -> str:
 
 
 def _limit(part: GraphPart, planned: Planned) -> str:
-    """What the number of heads forbids at this degree: heads are dealt whole."""
+    """The limit that the number of heads sets at this degree: a head stays whole."""
     heads, tp = part.heads, planned.tp
     if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
         return ""

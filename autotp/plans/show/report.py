@@ -102,7 +102,7 @@ def _layer(plan: Plan, width: int) -> Iterator[Text]:
 
 
 def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
-    """What each degree comes to: a heading, and a line for each."""
+    """The degrees of a sweep: a heading, and a line for each."""
     unit = degrees[0].unit if degrees else "samples"
     names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
     short = (*names[:-2], "largest\nbatch", f"{unit}/s\n/device")

@@ -1,4 +1,4 @@
-"""What a plan says, as rows of words: `.report` sets them as text, `.page` as a page."""
+"""A plan as rows of words: `.report` sets them as text, `.page` as a page."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def _way(direction: str, name: str | None, nbytes: float) -> str:
 
 
 def totals(plan: Plan) -> list[tuple[str, str]]:
-    """What the plan comes to: a name and a value; an empty name goes on with the row before."""
+    """The totals of a plan: a name and a value; an empty name goes on with the row before."""
     t = plan.totals
     rows = [
         ("parameters per rank", of(t.local_parameters, t.parameters)),
@@ -154,7 +154,7 @@ def over(plan: Plan) -> str:
 
 
 def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
-    """What is sent over the data-parallel axis."""
+    """The traffic over the data-parallel axis."""
     if axis.size == 1:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
