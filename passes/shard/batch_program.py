@@ -25,6 +25,7 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf, outputs_of, resolve, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.passes.decompose.losses import take_sums_apart
@@ -141,7 +142,9 @@ class _Localised:
         return replace(
             old,
             graph=self.graph,
-            leaves=[Leaf(made[leaf.node], leaf.kind, leaf.name) for leaf in old.leaves],
+            leaves=[
+                Leaf(made[leaf.node], BUFFER if leaf.kind is TABLE else leaf.kind, leaf.name) for leaf in old.leaves
+            ],
             symbols={s: (made[node], d) for s, (node, d) in old.symbols.items()},
             ranges={**old.ranges, self.batch: (-(-low // self.dp), high // self.dp)},
             guards=[substitute(g, self.whole) for g in old.guards],
