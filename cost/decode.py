@@ -76,8 +76,8 @@ class _Reads:
             return 0.0
         share_read = self._most(leaf)
         layout = self.planned.decisions[leaf].outs[0]
-        held = nbytes(tensors(leaf)[0], self.hint) * share(layout, self.planned.tp, self.hint)
-        return held * share_read
+        own = nbytes(tensors(leaf)[0], self.hint) * share(layout, self.planned.tp, self.hint)
+        return own * share_read
 
     def _most(self, node: fx.Node) -> float:
         return max((self._by(user, node) for user in node.users), default=0.0)
@@ -100,6 +100,6 @@ class _Reads:
         """The part of a table that a lookup reads: its result, of which a rank may have all that it holds rows for."""
         decision = self.planned.decisions[op.node]
         table, result = op.slots[0].meta["val"], tensors(op.node)[0]
-        held = nbytes(table, self.hint) * share(decision.ins[0], self.planned.tp, self.hint)
-        found = nbytes(result, self.hint) * share(decision.outs[0], self.planned.tp, self.hint)
-        return min(1.0, found / held) if held else 0.0
+        own = nbytes(table, self.hint) * share(decision.ins[0], self.planned.tp, self.hint)
+        result_bytes = nbytes(result, self.hint) * share(decision.outs[0], self.planned.tp, self.hint)
+        return min(1.0, result_bytes / own) if own else 0.0

@@ -19,7 +19,7 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.slices import to_runtime
-from autotp.ir.graph import Value, resolve, short_name, tensors
+from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Layout, share
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
@@ -27,6 +27,7 @@ from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 
+from .cache import cache_of
 from .objective import Objective
 from .prices import nbytes, sizer
 from .saved_tensors import Saved, saved_by
@@ -45,6 +46,7 @@ def measure(
         objective: what the plan is for.
         hints: sizes to count with; `cached`: those of the cache, the same but for decoding.
     """
+    kept_states = cache_of(planned, hints)
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
@@ -61,14 +63,17 @@ def measure(
         gradients += own if budget > own else 0.0
         states += max(budget - 2 * own, 0.0)
     activations, most, node, phase = line.peak()
-    cache = 0.0 if objective.training else sum(_cache(part, planned, line, cached) for part in parts)
+    guessed = kept_states is None and not objective.training
+    cache = sum(_cache(part, planned, line, cached) for part in parts) if guessed else 0.0
     return Memory(
         parameters=parameters,
         buffers=buffers,
         gradients=gradients,
         states=states,
         activations=activations,
-        cache=cache,
+        cache=cache if kept_states is None else kept_states.bytes,
+        cache_token=0.0 if kept_states is None else kept_states.token,
+        cache_sequence=0.0 if kept_states is None else kept_states.sequence,
         working=most - activations,
         phase=phase,
         at=_place(node),
@@ -118,6 +123,7 @@ class _Line:
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
+        self.left = {resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None}
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
         self.copies = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
@@ -194,7 +200,8 @@ class _Line:
         return 2 * len(self.nodes) - 1 - moment
 
     def _steady(self, node: fx.Node) -> bool:
-        return self.sharded.origin[node][0] in self.steady
+        origin = self.sharded.origin[node]
+        return origin[0] in self.steady or origin in self.left  # what is left as a state counts as the cache
 
     def _last_reads(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
@@ -262,8 +269,11 @@ class Memory:
         parameters, buffers: of the rank's parts; buffers with the constants of the graph.
         gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
         activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
-            for an attention in which every token sees every other (a fused one; others count).
+        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: keys
+            and values of every attention, for as many tokens as the example inputs have, but of one in which every
+            token sees every other (a fused one; others count).
+        cache_token: by which what it carries grows with each token of a sequence; `cache_sequence`: the part that does
+            not grow, for each sequence.
         working: what lives at the fullest moment beside all that.
         peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
         optimizer: whose states these are.
@@ -276,6 +286,8 @@ class Memory:
     activations: float = 0.0
     cache: float = 0.0
     working: float = 0.0
+    cache_token: float = 0.0
+    cache_sequence: float = 0.0
     phase: str = "forward"
     at: str = ""
     optimizer: str = "adamw"

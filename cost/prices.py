@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
@@ -20,13 +20,25 @@ from autotp.ir.op import Factor, Op, aten, sizes
 
 from . import Cluster, call_seconds, node_flops, op_seconds
 from .objective import TRAINING, Objective
-from .saved_tensors import Keepers, Kept
+from .saved_tensors import Keepers, SavedPart
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
 
 BACKWARD = 2  # times the forward's arithmetic and bytes
 LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
+
+
+class Surcharge(Protocol):
+    """Seconds that a mesh axis adds, to keep what it wants apart from what is merely dear."""
+
+    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
+        """For an operator whose results lie so."""
+        ...
+
+    def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
+        """For a conversion of so many bytes."""
+        ...
 
 
 @dataclass
@@ -39,6 +51,8 @@ class Prices:
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
         keepers: say what is kept for the backward.
+        surcharge: of the mesh axis that is planned for, if it has one.
+        cached: nodes whose values hold what a call began with, which no rank gathers.
     """
 
     program: Capture
@@ -49,11 +63,15 @@ class Prices:
     sequence: bool | None = None
     objective: Objective = TRAINING
     keepers: Keepers | None = None
+    surcharge: Surcharge | None = None
+    cached: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
-        self._answers: dict[fx.Node, list[Kept]] = {}
+        self._answers: dict[fx.Node, list[SavedPart]] = {}
         self.tokens = lengths(self.program)
+        # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
+        self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
@@ -67,7 +85,7 @@ class Prices:
 
     def _hints(self) -> dict[Any, int]:
         """Sizes to price with: the example inputs'; for decoding one token a sequence."""
-        one = dict.fromkeys(self.tokens, 1) if self.objective.name == "decode" else {}
+        one = dict.fromkeys(self.tokens, 1) if self.guesses else {}
         return {**self.program.hints, **one}
 
     def share(self, layout: Layout) -> float:
@@ -89,7 +107,7 @@ class Prices:
         flops = mark(node).flops
         if flops is None:
             write(node, flops=(flops := node_flops(node)))
-        if self.objective.name != "decode" or not flops:
+        if not self.guesses or not flops:
             return flops
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
         return flops / math.prod(self.program.hints[x] for x in lengths)
@@ -100,7 +118,7 @@ class Prices:
         They are those of the fused attention, and second operands of products with scores, whose shape has the length
         twice.
         """
-        if self.objective.name != "decode" or len(op.slots) < 2:
+        if not self.guesses or len(op.slots) < 2:
             return {}
         fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
         often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
@@ -112,7 +130,20 @@ class Prices:
     def operator(
         self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
     ) -> tuple[float, float]:
-        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split."""
+        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split.
+
+        Args:
+            op: the call, with whole shapes.
+            ins, outs: layouts of its operands and results.
+            split: the loop of its rule that is split; None where it runs whole or passes sums.
+        """
+        seconds, activation_bytes = self._operator(op, ins, outs, split)
+        extra = 0.0 if self.surcharge is None else self.surcharge.operator(op, outs, self.bytes)
+        return seconds + extra, activation_bytes
+
+    def _operator(
+        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
+    ) -> tuple[float, float]:
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
@@ -157,14 +188,27 @@ class Prices:
         if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
-        held = columns * self.share(out)
-        return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
+        own = columns * self.share(out)
+        return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
-        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
+        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none.
+
+        Args:
+            value: node and number of its result.
+            a, b: the layouts before and after.
+        """
+        seconds = self._convert(value, a, b)
+        if seconds is None or self.surcharge is None:
+            return seconds
+        return seconds + self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]]))
+
+    def _convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         node, i = value
         if node in self.weights and isinstance(a, Shard):
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if node in self.cached and isinstance(a, Shard | Partial):
+            return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
         size = self.bytes(tensors(node)[i])
@@ -191,8 +235,8 @@ class Prices:
 
     def _lengths(self, node: fx.Node) -> list[int]:
         """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
-        found = self.second_sizes
-        return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
+        symbols = self.second_sizes
+        return [d for d, s in enumerate(shape_of(node)) if s in symbols or symbols & getattr(s, "free_symbols", set())]
 
     def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
         """Seconds of a conversion of so many bytes in one direction; None where there is none.
@@ -216,7 +260,8 @@ def lengths(program: Capture) -> set[Any]:
 
 def check_lengths(program: Capture, objective: Objective) -> None:
     """Refuse to plan for decoding where no input has a length: there is no one token to price."""
-    if objective.name == "decode" and not lengths(program):
+    past = any(x.kind.carried for x in program.leaves)
+    if objective.name == "decode" and not past and not lengths(program):
         raise PlanError(
             "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
             "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."

@@ -19,17 +19,19 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between passes
 
 import torch
 
 from tests.helpers.capture_files import FOLDER
 from tests.helpers.cpu import cpu_seconds
+from tests.helpers.limits import LIMITS
 from tests.helpers.pool import Pool
 from tests.helpers.shared_captures import shared_captures
 from tests.helpers.slow import SAMPLE, SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
-LIMIT = 10.0  # CPU seconds of a test that does not carry the mark `slow`
+LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]
 BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
 CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()

@@ -162,13 +162,24 @@ class Trial:
             with self._undisturbed(), torch.enable_grad():
                 found = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            where = f"on {self.ground}" if self.ground else "on the example inputs"
-            self.skip = f"the model itself fails {where}: {_short(error)}"
+            self.skip = self._failed(error)
             return None
         if self.ground and not finite(found.outputs.values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
             return None
         return found
+
+    def failure(self) -> str:
+        """How the model itself fails on its inputs; "" where it runs."""
+        try:
+            self.outputs(self.mapped())
+        except Exception as error:  # whatever a user's forward may raise
+            return self._failed(error)
+        return ""
+
+    def _failed(self, error: Exception) -> str:
+        where = f"on {self.ground}" if self.ground else "on the example inputs"
+        return f"the model itself fails {where}: {_short(error)}"
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))

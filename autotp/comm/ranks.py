@@ -24,7 +24,7 @@ from autotp.errors import InputError, RankError
 
 from .channel import Channel
 from .lockstep import channel_of, meet
-from .told import by_value, rank_list
+from .wording import by_value, rank_list
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -33,6 +33,9 @@ SETTLE = 0.1  # seconds at exit for gloo's threads
 
 def check_degree(tp: object, world: int | None = None) -> int:
     """`tp`, where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
+
+    Args:
+        tp: what the user gave. world: how many ranks there are, where that is known.
 
     Raises:
         InputError: not an int, less than 1, or not a divisor of the world.
@@ -207,10 +210,10 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     messages = _gather(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
-        told = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
+        report = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
         raise RankError(
             f"Here {what} worked, but it failed on {rank_list(list(failed))} of {ranks.tp}, so every rank "
-            f"stops:\n{told}"
+            f"stops:\n{report}"
         )
     return result
 

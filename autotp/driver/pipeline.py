@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +20,10 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
-from autotp.passes.base import run_passes
-from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
+from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.decompose.counter_random import by_counter
 from autotp.passes.decompose.losses import apart, only_loss
@@ -36,6 +37,10 @@ from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
+GATHERED = (
+    "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
+    "of this one cannot read it"
+)
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
@@ -97,36 +102,22 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
-    finish = _finishing(mode, trial)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2])
+        passes = (*CANONICAL, ExplicitCasts())
+        whole = capture(bare, two_examples(inputs, request.dp), device, passes, trial, mode, request.states)
+        name_states(whole, bare.forward, request.carried)
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
     return by_counter(made) if request.random == "counter" else made
 
 
-def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
-    """What makes a capture canonical, and holds it against the model."""
-
-    def finish(program: Capture) -> None:
-        grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
-        program.state = (*mode[:2], grad and mode[2], trained and mode[3], mode[-1])
-        casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
-        run_passes(program, (*CANONICAL, *casts))
-        if trial is not None and not trial.skip:
-            with stage("self-check"):
-                program.error = trial.compare(program)
-
-    return finish
-
-
-def _small(trial: Trial) -> Capture:
+def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
-    finish = _finishing(mode, trial)
-    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2])
+    bare = skeleton(trial.model, trial.device)
+    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode, states)
 
 
 @uncollected()
@@ -143,8 +134,10 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
+    small = partial(_small, states=request.states)
+    trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
+    check_names(bare.forward, request.states)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)
     captured = prepare(bare, inputs, device, mode, trial, request)
@@ -185,20 +178,32 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    told = [*notes, *without_rule(planned)]
+    gathers = builder.states.leaves and not builder.prices.cached
+    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 
-def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+def apply_plan(
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter where the plan has it."""
+    again with every parameter and state where the plan has it.
+
+    Args:
+        outputs: see `CaptureRequest`.
+        states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
+    """
     captured = apart(captured) if plan.tp > 1 else captured
-    builder = _builder(captured, options, plan.placements)
+    known = {**plan.states, **(states or {})}
+    builder = _builder(captured, options, plan.placements, known)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
-        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        planned = Planned(
+            captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
+            states={name: known[name] for names in builder.states.groups for name in names},
+        )  # fmt: skip
         _check_rules(planned)
     else:
         planned = decide(builder)
@@ -237,7 +242,10 @@ def _check_rules(planned: Planned) -> None:
             )
 
 
-def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+def _builder(
+    captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
+    states: Mapping[str, Layout] | None = None,
+) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
         captured,
@@ -248,6 +256,7 @@ def _builder(captured: Capture, options: Options, placements: Mapping[str, Layou
         options.sequence,
         options.objective,
         memory,
+        states or {},
     )
 
 

@@ -62,6 +62,7 @@ class Capture:
     state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
     asks_gradients: bool = False  # whether it asks tensors if they want one
+    autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
@@ -73,6 +74,14 @@ class Capture:
     def inputs(self) -> list[Leaf]:
         """What a call passes, in its order: inputs and states."""
         return [leaf for leaf in self.leaves if leaf.kind.passed]
+
+    def becomes(self, position: int) -> str | None:
+        """The name of the state that the output at this position becomes; None where it becomes none."""
+        taker = self.mutations.get(position)
+        if position in self.carried or not isinstance(taker, int):
+            return self.carried.get(position)
+        leaf = [x for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)][taker]
+        return leaf.name if leaf.kind.carried else None
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
@@ -105,7 +114,9 @@ class Capture:
         are others."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        carried = self.carried, [leaf.name for leaf in self.inputs if leaf.kind.carried]
         h.update(repr(graded).encode() if graded else b"")
+        h.update(repr(carried).encode() if any(carried) else b"")
         for n in self.graph.nodes:
             h.update(described(n, (n.args, n.kwargs)).encode())
         return h.hexdigest()[:16]
@@ -237,7 +248,13 @@ def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> A
 
 def outputs_of(program: Capture) -> list[fx.Node]:
     """The graph's tensor outputs, in order."""
-    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
+    return [node for _, node in placed_outputs(program)]
+
+
+def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
+    """The graph's tensor outputs, each with its position among all outputs."""
+    leaves = enumerate(compat.tree_leaves(program.graph.output_node().args))
+    return [(i, x) for i, x in leaves if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:

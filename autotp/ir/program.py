@@ -34,6 +34,7 @@ class Planned:
     same: dict[fx.Node, fx.Node]
     grads: set[fx.Node]
     solution: Solution | None = None
+    states: dict[str, Layout] = field(default_factory=dict)  # of what the program carries: Replicate, or Shard
 
 
 class MeshPlace(NamedTuple):
@@ -48,13 +49,15 @@ class MeshPlace(NamedTuple):
 class Sharded:
     """A per-rank program before the rank is known.
 
-    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
+    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end;
+    `states` how what is carried from call to call lies, going in and out.
     """
 
     graph: fx.Graph
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     origin: dict[fx.Node, Value] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    states: dict[str, Layout] = field(default_factory=dict)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """How the output at this position lies, and the (fake) whole value."""

@@ -39,8 +39,8 @@ def sealed(data: Mapping[str, Any]) -> str:
 
 
 def _seal(data: Mapping[str, Any]) -> str:
-    held = {k: v for k, v in data.items() if k != "seal"}
-    return hashlib.sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    fields_of_plan = {k: v for k, v in data.items() if k != "seal"}
+    return hashlib.sha256(json.dumps(fields_of_plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def load_plan(path: Path) -> Plan:

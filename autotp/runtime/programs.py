@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,7 @@ from autotp.comm.ranks import Ranks
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import Mode, serves
 from autotp.ir.graph import Capture
+from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.decompose.counter_random import seeds
@@ -39,6 +40,7 @@ class Program:
         draws: whether others draw as torch does.
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
+        entry: path of the module that it is the forward of.
     """
 
     capture: Capture
@@ -51,6 +53,7 @@ class Program:
     fired: Fired = ()
     compiler: Compiler | None = None
     changes: Hashable = ()
+    entry: str = ""
     used: int = 0  # when it last ran, counted in runs of all
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
@@ -133,7 +136,7 @@ class Source:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan.
+        make: the program of a capture, under the module's plan, with states where programs before have them.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
@@ -143,7 +146,7 @@ class Source:
     """
 
     bare: nn.Module
-    make: Callable[[Capture], Sharded]
+    make: Callable[[Capture, Mapping[str, Layout]], Sharded]
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from autotp.comm.told import by_value
+from autotp.comm.wording import by_value
 
 from .samples import SAMPLES, alike
 

@@ -23,6 +23,11 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block.
 
     Nodes with different `marks` (such as pins) are not equal.
+
+    Args:
+        program: the canonical graph.
+        grads: nodes whose values carry gradients.
+        marks: node -> what sets it apart from its equals.
     """
     names = {leaf.node: leaf.name for leaf in program.leaves}
     marked = marks or {}
@@ -31,15 +36,15 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     def shape(n: fx.Node) -> Any:
         return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
 
-    found: dict[Any, fx.Node] = {}
+    representative: dict[Any, fx.Node] = {}
     for level in range(4):
-        for blocks in _instances(program, level, found).values():
+        for blocks in _instances(program, level, representative).values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
                 signature, members = _signature(path, nodes, names, shape)
                 twins = first.setdefault(signature, members)
-                found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
+                representative.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
+    return {n: representative[n] if n in representative else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
 
 
 def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:

@@ -44,15 +44,22 @@ class MergeTied(Pass):
 
 @dataclass(frozen=True)
 class InlineRegions(Pass):
-    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient."""
+    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
+
+    Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
+    """
 
     name: ClassVar[str] = "inline-regions"
 
     def run(self, program: Capture) -> int:
         found, owner = _regions(program.graph), program.graph.owning_module
+        program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in found)
         for node in found:
             carries = differentiable(program) if _without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
+        for node in program.graph.nodes:
+            if node.op == "call_function" and mark(node).no_grad is None:
+                write(node, no_grad=False)
         return len(found)
 
 

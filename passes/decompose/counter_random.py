@@ -17,8 +17,10 @@ from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, Leaf, caller, draws
 from autotp.ir.leaves import SEEDS
+from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
+from autotp.passes.schema import verify
 from autotp.rules.local import Sizes
 
 
@@ -57,6 +59,8 @@ def by_counter(program: Capture) -> Capture:
         program.notes.append(
             f"{apart} attentions drop weights, and are taken apart for that: the weights are kept for the backward"
         )
+    verify(program, "random numbers by counters")
+    verify(program, "random numbers by counters")
     return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)])
 
 
@@ -78,6 +82,7 @@ class _Drawer:
         with graph.inserting_after(self.leaf):  # outside of every module: equal blocks stay equal
             seed = graph.call_function(aten.select.int, (self.leaf, 0, place))
         seed.meta["val"] = self.leaf.meta["val"].new_empty(())
+        write(seed, no_grad=False)
         with graph.inserting_before(node):
             new = FORMS[packet(node)](_Call(self, node, seed), Op.of(node))
         node.replace_all_uses_with(new)

@@ -124,12 +124,12 @@ def test_the_solver_counts_what_the_plan_counts(name, tp):
 def test_half_precision_takes_16_bytes_a_parameter_with_adam():
     half, single = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     taken = {
-        name: [Objective(optimizer=name).held(x.element_size(), x.requires_grad_()) for x in (half, single)]
+        name: [Objective(optimizer=name).budget_bytes(x.element_size(), x.requires_grad_()) for x in (half, single)]
         for name in ("adamw", "adamw-plain", "sgd", "sgd-momentum")
     }
     assert taken == {"adamw": [16, 16], "adamw-plain": [8, 16], "sgd": [8, 8], "sgd-momentum": [12, 12]}
-    assert Objective("prefill").held(2, half) == 2
-    assert Objective().held(2, torch.empty(1, dtype=torch.bfloat16)) == 2  # frozen
+    assert Objective("prefill").budget_bytes(2, half) == 2
+    assert Objective().budget_bytes(2, torch.empty(1, dtype=torch.bfloat16)) == 2  # frozen
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -25,7 +25,12 @@ from autotp.plans.plan import Parameter, Plan
 
 
 def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Plan:
-    """The plan with what the data-parallel axis costs: a call for each repeated block, and one for what is left."""
+    """The plan with what the data-parallel axis costs: a call for each repeated block, and one for what is left.
+
+    Args:
+        plan: of one dp rank. planned, builder: what it was made from.
+        axis: the size of the data-parallel axis, and whether weights are split over it.
+    """
     if axis.size == 1:
         return plan
     prices, trained = builder.prices, {x.name for x in planned.program.leaves if x.node in planned.grads}
@@ -43,8 +48,8 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
             values += _value_bytes(prices, op, *over, op.node in planned.grads and builder.objective.training)
     backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
-    held = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = replace(plan.totals, local_parameters=held)
+    local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
+    totals = replace(plan.totals, local_parameters=local)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 

@@ -46,12 +46,12 @@ def describe(
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
     """
     known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
-    found = find_blocks(planned.program, planned.same, known)
+    parts = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
-    walker = _Collectives(planned, builder, found)
+    walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
-    steps = Steps(planned, builder, found, walker.block, lambda n: walker.place(n, sharded))
-    memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
+    steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
+    memory = measure(planned, sharded, parts, builder.objective, builder.prices.hints, planned.program.hints)
     return Plan(
         model=model_name,
         tp=planned.tp,
@@ -60,18 +60,19 @@ def describe(
         objective=objective,
         parameters=parameters,
         collectives=collectives,
-        blocks=_blocks(planned, found),
-        totals=_totals(planned, builder, parameters, collectives, found),
+        blocks=_blocks(planned, parts),
+        totals=_totals(planned, builder, parameters, collectives, parts),
         memory=memory,
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
+        states=planned.states,
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 
 
-def _blocks(planned: Planned, found: Sequence[GraphPart]) -> tuple[Block, ...]:
+def _blocks(planned: Planned, parts: Sequence[GraphPart]) -> tuple[Block, ...]:
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     return tuple(
         Block(
@@ -83,7 +84,7 @@ def _blocks(planned: Planned, found: Sequence[GraphPart]) -> tuple[Block, ...]:
             first=f.first,
             limit=_limit(f, planned),
         )
-        for f in found
+        for f in parts
     )
 
 
@@ -123,22 +124,22 @@ def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...
     return tuple(local)
 
 
-def _local(found: GraphPart, planned: Planned) -> str:
+def _local(part: GraphPart, planned: Planned) -> str:
     """What a rank has of an attention's heads."""
-    if found.heads is None:
+    if part.heads is None:
         return ""
-    heads = found.heads
-    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    heads = part.heads
+    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
     grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
     return f"{counted(mine, 'head')}{grouped}"
 
 
-def _limit(found: GraphPart, planned: Planned) -> str:
+def _limit(part: GraphPart, planned: Planned) -> str:
     """What the number of heads forbids at this degree: heads are dealt whole."""
-    heads, tp = found.heads, planned.tp
+    heads, tp = part.heads, planned.tp
     if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
         return ""
-    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
     most = math.ceil(heads.count / tp)
     if mine == heads.count and most * (tp - 1) >= heads.count:
         without = tp - math.ceil(heads.count / most)
@@ -148,11 +149,11 @@ def _limit(found: GraphPart, planned: Planned) -> str:
         )
     uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
     shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
-    told = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
-    return "; ".join(x for x in told if x)
+    reasons = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
+    return "; ".join(x for x in reasons if x)
 
 
-def _held(count: Size, place: HeadDims, planned: Planned) -> Size:
+def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
     """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
     node, slot, dims = place
     layout = planned.decisions[node].ins[slot]
@@ -171,19 +172,19 @@ class _Collectives:
 
     planned: Planned
     builder: Builder
-    found: list[GraphPart]
+    parts: list[GraphPart]
 
     def __post_init__(self) -> None:
         self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
         self.order = {n: i for i, n in enumerate(self.planned.program.graph.nodes)}
         self.block: dict[fx.Node, int] = {}
-        for i, f in enumerate(self.found):
+        for i, f in enumerate(self.parts):
             for n in (*f.nodes, *f.parameters):
                 self.block.setdefault(n, i)
 
     def walk(self, sharded: Sharded) -> list[Collective]:
-        made = (self._collective(n, sharded) for n in sharded.graph.nodes if mark(n).conversion is not None)
-        return [c for c in made if c is not None]
+        collectives = (self._collective(n, sharded) for n in sharded.graph.nodes if mark(n).conversion is not None)
+        return [c for c in collectives if c is not None]
 
     def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
         (src, dst), (origin, _) = conversion_of(node), sharded.origin[node]
@@ -221,8 +222,8 @@ class _Collectives:
         """The block whose contraction left the partial sums, through the additions that delayed their reduction."""
         if origin in self.block or origin not in self.planned.ops:
             return self.block.get(origin)
-        made = [resolve(s) for s in self.planned.ops[origin].slots]
-        partial = [n for n, i in made if isinstance(self.planned.decisions[n].outs[i], Partial)]
+        operands = [resolve(s) for s in self.planned.ops[origin].slots]
+        partial = [n for n, i in operands if isinstance(self.planned.decisions[n].outs[i], Partial)]
         latest = sorted(partial, key=self.order.__getitem__, reverse=True)
         return next((b for n in latest if (b := self._maker(n)) is not None), None)
 
@@ -241,7 +242,7 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
 
 def _totals(
     planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
-    found: Sequence[GraphPart],
+    parts: Sequence[GraphPart],
 ) -> Totals:  # fmt: skip
     flops = local = 0.0
     for node in planned.ops:
@@ -251,7 +252,7 @@ def _totals(
         local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
-    hand = priced(hand_plan(planned, builder, found, summed), builder)
+    hand = priced(hand_plan(planned, builder, parts, summed), builder)
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
     nbytes, communication = priced(sent, builder)
     # A plan that sends more than Megatron's is held against its whole step, which costs a second solution.

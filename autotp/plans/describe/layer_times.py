@@ -77,18 +77,22 @@ class Steps:
 
     Attributes:
         planned: the decisions; `builder`: has the prices.
-        found: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
+        parts: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
     """
 
     planned: Planned
     builder: Builder
-    found: Sequence[GraphPart]
+    parts: Sequence[GraphPart]
     block: Mapping[fx.Node, int]
     place: BlockIndex
     known: dict[Any, Timed] = field(default_factory=dict)
 
     def walk(self, sharded: Sharded) -> Iterator[Placed]:
-        """Those that take time, in the order of the program."""
+        """Those that take time, in the order of the program.
+
+        Args:
+            sharded: the program of one rank.
+        """
         left = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]
@@ -104,11 +108,11 @@ class Steps:
         first = self.planned.same[node]
         if first not in self.known:
             self.known[first] = self._time(node)
-        made = self.known[first]
-        if made.seconds:
+        timed = self.known[first]
+        if timed.seconds:
             path = module_path(node)
             part = self._part(self.block.get(node))
-            yield replace(made, module=path[-1] if path else "", part=part), _indexed(path)
+            yield replace(timed, module=path[-1] if path else "", part=part), _indexed(path)
 
     def _time(self, node: fx.Node) -> Timed:
         decision, rule, prices = self.planned.decisions[node], self.planned.rules[node], self.builder.prices
@@ -123,11 +127,11 @@ class Steps:
         key = self.planned.same[origin], i, a, b
         if key not in self.known:
             self.known[key] = self._convert(origin, i, a, b)
-        made = self.known[key]
-        if made.seconds:
+        timed = self.known[key]
+        if timed.seconds:
             index, path = self.place(node), moved_to(node)
             where = path[-1] if path else ""
-            yield replace(made, module=where, part=self._part(index)), _indexed(self._home(index) or path)
+            yield replace(timed, module=where, part=self._part(index)), _indexed(self._home(index) or path)
 
     def _convert(self, origin: fx.Node, i: int, a: Layout, b: Layout) -> Timed:
         trained = origin in self.planned.grads and self.builder.objective.training
@@ -142,12 +146,12 @@ class Steps:
         """The modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
         if index is None:
             return ()
-        paths = (module_path(n) for n in self.found[index].nodes)
-        own = self.found[index].module
+        paths = (module_path(n) for n in self.parts[index].nodes)
+        own = self.parts[index].module
         return next((path[: path.index(own) + 1] for path in paths if own in path), ())
 
     def _part(self, index: int | None) -> str:
-        return PARTS.get(self.found[index].kind, REST) if index is not None else REST
+        return PARTS.get(self.parts[index].kind, REST) if index is not None else REST
 
 
 def _indexed(path: Sequence[str]) -> tuple[str, ...]:

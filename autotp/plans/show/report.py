@@ -51,8 +51,8 @@ def renderable(plan: Plan) -> RenderableType:
 def _body(plan: Plan, width: int) -> Iterator[Text]:
     head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
     yield from wrapped(head, width, style="bold")
-    for given in plan.inputs:
-        yield Text(f"captured with {given}", style="dim")
+    for shape in plan.inputs:
+        yield Text(f"captured with {shape}", style="dim")
     for part in rows.parts(plan):
         yield from _part(part, width)
     yield Text()
@@ -91,10 +91,10 @@ def _labelled(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
 
 def _layer(plan: Plan, width: int) -> Iterator[Text]:
     """What the sublayers of one of the repeated blocks take, and everything outside of those."""
-    if found := rows.sublayers(plan):
+    if sublayers := rows.sublayers(plan):
         assert plan.layer is not None
         pairs = [(f"one of {plan.layer.count} blocks", plan.layer.module)]
-        for name, compute, sent, share in found:
+        for name, compute, sent, share in sublayers:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
             pairs.append((label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else "")))
         yield Text()
@@ -110,8 +110,8 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     for r in degrees:
         batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
         share = f"{rows.seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
-        held = "" if r.fits else "too much"
-        row = (str(r.tp), rows.seconds(r.seconds), share, amount(r.sent), amount(r.memory), held, batch)
+        fit = "" if r.fits else "too much"
+        row = (str(r.tp), rows.seconds(r.seconds), share, amount(r.sent), amount(r.memory), fit, batch)
         table.add_row(*row, rows.number(r.throughput))
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
@@ -163,9 +163,9 @@ def _call(node: fx.Node) -> str:
     if (conversion := mark(node).conversion) is not None:
         source, target = conversion
         return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
-    given = [_value(a) for a in node.args]
-    given += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
-    return f"{name}({', '.join(given)})"
+    arguments = [_value(a) for a in node.args]
+    arguments += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
+    return f"{name}({', '.join(arguments)})"
 
 
 def _value(x: Any) -> str:

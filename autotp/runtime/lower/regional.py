@@ -73,7 +73,7 @@ class Compiler:
             f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions",
         )
         if self.fused is not None:
-            yield "micro_pipeline", self.fused.told()
+            yield "micro_pipeline", self.fused.summary()
 
 
 def _function(graph: fx.Graph, name: str) -> Function:

@@ -57,7 +57,7 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
     with graph.inserting_before(node):
         scores = _before_cast(scores, node, scope)
         cut = graph.call_function(aten.detach.default, (scores,))
-        inherit(cut, scores, scope=scope)
+        inherit(cut, scores, scope=scope, conversion=None, axis=None)
         terms = graph.call_function(OPS.class_terms.default, (cut, target, total))
         value = value_of(node)
         _unlaid(terms, node, scope, value.new_empty((value.shape[0] + 1, value.shape[1])))
