@@ -83,8 +83,7 @@ def plan(
             does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
             plan's notes say what was compared, or why nothing was.
 
-    Returns:
-        The `Plan`; print it to read it.
+    Returns: the `Plan`; print it to read it.
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -156,8 +155,7 @@ def compile(
     fully_shard: bool = False,
     outputs: str = "full",
     loss: Callable[[Any, Any], Tensor] | None = None,
-    random: str = "counter",
-    carried: Carried | None = None,
+    random: str = "counter", carried: Carried | None = None,
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
@@ -183,8 +181,7 @@ def compile(
         check: compare values between the ranks too: parameters' once, inputs' at every call.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
-    Raises:
-        AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
+    Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
     """
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
