@@ -52,6 +52,7 @@ from .running import (
     operator_handlers,
     replicate,
     use_symmetric_memory,
+    without_saved_hooks,
 )
 from .trees import (
     TreeSpec,
@@ -77,5 +78,5 @@ __all__ = [
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sym_size", "told_by_data",
     "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided", "use_symmetric_memory",
-    "vmapped", "without_torch_functions", "wraps_tensors",
+    "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -74,6 +74,7 @@ class ShardedModule(Generates, Refusals, Part):
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
+        self._generates(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -94,7 +95,8 @@ class ShardedModule(Generates, Refusals, Part):
         known = self._known.get(key) if kind is None else kind.program(call.whole)
         new, drawn = self._calls.begin(key, call.whole, call.spec, known and known[0])
         if new or known is None or self._source.check or call.wrong:
-            program, order = self._find(call)
+            with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
+                program, order = self._find(call)
             outputs = self._first(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
             self._remember(call, program, order)
         else:
