@@ -18,9 +18,8 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.comm.slices import to_runtime
 from autotp.ir.graph import Value, resolve, short_name, tensors
-from autotp.ir.layouts import Layout, share
+from autotp.ir.layouts import Layout
 from autotp.ir.op import Op, aten
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
@@ -129,7 +128,7 @@ class _Line:
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
-            self.shares[layout] = share(layout, self.planned.tp, self.hint)
+            self.shares[layout] = layout.share(self.planned.tp, self.hint)
         return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:
@@ -152,7 +151,7 @@ class _Line:
         old, index = self.sharded.origin[node]
         source: fx.Node | None = None
         if "conversion" in node.meta:
-            kind = conversions.kind_of(*map(to_runtime, node.meta["conversion"]))
+            kind = conversions.kind_of(*node.meta["conversion"])
             if kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:

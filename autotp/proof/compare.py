@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.comm.slices import Spec, split, to_runtime
 from autotp.ir.graph import Value, resolve, short_name
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
+from autotp.ir.specs import Spec
 
 from .numerics import backward, largest, layout_error, loss
 from .report import TOLERANCE, Difference, Report
@@ -125,7 +125,7 @@ class _Proof:
             return [value] * self.planned.tp
         wanted = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
         spec = self._spec(self.sharded.layouts.get(node, R))
-        return [_leaf(v, wanted) for v in split(value.detach(), spec, self.planned.tp)]
+        return [_leaf(v, wanted) for v in spec.split(value.detach(), self.planned.tp)]
 
     def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
         if node in self.sharded.origin:
@@ -139,7 +139,7 @@ class _Proof:
                 return self.expected.values[self.sharded.origin[self.sharded.ends[node]]]
             return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
 
-        return to_runtime(layout, number)
+        return layout.to_runtime(number)
 
     def _value_error(self, node: fx.Node, ranks: list[Any]) -> float:
         origin = self.sharded.origin[node]

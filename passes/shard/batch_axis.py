@@ -15,7 +15,7 @@ from autotp.comm import conversions
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
-from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, divide
+from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -36,7 +36,7 @@ class BatchPrices(Prices):
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         seconds = super().convert(value, a, b)
-        gathers = isinstance(a, Shard) and not isinstance(b, Shard)
+        gathers = a.sharded_dim is not None and b.sharded_dim is None
         return seconds if seconds is None or not gathers else seconds + WHOLE * self.bytes(tensors(value[0])[value[1]])
 
     def operator(
@@ -44,7 +44,7 @@ class BatchPrices(Prices):
     ) -> tuple[float, float]:
         seconds, saved = super().operator(op, ins, outs, split)
         results = zip(tensors(op.node), outs, strict=False)
-        whole = [v for v, x in results if not isinstance(x, Shard) and _has(v, self.batch)]
+        whole = [v for v, x in results if x.sharded_dim is None and _has(v, self.batch)]
         return seconds + WHOLE * sum(map(self.bytes, whole)), saved
 
 
@@ -118,7 +118,7 @@ class BatchSizes(Sizes):
         self.batch, self.dp = batch, dp
         self.local = sympy.Symbol("local_batch", positive=True, integer=True)
 
-    def share(self, partition: Partition) -> Any:
+    def share(self, partition: Distribution) -> Any:
         whole = substitute(sympy.sympify(partition.length), {self.batch: self.dp * self.local})  # type: ignore[dict-item]
         return self.of(sympy.cancel(whole / self.dp))
 
@@ -198,9 +198,10 @@ def scale_gradient(x: Tensor, factor: int) -> Tensor:
 def across(op: Op) -> Rule:
     """The tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
-    touched = {spec[1] for spec in specs if spec[0] in "SG"}
+    touched = {spec.dim for spec in specs}
     labels = [d if d not in touched else None for d in range(len(op.outs[0]))]
-    return loops(op, [labels], [labels], linear=() if ("P", "max") in specs else (frozenset({0}),))
+    linear = (frozenset({0}),) if all(spec.reduction == "sum" for spec in specs) else ()
+    return loops(op, [labels], [labels], linear=linear)
 
 
 for _function in (*conversions.FUNCTIONS.values(), scale_gradient):

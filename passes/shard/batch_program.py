@@ -24,7 +24,7 @@ from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf, shape_of, substitute, where
-from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.layouts import Layout, Size
 from autotp.ir.op import expression, sizes
 from autotp.passes.decompose.losses import take_sums_apart
 from autotp.rules.local import ARITHMETIC
@@ -64,7 +64,7 @@ def local_program(program: Capture, dp: int) -> Capture:
     builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
     sharded = BatchRewriter(decide(builder), builder, batch).run()
     local = _Localised(program, sharded.graph, dp, batch).capture()
-    gathered = [n.args[0] for n in local.graph.nodes if n.meta.get(AXIS) and isinstance(n.meta[AXIS][0], Shard)]
+    gathered = [n.args[0] for n in local.graph.nodes if n.meta.get(AXIS) and n.meta[AXIS][0].sharded_dim is not None]
     if gathered:
         told = listed(where(n) for n in gathered)
         local.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
@@ -170,9 +170,10 @@ class _Localised:
     def _tensor(self, val: Tensor, layout: Layout) -> Tensor:
         shape = list(sizes(val))
         local: list[Any] = [self._size(n, True) for n in shape]
-        if isinstance(layout, Shard):
-            share = substitute(sympy.sympify(layout.partition.length), self.whole) / self.dp
-            local[layout.dim] = self._size(sympy.cancel(share), False)
+        dim, distribution = layout.sharded_dim, layout.distribution
+        if dim is not None and distribution is not None:
+            share = substitute(sympy.sympify(distribution.length), self.whole) / self.dp
+            local[dim] = self._size(sympy.cancel(share), False)
         same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
         return val if same else val.new_empty(local)
 

@@ -18,7 +18,7 @@ from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.solve import Infeasible, feasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, differentiable, outputs_of, read, resolve, shape_of, tensors, where
-from autotp.ir.layouts import Grouped, I, Layout, Partition, R, Shard
+from autotp.ir.layouts import I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
@@ -146,7 +146,7 @@ class Builder:
         layouts: list[Layout] = [whole]
         if leaf.kind == "parameter":
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
+            layouts += [dealt_by(d, p) for d, p in dealt if not p.by_data]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
@@ -192,7 +192,7 @@ class Builder:
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Whether rows dealt by group are so where it is known already where the groups end."""
-        ends = {x.partition.ends for side in layouts for x in side if isinstance(x, Grouped)}
+        ends = {x.groups.ends for side in layouts for x in side if x.groups is not None}
         return all(self.order[name] < self.order[node.name] for name in ends)
 
     def conflict(self) -> PlanError | None:

@@ -14,12 +14,11 @@ from torch import fx
 
 from autotp import compat
 from autotp.comm import conversions as convert
-from autotp.comm.slices import to_runtime
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
 from autotp.ir.graph import Value, outputs_of, resolve, tensors
-from autotp.ir.layouts import Grouped, I, Layout, P, Partition, R, Shard
-from autotp.ir.op import Op, sizes
+from autotp.ir.layouts import I, Layout, P, R
+from autotp.ir.op import Op
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, module_path, scope_path
 from autotp.rules.local import ShardCall, Sizes
@@ -96,7 +95,7 @@ class Rewriter:
             ins=decision.ins,
             outs=decision.outs,
             factor=factor,
-            loop=decision.loop if isinstance(decision.loop, Partition) else None,
+            loop=None if decision.loop is None or decision.loop.by_data else decision.loop,
             rule=rule,
             tp=self.planned.tp,
         )
@@ -107,7 +106,7 @@ class Rewriter:
         self.held[(node, index), layout] = new
         self.out.layouts[new] = new.meta["layout"] = layout
         self.out.origin[new] = (node, index)
-        if isinstance(layout, Grouped) and self.ends is not None:
+        if layout.groups is not None and self.ends is not None:
             self.out.ends[new] = self.ends
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
@@ -125,7 +124,8 @@ class Rewriter:
         def size(n: Any) -> Any:
             return _known(ends) if isinstance(n, str) else self.sizes.of(n)
 
-        src, dst = to_runtime(source, size), to_runtime(layout, size)
+        src: Any = source.to_runtime(size)
+        dst: Any = layout.to_runtime(size)
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         common = innermost([module_path(u) for u in users]) if users else ()
@@ -146,7 +146,7 @@ class Rewriter:
             held = self.held.get((resolve(operand), layout))
             if held in self.out.ends:
                 found[self.out.ends[held]] = None
-        names = {x.partition.ends for x in (*decision.ins, *decision.outs) if isinstance(x, Grouped)}
+        names = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
         if not found and names:
             found = {self.value(self._twin(name, op.node), R, op.node): None for name in names}
         if len(found) > 1:
@@ -184,11 +184,10 @@ class Rewriter:
         pinned = self.planned.decisions.get(self.old.output_node())
         if pinned is not None:
             return pinned.ins[outputs_of(self.planned.program).index(x)]
-        made, val = self.planned.decisions[node].outs[index], tensors(node)[index]
-        if isinstance(made, Shard):
-            plain = Partition.plain(sizes(val)[made.dim], self.planned.tp)
-            return made if made.partition == plain else whole
-        return made if graded and made == P else whole
+        layout = self.planned.decisions[node].outs[index]
+        if layout.sharded_dim is not None:
+            return layout if layout.plain(self.planned.tp) else whole
+        return layout if graded and layout == P else whole
 
     def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
         """For every value the conversions that serve all its consumers at least cost."""

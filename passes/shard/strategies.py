@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.layouts import Distribution, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
+from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, dealt_by, kinds
 from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
@@ -28,7 +28,8 @@ class Candidates:
         """A plain split of every dimension that is long enough."""
         for d, n in enumerate(shape):
             if d not in skip and (not isinstance(n, int) or n > 1):
-                self.add((value, d), Partition.plain(n, self.tp))
+                for partition in (p for kind in kinds() for p in kind.seeds(n, self.tp)):
+                    self.add((value, d), partition)
 
     def add(self, dim: Dim, partition: Distribution) -> None:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""
@@ -36,7 +37,7 @@ class Candidates:
             return
         known = self.of[dim]
         if partition not in known:
-            ranked = sorted([*known, partition], key=lambda p: simplicity(p, self.tp))[:MOST]
+            ranked = sorted([*known, partition], key=lambda p: p.simplicity(self.tp))[:MOST]
             self.changed |= partition in ranked
             self.of[dim] = ranked
 
@@ -71,7 +72,7 @@ class Candidates:
         Rows by group only go onwards, from operands: where their ends are not yet known, nothing can be dealt by them.
         """
         for loop in self.loops(factor, ins, outs):
-            if isinstance(loop, Groups) and not self.arrives(factor, loop, ins):
+            if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
             for carry, values in (
                 *zip(factor.ins, ins, strict=True),
@@ -82,7 +83,7 @@ class Candidates:
                     for value in values:
                         self.add((value, carry.dim), partition)
 
-    def arrives(self, factor: Factor, loop: Groups, ins: list[frozenset[ValueId]]) -> bool:
+    def arrives(self, factor: Factor, loop: Distribution, ins: list[frozenset[ValueId]]) -> bool:
         """Whether some operand may be dealt by these groups."""
         slots = zip(factor.ins, ins, strict=True)
         return any(loop in self.of.get((v, carry.dim), ()) for carry, held in slots if carry for v in held)
@@ -97,25 +98,13 @@ def place(
         assert pieces is not None
         loop = pieces[carry.piece]
     if carry.groups is not None:
-        plain = isinstance(loop, Partition) and loop.repeat == len(loop.segments) == 1
-        return Groups(min(str(v[0]) for v in ins[carry.groups]), loop) if plain else None  # type: ignore[index,arg-type]
+        return loop.by_groups(min(str(v[0]) for v in ins[carry.groups]))  # type: ignore[index]
     return loop.lift(carry.repeat, carry.unit, tp)
 
 
-def simplicity(partition: Distribution, tp: int) -> tuple:
-    """Even before uneven, few segments before many, a plain split before a repeated one."""
-    if isinstance(partition, Groups):
-        return (False, 1, False, str(partition))
-    return (not partition.even(tp), len(partition.segments), partition.repeat != 1, str(partition))
-
-
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
-    """What breaks ties between equal costs: segments, repetition, unevenness, and outer dimensions first."""
-    total = 0
-    for x in layouts:
-        if isinstance(x, Shard):
-            total += len(x.partition.segments) - 1 + (x.partition.repeat != 1) + 2 * (not x.partition.even(tp))
-    return total
+    """What breaks ties between equal costs: what each says of itself."""
+    return sum(x.penalty(tp) for x in layouts)
 
 
 Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Distribution | None]
@@ -144,7 +133,7 @@ def signatures(
         for loop in candidates.loops(factor, slots, results):
             if not (rule.empty or candidates.full(loop)):
                 continue
-            if isinstance(loop, Groups) and (_contracts(factor) or not candidates.arrives(factor, loop, slots)):
+            if loop.by_data and (_contracts(factor) or not candidates.arrives(factor, loop, slots)):
                 continue  # a sum would add up rows that hold nothing
             got = _split(rule, factor, loop, slots, results, candidates)
             if got is not None:
@@ -169,6 +158,5 @@ def _split(
             partition = place(carry, factor, loop, candidates.tp, slots)
             if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in held):
                 return None
-            grouped = isinstance(partition, Groups)
-            side.append(Grouped(carry.dim, partition) if grouped else Shard(carry.dim, partition))
+            side.append(dealt_by(carry.dim, partition))
     return tuple(ins), tuple(outs)

@@ -11,6 +11,7 @@ from autotp.comm import conversions as convert
 from autotp.ir.layouts import Partial, spans
 from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
+from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE
 from autotp.passes.optimise.matching import CASTS, calls, erase, placed, put, value_of
 from autotp.rules.lookup import vocabulary_embedding
@@ -85,7 +86,7 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
         return None
     of = most.args[0]
     if of.target in CONVERSIONS:
-        if chain or of.args[1][:2] != ("S", 1) or of.args[2][0] not in ("I", "R"):
+        if chain or of.args[1].sharded_dim != 1 or not of.args[2].whole:
             return None
         chain, of = [of], of.args[0]
     return chain if calls(of, aten.detach) and of.args[0] is scores else None
@@ -119,7 +120,7 @@ def _again(old: Any, value: fx.Node, place: dict[str, Any]) -> fx.Node:
     """A conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
     target, args, meta = old.target, old.args[1:], {**old.meta, **place, "val": value_of(value)}
     if value_of(old).ndim == 2:
-        args = (("P", MAX), args[1])
+        args = (PartialSpec(MAX), args[1])
         target, meta["conversion"] = convert.function_for(*args), (Partial(MAX), old.meta["conversion"][1])
     new = value.graph.call_function(target, (value, *args), old.kwargs)
     new.meta = meta
