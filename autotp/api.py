@@ -30,6 +30,8 @@ from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
 
+Carried = Mapping[int | str | tuple[int | str, ...], str]  # place or key of an output -> argument that takes it
+
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
@@ -50,6 +52,7 @@ def plan(
     like: Plan | None = None,
     outputs: str = "full",
     random: str = "counter",
+    carried: Carried | None = None,
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -75,7 +78,7 @@ def plan(
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
-        outputs, random: see `autotp.compile`.
+        outputs, random, carried: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
             plan's notes say what was compared, or why nothing was.
@@ -90,7 +93,7 @@ def plan(
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
     options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    request = CaptureRequest.read(dp, outputs, random)
+    request = CaptureRequest.read(dp, outputs, random, carried)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, request)
     return _planned(captured, notes, tp, options, steering, like, type(model).__name__)
 
@@ -103,6 +106,7 @@ def parallelize(
     example_inputs: Any = None,
     outputs: str = "full",
     random: str = "counter",
+    carried: Carried | None = None,
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
@@ -116,14 +120,14 @@ def parallelize(
         plan: from `autotp.plan`, or `Plan.load`.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
-        outputs, random, backend, options, optimise: see `compile`.
+        outputs, random, carried, backend, options, optimise: see `compile`.
         check, compare: compare values between the ranks, and with the original; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
-    request = CaptureRequest.read(plan.batch.size, outputs, random)
+    request = CaptureRequest.read(plan.batch.size, outputs, random, carried)
     lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
@@ -153,6 +157,7 @@ def compile(
     outputs: str = "full",
     loss: Callable[[Any, Any], Tensor] | None = None,
     random: str = "counter",
+    carried: Carried | None = None,
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
@@ -172,6 +177,7 @@ def compile(
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
+        carried: {1: "past_k"}: output 1 comes back as the input past_k. Each rank gets, and passes, its part of it.
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call.
@@ -186,7 +192,7 @@ def compile(
     lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
     model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
-    request, captured = CaptureRequest.read(axis.size, outputs, random), None
+    request, captured = CaptureRequest.read(axis.size, outputs, random, carried), None
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
     ranks, chosen = _ranks(plan, tp, mesh, axis, steering)

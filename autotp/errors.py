@@ -17,6 +17,10 @@ class PlanError(AutoTPError):
     """A plan cannot be made, read, or used for this model."""
 
 
+class SchemaError(AutoTPError):
+    """A rewrite of a program left out, or left over, what the next one reads: a fault of autotp."""
+
+
 class RankError(AutoTPError):
     """The ranks disagree (models, inputs, versions), or there are no ranks where some are needed."""
 

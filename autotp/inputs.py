@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import compat
 from .errors import InputError
 
 BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000
@@ -93,15 +94,17 @@ def signature_text(signature: inspect.Signature) -> str:
 def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tuple[Inputs, str | None]:
     """The same inputs with the key/value cache switched off, where the inputs or the config would switch it on.
 
+    In a call that is `running` one that is asked for, or passed in by its tensors (`ir/carried.py`), stays.
+
     Returns: the inputs, and a note for the plan where something was switched off.
     Raises:
-        InputError: a cache is passed in; or asked for in a call that is `running`, and so has no plan to note it in.
+        InputError: a cache is passed in.
     """
     signature = inspect.signature(model.forward)
     given = bind(model.forward, inputs).arguments
     given = given | inputs.kwargs
     for name in CACHES:
-        if given.get(name) is not None:
+        if given.get(name) is not None and not (running and compat.is_node(given[name])):
             raise InputError(
                 f"The input {name!r} is a cache ({type(given[name]).__name__}). A cache passed in is not supported "
                 f"yet: capture a whole sequence, without {name!r}."
@@ -112,10 +115,7 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
         return inputs, None
     asked, why = given.get("use_cache"), "use_cache=True was given"
     if asked and running:
-        raise InputError(
-            "use_cache=True asks for a key/value cache, and a sharded module gives none. Leave it out; to generate "
-            "with a cache let transformers run the plan: Plan.to_tp_plan()."
-        )
+        return inputs, None
     if asked is None and parameter is not None and parameter.default is True:
         asked, why = True, "the default of use_cache is True"
     if asked is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):

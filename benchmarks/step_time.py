@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import statistics
 import tempfile
 import time
 import warnings
@@ -27,11 +26,12 @@ from torch import Tensor, nn
 from transformers.utils import logging as messages
 
 from benchmarks.helpers.command import made
-from benchmarks.helpers.interleaved import Times, interleaved, ratio
+from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.measure import reason
 from benchmarks.helpers.megatron import Shape, untouched
 from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.together import together
 from benchmarks.helpers.variants import difference, dtensor, hand, local_gradients, ours, sent, training_step
 
 from .hand_plans import theirs
@@ -148,27 +148,18 @@ def run(shape: Shape = SHAPE, length: int = LENGTH, rounds: int = ROUNDS, only: 
 
 def rows(everyone: Sequence[Record], known: Mapping[str, tuple[str, Make]]) -> dict[str, Record]:
     """By variant: CPU seconds of all ranks together, seconds of the slowest, medians of each and of their ratios."""
-    times = {name: _together([Times(**found["times"][name]) for found in everyone]) for name in everyone[0]["times"]}
+    times = {name: [Times(**found["times"][name]) for found in everyone] for name in everyone[0]["times"]}
     out = {}
     for name, mine in times.items():
-        base = times[known[name][0]]
         calls, sent_bytes = everyone[0]["sent"][name]
         out[name] = {
-            "cpu_s": round(statistics.median(mine.cpu), 4),
-            "wall_s": round(statistics.median(mine.wall), 4),
-            "cpu_ratio": round(ratio(mine.cpu, base.cpu), 3),
-            "wall_ratio": round(ratio(mine.wall, base.wall), 3),
+            **together(mine, times[known[name][0]]),
             "first_s": round(max(found["first"][name] for found in everyone), 1),
             "off": float(f"{max(found['off'][name] for found in everyone):.1e}"),
             "collectives": calls and sum(calls.values()),
             "bytes": sent_bytes and round(sent_bytes),
         }
     return out
-
-
-def _together(ranks: Sequence[Times]) -> Times:
-    cpu = [sum(round_, 0.0) for round_ in zip(*(r.cpu for r in ranks), strict=True)]
-    return Times(cpu, [max(round_) for round_ in zip(*(r.wall for r in ranks), strict=True)])
 
 
 def check(found: Record) -> None:

@@ -54,10 +54,10 @@ class Link(NamedTuple):
 
 
 class RankGroup(NamedTuple):
-    """`n` ranks, `held` of them in each of `nodes` nodes (fewer in the last where `n` is not their product)."""
+    """`n` ranks, `per_node` of them in each of `nodes` nodes (fewer in the last where `n` is not their product)."""
 
     n: int
-    held: int
+    per_node: int
     nodes: int
     inner: Link
     outer: Link
@@ -68,15 +68,15 @@ class RankGroup(NamedTuple):
 
         Where a node has no switch, the `stride` groups that lie between each other share its ring's links.
         """
-        held = cluster.held(n, stride)
+        per_node = cluster.per_node(n, stride)
         shared = 1 if cluster.switch else min(stride, cluster.devices_per_node)
         inner = Link(cluster.intra_latency, cluster.intra_bandwidth / shared, not cluster.switch)
-        return cls(n, held, -(-n // held), inner, Link(cluster.inter_latency, cluster.inter_bandwidth))
+        return cls(n, per_node, -(-n // per_node), inner, Link(cluster.inter_latency, cluster.inter_bandwidth))
 
     @property
     def slowest(self) -> float:
         """Bandwidth of the slowest link that a ring or a tree over the whole group takes."""
-        used = [self.inner] * (self.held > 1) + [self.outer] * (self.nodes > 1)
+        used = [self.inner] * (self.per_node > 1) + [self.outer] * (self.nodes > 1)
         return min(link.bandwidth for link in used or [self.inner])
 
 
@@ -121,7 +121,7 @@ def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, 
     ways = [flat_seconds(primitive, nbytes, group)]
     if group.nodes > 1:
         ways += [tree_seconds(nbytes, group)] if primitive == "all_reduce" else []
-        ways += [hierarchical_seconds(primitive, nbytes, group)] if n == group.held * group.nodes else []
+        ways += [hierarchical_seconds(primitive, nbytes, group)] if n == group.per_node * group.nodes else []
     return min(ways)
 
 
@@ -143,11 +143,11 @@ def ring_seconds(primitive: str, nbytes: float, n: int, link: Link) -> float:
 
 def flat_seconds(primitive: str, nbytes: float, group: RankGroup) -> float:
     """One ring (for all_to_all pairs) over the whole group: each link's latency, the slowest one's bandwidth."""
-    n, held, nodes, inner, outer = group
+    n, per_node, nodes, inner, outer = group
     if nodes == 1:
         return ring_seconds(primitive, nbytes, n, inner)
     ring = _RINGS[primitive]
-    last = n - held * (nodes - 1)  # ranks in the last node
+    last = n - per_node * (nodes - 1)  # ranks in the last node
     crossing = nodes - 1 if ring.whole else n - last  # a ring enters each node once, pairs are of every two ranks
     steps = (n - 1 - crossing) * inner.latency + crossing * outer.latency
     return ring.rounds * steps + ring_seconds(primitive, nbytes, n, Link(0.0, group.slowest))
@@ -155,8 +155,8 @@ def flat_seconds(primitive: str, nbytes: float, group: RankGroup) -> float:
 
 def tree_seconds(nbytes: float, group: RankGroup) -> float:
     """An all-reduce up and down a tree of nodes, whose ranks are a chain: NCCL's double binary tree, pipelined."""
-    _, held, nodes, inner, outer = group
-    steps = (held - 1) * inner.latency + math.ceil(math.log2(nodes)) * outer.latency
+    _, per_node, nodes, inner, outer = group
+    steps = (per_node - 1) * inner.latency + math.ceil(math.log2(nodes)) * outer.latency
     return 2 * steps + 2 * nbytes / group.slowest
 
 
@@ -166,16 +166,16 @@ def hierarchical_seconds(primitive: str, nbytes: float, group: RankGroup) -> flo
     Raises:
         InputError: the nodes do not hold equally many of the group's ranks.
     """
-    n, held, nodes, inner, outer = group
-    if n != held * nodes:
-        raise InputError(f"{n} ranks over {nodes} nodes of {held}: a hierarchy needs equally many in each.")
-    between = group._replace(n=nodes, held=1)
+    n, per_node, nodes, inner, outer = group
+    if n != per_node * nodes:
+        raise InputError(f"{n} ranks over {nodes} nodes of {per_node}: a hierarchy needs equally many in each.")
+    between = group._replace(n=nodes, per_node=1)
     if primitive == "all_reduce":
-        halves = sum(ring_seconds(p, nbytes, held, inner) for p in ("reduce_scatter", "all_gather"))
-        part = nbytes / held
+        halves = sum(ring_seconds(p, nbytes, per_node, inner) for p in ("reduce_scatter", "all_gather"))
+        part = nbytes / per_node
         return halves + min(flat_seconds(primitive, part, between), tree_seconds(part, between))
     inside = nbytes if _RINGS[primitive].whole else nbytes / nodes
-    return ring_seconds(primitive, inside, held, inner) + ring_seconds(primitive, nbytes / held, nodes, outer)
+    return ring_seconds(primitive, inside, per_node, inner) + ring_seconds(primitive, nbytes / per_node, nodes, outer)
 
 
 def _check(primitive: str, nbytes: float, n: int, stride: int = 1) -> None:

@@ -109,10 +109,10 @@ def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], 
     for term, x in zip(terms, operands, strict=True):
         sizes |= {i: max(n, sizes.get(i, 1)) for i, n in zip(term, x.shape, strict=True)}
     every = [i for term in terms for i in term]
-    kept = set(_indices(result, out.dim())) if arrow else {i for i in every if every.count(i) == 1 or "." in i}
+    results = set(_indices(result, out.dim())) if arrow else {i for i in every if every.count(i) == 1 or "." in i}
     flops, left = 0, set(terms[0])
     for at, term in enumerate(terms[1:], start=2):
-        needed, right = kept.union(*terms[at:]), set(term)
+        needed, right = results.union(*terms[at:]), set(term)
         if (left & right) - needed:  # an index of one side alone that nothing needs is summed before the product
             flops += 2 * math.prod(sizes[i] for i in (left & right) | ((left | right) & needed))
         left = (left | right) & needed

@@ -18,58 +18,62 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.ir.graph import Value, resolve, short_name, tensors
+from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Layout
+from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 
+from .cache import cache_of
 from .objective import Objective
 from .prices import nbytes, sizer
 from .saved_tensors import Saved, saved_by
-
-STEADY = ("parameter", "buffer", "constant")  # leaves that are held all the time
-
 
 Hints = Mapping[Any, int]
 
 
 def measure(
-    planned: Planned, sharded: Sharded, found: Iterable[GraphPart], objective: Objective, hints: Hints, cached: Hints
+    planned: Planned, sharded: Sharded, parts: Iterable[GraphPart], objective: Objective, hints: Hints, cached: Hints
 ) -> Memory:
     """The memory of a planned and rewritten model.
 
     Args:
         planned: the graph with its decisions; `sharded`: the program of one rank.
-        found: the named parts of the graph: the attentions among them keep a cache.
+        parts: the named parts of the graph: the attentions among them keep a cache.
         objective: what the plan is for.
         hints: sizes to count with; `cached`: those of the cache, the same but for decoding.
     """
+    kept_states = cache_of(planned, hints)
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
-        if leaf.kind not in STEADY or not tensors(leaf.node):
+        if not leaf.kind.steady or not tensors(leaf.node):
             continue
         val = leaf.node.meta["val"]
-        held = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
-        if leaf.kind != "parameter":
-            buffers += held
+        own = line.size((leaf.node, 0), planned.decisions[leaf.node].outs[0])
+        if not leaf.kind.trained:
+            buffers += own
             continue
-        parameters += held
-        with_all = objective.held(held, val)
-        gradients += held if with_all > held else 0.0
-        states += max(with_all - 2 * held, 0.0)
-    kept, most, node, phase = line.peak()
-    cache = 0.0 if objective.training else sum(_cache(f, planned, line, cached) for f in found)
+        parameters += own
+        # A frozen parameter takes its own bytes alone; one of plain SGD its own and its gradient's, and no states.
+        budget = objective.budget_bytes(own, val)
+        gradients += own if budget > own else 0.0
+        states += max(budget - 2 * own, 0.0)
+    activations, most, node, phase = line.peak()
+    guessed = kept_states is None and not objective.training
+    cache = sum(_cache(part, planned, line, cached) for part in parts) if guessed else 0.0
     return Memory(
         parameters=parameters,
         buffers=buffers,
         gradients=gradients,
         states=states,
-        activations=kept,
-        cache=cache,
-        working=most - kept,
+        activations=activations,
+        cache=cache if kept_states is None else kept_states.bytes,
+        cache_token=0.0 if kept_states is None else kept_states.token,
+        cache_sequence=0.0 if kept_states is None else kept_states.sequence,
+        working=most - activations,
         phase=phase,
         at=_place(node),
         optimizer=objective.optimizer,
@@ -81,11 +85,11 @@ def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: H
     return _Line(planned, sharded, objective, hints).peak()[:2]
 
 
-def _cache(found: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
-    """Keys of an attention as a rank has them, and as many values; an encoder's are not kept."""
-    if found.heads is None or _sees_all(planned.ops[found.heads.at[0]]):
+def _cache(part: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
+    """Bytes of an attention's keys on a rank, and of as many values; an encoder's are not cached."""
+    if part.heads is None or _sees_all(planned.ops[part.heads.at[0]]):
         return 0.0
-    node, slot, _ = found.heads.kv_at
+    node, slot, _ = part.heads.kv_at
     key = resolve(planned.ops[node].slots[slot])
     val = tensors(key[0])[key[1]]
     return 2 * nbytes(val, sizer(hints)) * line.share(planned.decisions[node].ins[slot])
@@ -104,7 +108,7 @@ def _sees_all(op: Op) -> bool:
 def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
-    path = node.meta.get("path") or module_path(node)
+    path = moved_to(node) or module_path(node)
     name = "output" if node.op == "output" else node.name if node.op == "placeholder" else short_name(node.target)
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
@@ -117,10 +121,11 @@ class _Line:
         self.example = sizer(planned.program.hints)
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
-        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind in STEADY}
+        self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
+        self.left = {resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None}
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
-        self.held = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
+        self.copies = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
         self.base: dict[fx.Node, fx.Node] = {}
         for n in self.nodes:
             if n in sharded.origin:
@@ -144,14 +149,14 @@ class _Line:
     def operand(self, node: fx.Node, slot: int) -> fx.Node | None:
         """The program's node that an operator reads in this slot."""
         layout = self.planned.decisions[node].ins[slot]
-        return self.held.get((resolve(self.planned.ops[node].slots[slot]), layout))
+        return self.copies.get((resolve(self.planned.ops[node].slots[slot]), layout))
 
     def _memory(self, node: fx.Node) -> fx.Node:
         """The node whose memory this one's value lies in."""
         old, index = self.sharded.origin[node]
         source: fx.Node | None = None
-        if "conversion" in node.meta:
-            kind = conversions.kind_of(*node.meta["conversion"])
+        if (conversion := mark(node).conversion) is not None:
+            kind = conversions.kind_of(*conversion)
             if kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:
@@ -162,28 +167,40 @@ class _Line:
     def peak(self) -> tuple[float, float, fx.Node | None, str]:
         """Bytes that autograd keeps, bytes at the fullest moment, its node and its direction."""
         n = len(self.nodes)
-        keeper, extras = self._kept() if self.training else ({}, [])
+        savers, extras = self._savers() if self.training else ({}, [])
         changes = [0.0] * (2 * n + 1)
-        kept = 0.0
+        activations = 0.0
         for start, size in extras:
-            kept += size
-            _add(changes, start, 2 * n - 1 - start, size)
+            activations += size
+            _add(changes, start, self._mirror(start), size)
         last = self._last_reads()
-        for node in (b for b in dict.fromkeys(self.base.values()) if not self._steady(b)):
+        for node in dict.fromkeys(self.base.values()):
+            if self._steady(node):
+                continue
             size, start = self.size(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
-            if node in keeper:
-                kept += size
-            _add(changes, start, 2 * n - 1 - keeper[node] if node in keeper else last.get(node, start), size)
+            end = last.get(node, start)
+            if node in savers:
+                activations += size
+                end = self._mirror(savers[node])
+            _add(changes, start, end, size)
         if self.training:
             self._gradients(changes)
         levels = list(itertools.accumulate(changes))[: 2 * n if self.training else n]
         if not levels:
             return 0.0, 0.0, None, "forward"
+        # Sums of many sizes differ by rounding, so of moments equal to a byte the first one is named.
         at = max(range(len(levels)), key=lambda i: (round(levels[i]), -i))
-        return kept, levels[at], self.nodes[at if at < n else 2 * n - 1 - at], "forward" if at < n else "backward"
+        if at < n:
+            return activations, levels[at], self.nodes[at], "forward"
+        return activations, levels[at], self.nodes[self._mirror(at)], "backward"
+
+    def _mirror(self, moment: int) -> int:
+        """The moment of the backward of the node that runs at this one, and the other way round."""
+        return 2 * len(self.nodes) - 1 - moment
 
     def _steady(self, node: fx.Node) -> bool:
-        return self.sharded.origin[node][0] in self.steady
+        origin = self.sharded.origin[node]
+        return origin[0] in self.steady or origin in self.left  # what is left as a state counts as the cache
 
     def _last_reads(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
@@ -193,25 +210,28 @@ class _Line:
                     last[self.base[read]] = i
         return last
 
-    def _kept(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:
-        """The first operator that keeps each memory, and (moment, bytes) of what operators keep of their own."""
-        keeper: dict[fx.Node, int] = {}
+    def _savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:
+        """Memory -> moment of the first operator that saves it; (moment, bytes) of what operators add of their own."""
+        moments: dict[fx.Node, int] = {}
         extras: list[tuple[int, float]] = []
         for old in self.planned.ops:
-            held = self._results(old)
-            if old not in self.planned.grads or not held:
+            results = self._results(old)
+            # Without results the rewrite dropped the call: nothing reads it, and its backward never runs.
+            if old not in self.planned.grads or not results:
                 continue
-            saved, moment = self.saved(old), min(self.order[n] for n in held.values())
-            nodes = [self.operand(old, s) for s in saved.slots] + [held.get(i) for i in saved.results]
-            for node in (self.base[x] for x in nodes if x is not None):
-                keeper[node] = min(keeper.get(node, moment), moment)
+            saved, moment = self.saved(old), min(self.order[n] for n in results.values())
+            nodes = [self.operand(old, s) for s in saved.slots] + [results.get(i) for i in saved.results]
+            # A view keeps the memory of what it views alive: q, k and v of one fused product are one memory.
+            for memory in (self.base[x] for x in nodes if x is not None):
+                moments[memory] = min(moments.get(memory, moment), moment)
             extras += [(moment, size * self._part(old, like)) for size, like in saved.extra]
-        return {b: m for b, m in keeper.items() if not self._steady(b)}, extras
+        return {memory: m for memory, m in moments.items() if not self._steady(memory)}, extras
 
     def _results(self, old: fx.Node) -> dict[int, fx.Node]:
+        """The program's nodes of a call's results, by position."""
         outs = self.planned.decisions[old].outs
-        found = {i: self.held.get(((old, i), layout)) for i, layout in enumerate(outs)}
-        return {i: n for i, n in found.items() if n is not None}
+        nodes = {i: self.copies.get(((old, i), layout)) for i, layout in enumerate(outs)}
+        return {i: n for i, n in nodes.items() if n is not None}
 
     def _part(self, old: fx.Node, like: int | None) -> float:
         """What a rank has of an operator's own memory, for these sizes instead of the example's."""
@@ -248,8 +268,11 @@ class Memory:
         parameters, buffers: of the rank's parts; buffers with the constants of the graph.
         gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
         activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: keys and values of every attention, for as many tokens as the example inputs have; 0 for training, and
-            for an attention in which every token sees every other (a fused one; others count).
+        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: keys
+            and values of every attention, for as many tokens as the example inputs have, but of one in which every
+            token sees every other (a fused one; others count).
+        cache_token: by which what it carries grows with each token of a sequence; `cache_sequence`: the part that does
+            not grow, for each sequence.
         working: what lives at the fullest moment beside all that.
         peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
         optimizer: whose states these are.
@@ -262,6 +285,8 @@ class Memory:
     activations: float = 0.0
     cache: float = 0.0
     working: float = 0.0
+    cache_token: float = 0.0
+    cache_sequence: float = 0.0
     phase: str = "forward"
     at: str = ""
     optimizer: str = "adamw"

@@ -48,11 +48,16 @@ class Objective:
             return count * itemsize
         return (count + 1) * FP32
 
-    def held(self, stored: float, val: Tensor) -> float:
-        """Bytes that `stored` bytes of a parameter take with its gradient and states; frozen ones have neither."""
+    def budget_bytes(self, parameter_bytes: float, val: Tensor) -> float:
+        """Bytes of a part of a parameter with its gradient and states; frozen ones have neither.
+
+        Args:
+            parameter_bytes: bytes of the part alone.
+            val: the whole parameter, by its dtype and `requires_grad`.
+        """
         if not (self.training and trained(val)):
-            return stored
-        return stored * (2 + self.states(val.element_size()) / val.element_size())
+            return parameter_bytes
+        return parameter_bytes * (2 + self.states(val.element_size()) / val.element_size())
 
 
 def trained(val: Any) -> bool:

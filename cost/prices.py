@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
@@ -14,11 +14,12 @@ from autotp.comm import conversions
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
+from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
 from . import Cluster, call_seconds, node_flops, op_seconds
 from .objective import TRAINING, Objective
-from .saved_tensors import Keepers, Kept
+from .saved_tensors import Keepers, SavedPart
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -37,6 +38,7 @@ class Prices:
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
         keepers: say what is kept for the backward.
+        cached: nodes whose values hold what a call began with, which no rank gathers.
     """
 
     program: Capture
@@ -47,17 +49,20 @@ class Prices:
     sequence: bool | None = None
     objective: Objective = TRAINING
     keepers: Keepers | None = None
+    cached: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
-        self._answers: dict[fx.Node, list[Kept]] = {}
+        self._answers: dict[fx.Node, list[SavedPart]] = {}
         self.tokens = lengths(self.program)
+        # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
+        self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
         self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
-        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind == "parameter"}
+        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.trained}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
             read = [i for i in n.all_input_nodes if tensors(i)]
             if len(read) == 1 and read[0] in self.weights:
@@ -65,7 +70,7 @@ class Prices:
 
     def _hints(self) -> dict[Any, int]:
         """Sizes to price with: the example inputs'; for decoding one token a sequence."""
-        one = dict.fromkeys(self.tokens, 1) if self.objective.name == "decode" else {}
+        one = dict.fromkeys(self.tokens, 1) if self.guesses else {}
         return {**self.program.hints, **one}
 
     def share(self, layout: Layout) -> float:
@@ -78,18 +83,19 @@ class Prices:
             self._bytes[id(val)] = nbytes(val, self.hint), val
         return self._bytes[id(val)][0]
 
-    def held_parameter(self, stored: float, val: Tensor) -> float:
-        """Bytes that `stored` bytes of this parameter take: with gradient and optimizer states where it is trained."""
-        return self.objective.held(stored, val)
+    def budget_bytes(self, parameter_bytes: float, val: Tensor) -> float:
+        """Bytes that a part of this parameter takes: with gradient and optimizer states where it is trained."""
+        return self.objective.budget_bytes(parameter_bytes, val)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
-        if "flops" not in node.meta:
-            node.meta["flops"] = node_flops(node)
-        if self.objective.name != "decode" or not node.meta["flops"]:
-            return node.meta["flops"]
+        flops = mark(node).flops
+        if flops is None:
+            write(node, flops=(flops := node_flops(node)))
+        if not self.guesses or not flops:
+            return flops
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
-        return node.meta["flops"] / math.prod(self.program.hints[x] for x in lengths)
+        return flops / math.prod(self.program.hints[x] for x in lengths)
 
     def _longer(self, op: Op) -> dict[int, float]:
         """Operands that decoding reads of a whole sequence, keys and values of the cache, and how much longer that is.
@@ -97,7 +103,7 @@ class Prices:
         They are those of the fused attention, and second operands of products with scores, whose shape has the length
         twice.
         """
-        if self.objective.name != "decode" or len(op.slots) < 2:
+        if not self.guesses or len(op.slots) < 2:
             return {}
         fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
         often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
@@ -113,8 +119,8 @@ class Prices:
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
-        if "dp" in op.node.meta:
-            return self._across(op, self.share(outs[0])), 0.0
+        if (over := mark(op.node).batch) is not None:
+            return self._across(op, over, self.share(outs[0])), 0.0
         vals = [*(s.meta["val"] for s in op.slots), *results]
         longer = self._longer(op)
         sides = enumerate(zip(vals, [*ins, *outs], strict=False))
@@ -131,17 +137,17 @@ class Prices:
         seconds = op_seconds(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return seconds, 0.0
-        return (1 + BACKWARD) * seconds, self._kept(op.node, [*ins, *outs])
+        return (1 + BACKWARD) * seconds, self._activation_bytes(op.node, [*ins, *outs])
 
-    def _across(self, op: Op, part: float) -> float:
+    def _across(self, op: Op, over: BatchConversion, part: float) -> float:
         """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
-        a, b, ranks = op.node.meta["dp"]
+        a, b, ranks = over
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)
 
-    def _kept(self, node: fx.Node, layouts: list[Layout]) -> float:
-        """Bytes of what this call is the first to keep for the backward."""
+    def _activation_bytes(self, node: fx.Node, layouts: list[Layout]) -> float:
+        """Bytes of what this call is the first to save for the backward."""
         if node not in self._answers:
             self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
         least = min(map(self.share, layouts), default=1.0)
@@ -154,14 +160,16 @@ class Prices:
         if out.sharded_dim != last or None not in split.ins:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
-        held = columns * self.share(out)
-        return math.ceil(held / tile) / held * columns / math.ceil(columns / tile)
+        own = columns * self.share(out)
+        return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
         node, i = value
         if node in self.weights and a.sharded_dim is not None:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
+        if node in self.cached and (a.sharded_dim is not None or a.partial):
+            return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
         size = self.bytes(tensors(node)[i])
@@ -188,8 +196,8 @@ class Prices:
 
     def _lengths(self, node: fx.Node) -> list[int]:
         """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
-        found = self.second_sizes
-        return [d for d, s in enumerate(shape_of(node)) if s in found or found & getattr(s, "free_symbols", set())]
+        symbols = self.second_sizes
+        return [d for d, s in enumerate(shape_of(node)) if s in symbols or symbols & getattr(s, "free_symbols", set())]
 
     def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
         """Seconds of a conversion of so many bytes in one direction; None where there is none.
@@ -213,7 +221,8 @@ def lengths(program: Capture) -> set[Any]:
 
 def check_lengths(program: Capture, objective: Objective) -> None:
     """Refuse to plan for decoding where no input has a length: there is no one token to price."""
-    if objective.name == "decode" and not lengths(program):
+    past = any(x.kind.carried for x in program.leaves)
+    if objective.name == "decode" and not past and not lengths(program):
         raise PlanError(
             "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
             "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."

@@ -19,6 +19,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from autotp.comm.conversions import FUNCTIONS
 from autotp.ir.graph import Value, draws, on_meta, resolve, tensors
+from autotp.ir.marks import Saved, mark, write
 from autotp.ir.op import Op
 
 from . import size_hint
@@ -30,23 +31,6 @@ STATISTIC = 4  # bytes: the logarithm of a softmax's sum, fp32
 Extra = tuple[float, int | None]
 
 
-@dataclass(frozen=True)
-class Saved:
-    """What one call keeps, and whose memory its results are.
-
-    Attributes:
-        slots, results: positions of the operands and results that are kept.
-        extra: what is neither: a mask, statistics, a contiguous copy. Bytes, and the position (operands, then results)
-            of a value with as many elements, which it is dealt out with; None where it is dealt out as the call is.
-        views: result -> the operand slot whose memory it shares.
-    """
-
-    slots: frozenset[int] = frozenset()
-    results: frozenset[int] = frozenset()
-    extra: tuple[Extra, ...] = ()
-    views: tuple[tuple[int, int], ...] = ()
-
-
 def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
     """What a call keeps for the backward, and which results are views; the sizes are the example inputs'.
 
@@ -54,9 +38,10 @@ def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
         op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
         grads: nodes whose values carry gradients.
     """
-    if "saved" not in op.node.meta:
-        op.node.meta["saved"] = _ask(op, grads)
-    return op.node.meta["saved"]
+    saved = mark(op.node).saved
+    if saved is None:
+        write(op.node, saved=(saved := _ask(op, grads)))
+    return saved
 
 
 def _ask(op: Op, grads: set[fx.Node]) -> Saved:
@@ -64,10 +49,10 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
         return Saved()  # a conversion keeps nothing
     if op.node not in grads:
         return Saved(views=((0, 0),) if _views(op) else ())
-    told = TOLD.get(str(getattr(op.target, "overloadpacket", None)))
-    found = told(op, grads) if told is not None else None
-    if found is not None:
-        return found
+    kernel = KERNELS.get(str(getattr(op.target, "overloadpacket", None)))
+    answer = kernel(op, grads) if kernel is not None else None
+    if answer is not None:
+        return answer
     try:
         return _run(op, grads)
     except Exception:  # an operator that the meta device does not run: all that a backward could need
@@ -76,29 +61,42 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
 
 
 def _run(op: Op, grads: set[fx.Node]) -> Saved:
-    made: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
-    kept: list[Tensor] = []
+    """What torch saves when it runs the operator on meta tensors."""
+    examples: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
+    saved: list[Tensor] = []
 
-    def keep(x: Tensor) -> Tensor:
-        kept.append(x)
+    def pack(x: Tensor) -> Tensor:
+        saved.append(x)
         return x
 
-    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), made.__getitem__)  # type: ignore[arg-type]
+    args, kwargs = fx.map_arg((op.node.args, op.node.kwargs), examples.__getitem__)  # type: ignore[arg-type]
     args, kwargs = fx.node.map_aggregate((args, kwargs), on_meta)  # type: ignore[misc,assignment]
-    with torch.enable_grad(), saved_tensors_hooks(keep, lambda x: x):
+    with torch.enable_grad(), saved_tensors_hooks(pack, lambda x: x):
         out = op.target(*args, **kwargs)
-    results = [x for x in (out if isinstance(out, list | tuple) else [out]) if isinstance(x, Tensor)]
-    slots = {_memory(made[s]): i for i, s in reversed(list(enumerate(op.slots)))}
+    outs = out if isinstance(out, list | tuple) else [out]
+    results = [x for x in outs if isinstance(x, Tensor)]
+    # Memory tells which tensor it is: autograd saves aliases, never the objects that went in. Of x * x the first slot
+    # answers, so the later ones are entered before it. A result that lies in an operand's memory is a view.
+    slots = {_memory(examples[s]): i for i, s in reversed(list(enumerate(op.slots)))}
     own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
-    counts = [made[s].numel() for s in op.slots] + [x.numel() for x in results]
-    others = {_memory(x): x for x in kept if _memory(x) not in {**slots, **own}}.values()
-    alike = [counts.index(x.numel()) if x.numel() in counts else None for x in others]
+    named = {**slots, **own}
+    others = {_memory(x): x for x in saved if _memory(x) not in named}.values()
     return Saved(
-        frozenset(slots[_memory(x)] for x in kept if _memory(x) in slots),
-        frozenset(own[_memory(x)] for x in kept if _memory(x) in own),
-        tuple((float(x.untyped_storage().nbytes()), i) for x, i in zip(others, alike, strict=True)),
+        frozenset(slots[_memory(x)] for x in saved if _memory(x) in slots),
+        frozenset(own[_memory(x)] for x in saved if _memory(x) in own),
+        tuple((float(x.untyped_storage().nbytes()), _alike(x, op, examples, results)) for x in others),
         tuple((i, slots[_memory(x)]) for i, x in enumerate(results) if _memory(x) in slots),
     )
+
+
+def _alike(x: Tensor, op: Op, examples: Mapping[fx.Node, Any], results: list[Tensor]) -> int | None:
+    """Position of the first value with as many elements, which this one is sharded with; None where there is none.
+
+    A guess by size: a contiguous copy of an operand has its size, a mask that of the result. Of two operands of one
+    size the first one answers, also for a copy of the second, which may be sharded otherwise: then the bytes are wrong.
+    """
+    counts = [examples[s].numel() for s in op.slots] + [y.numel() for y in results]
+    return counts.index(x.numel()) if x.numel() in counts else None
 
 
 def _example(val: Any, graded: bool) -> Any:
@@ -132,27 +130,27 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     mask = op.slot("attn_mask")
     if mask is not None and op.slots[mask] in grads:
         return None
-    kept = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
+    slots = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
     query = op.slots[0].meta["val"]
     extra: list[Extra] = [(STATISTIC * _count(tensors(op.node)[0].shape[:-1]), None)]
     if mask is not None and op.slots[mask].meta["val"].dtype == torch.bool:  # made anew as addends in every call
         extra.append((query.element_size() * _count(op.slots[mask].meta["val"].shape), mask))
     elif mask is not None:
-        kept.add(mask)
-    return Saved(frozenset(kept), frozenset({0}), tuple(extra))
+        slots.add(mask)
+    return Saved(frozenset(slots), frozenset({0}), tuple(extra))
 
 
 def _count(shape: Iterable[Any]) -> float:
     return float(math.prod(size_hint(n) for n in shape))
 
 
-TOLD: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
+KERNELS: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
 }
 
 
-Kept = tuple[float | Tensor, int | None]  # what is kept, whole, and the position that it is dealt out with
+SavedPart = tuple[float | Tensor, int | None]  # a value or bytes, whole; the position that it is sharded with
 
 
 @dataclass
@@ -174,18 +172,18 @@ class Keepers:
     def saved(self, node: fx.Node) -> Saved:
         return saved_by(self.ops[self.same[node]], self.grads)
 
-    def of(self, node: fx.Node) -> list[Kept]:
+    def of(self, node: fx.Node) -> list[SavedPart]:
         """What this call answers for: values, and bytes of its own."""
         saved, op = self.saved(node), self.ops[node]
-        found: dict[Value, Kept] = {}
+        first: dict[Value, SavedPart] = {}
         for slot in sorted(saved.slots):
             base = self._base(resolve(op.slots[slot]))
             if base[0] in self.ops and self._first(base) is node:
-                found.setdefault(base, (tensors(base[0])[base[1]], slot))
+                first.setdefault(base, (tensors(base[0])[base[1]], slot))
         for i in saved.results:
             if self._first((node, i)) is node:
-                found[node, i] = tensors(node)[i], len(op.slots) + i
-        return [*found.values(), *saved.extra]
+                first[node, i] = tensors(node)[i], len(op.slots) + i
+        return [*first.values(), *saved.extra]
 
     def _base(self, value: Value) -> Value:
         """The value whose memory this one lies in."""

@@ -6,6 +6,7 @@ import difflib
 import gc
 import os
 import random
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -18,18 +19,22 @@ os.environ.setdefault("MKL_CBWR", "COMPATIBLE")
 # Processes that a test starts share two cores with others: threads of OpenMP, and Inductor's own, would only wait.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between passes
 
 import torch
 
+from tests.helpers.capture_files import FOLDER
 from tests.helpers.cpu import cpu_seconds
+from tests.helpers.limits import LIMITS
 from tests.helpers.pool import Pool
 from tests.helpers.shared_captures import shared_captures
 from tests.helpers.slow import SAMPLE, SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
-LIMIT = 10.0  # CPU seconds of a test that does not carry the mark `slow`
+LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]
 BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
+CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 torch.set_num_threads(1)
 
@@ -39,6 +44,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if FOLDER not in os.environ:  # its processes have it from the one that begins
+        config.stash[CAPTURES] = tempfile.TemporaryDirectory()
+        os.environ[FOLDER] = config.stash[CAPTURES].name
     config.stash[SPENT] = Spent()
     config.pluginmanager.register(config.stash[SPENT])
 
@@ -62,8 +70,11 @@ def pytest_collection_finish() -> None:
     gc.freeze()  # libraries and tests stay: every collection would look through a million objects of theirs
 
 
-def pytest_unconfigure() -> None:
+def pytest_unconfigure(config: pytest.Config) -> None:
     gc.unfreeze()  # what libraries report as leaked otherwise
+    if CAPTURES in config.stash:
+        del os.environ[FOLDER]
+        config.stash[CAPTURES].cleanup()
 
 
 @pytest.hookimpl(wrapper=True)

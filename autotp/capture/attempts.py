@@ -1,25 +1,21 @@
 """What capture tries, in order, where `torch.export` refuses a model as it is.
 
 A change is of the arguments, of the skeleton or of how it is exported; never of the user's model. It is tried only
-where the errors so far are of the kind that it is against, and where it changes anything for this model. What a change
-assumes of the model is proved on the model itself, where its weights are there.
+where an earlier attempt failed in the way that it is against, where it changes anything for this model, and where what
+the earlier attempts failed of does not say that this one fails of the same. What a change assumes of the model is
+proved on the model itself, where its weights are there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-from autotp.ir.graph import Capture
-from autotp.log import log
+from typing import Any, NamedTuple
 
 from .assumptions import AssumptionProof, every_index, masks_of_ones
+from .causes import INPUTS, Cause
 from .export import Attempt
-from .messages import capture_error, kinds_of, recurs
-from .repeated_blocks import Repeats
-from .selfcheck import Trial
 
 
 @dataclass(frozen=True)
@@ -28,86 +24,63 @@ class Change:
 
     Attributes:
         name: for messages.
-        against: the kind of error that it helps against, by `advice.kinds_of`; "" for all; "branch" for a decision on a
-            value that is there with fixed sizes too.
+        against: whether it may help where an attempt without it failed of this cause.
         apply: makes the change; returns what was done, for the plan's notes, and a proof that the model computes the
             same with it, or None where it changes nothing for this model.
+        leaves: whether it certainly leaves this cause as it is.
     """
 
     name: str
-    against: str
+    against: Callable[[Cause], bool]
     apply: Callable[[Attempt], tuple[str, AssumptionProof | None] | None]
+    leaves: Callable[[Cause], bool] = lambda cause: False
 
 
-def climb(
-    start: Callable[[], Attempt],
-    export: Callable[[Attempt], Capture],
-    finish: Callable[[Capture], None],
-    trial: Trial | None,
-) -> Capture:
-    """The capture of the first rung of `LADDER` that can be exported and that `finish` does not refuse.
+class Failure(NamedTuple):
+    """An attempt that failed: its changes, the error, and why."""
 
-    Raises:
-        CaptureError: there is none.
-    """
-    failures: list[tuple[str, Exception]] = []
-    kinds = {""}
-    for rung in LADDER:
-        if not {change.against for change in rung} <= kinds:
-            continue
-        try:
-            found = _stand(start, rung, export, finish, trial)
-        except Exception as error:  # whatever a user's forward and torch's tracer may raise
-            kinds |= kinds_of(error) | ({"branch"} if STATIC in rung and recurs(error, failures) else set())
-            failures.append((" and ".join(change.name for change in rung), error))
-            continue
-        if found is not None:
-            return found
-    fails = trial.skip if trial is not None and not trial.skip and trial.original() is None else ""
-    raise capture_error(start().bare, failures, fails) from failures[0][1]
+    changes: tuple[Change, ...]
+    error: Exception
+    cause: Cause
 
 
-def _stand(
-    start: Callable[[], Attempt],
-    rung: tuple[Change, ...],
-    export: Callable[[Attempt], Capture],
-    finish: Callable[[Capture], None],
-    trial: Trial | None,
-) -> Capture | None:
-    """The finished capture of one rung, with equal blocks traced once where that can be."""
-    attempt = start()
-    attempt.repeats = None if DRAFT in rung or DECIDE in rung else Repeats(attempt.bare)
-    while True:
-        try:
-            made = _step(attempt, rung, export, trial)
-            if made is None:
-                return None
-            finish(made[0])
-            for each in made[1]:
-                each.compare(made[0])
-            return made[0]
-        except Exception as error:
-            if not (attempt.repeats and attempt.repeats.blocks):
-                raise
-            log.debug("equal blocks are traced one by one: %s", error)
-            attempt = start()
+def worth_trying(changes: Sequence[Change], failures: Sequence[Failure]) -> bool:
+    """Whether an attempt with these changes may go better than those that failed."""
+    if FLAT in changes:
+        once = [f for f in failures if (*f.changes, FLAT) == tuple(changes)]
+        if not any(f.cause.blocks for f in once):
+            return False  # the same attempt with equal blocks traced once was not made, or had none
+    if not all(any(change.against(f.cause) for f in failures) for change in changes):
+        return False
+    names = {change.name for change in changes}
+    for failure in failures:
+        had = {change.name for change in failure.changes}
+        further = [change for change in changes if change.name not in had]
+        # It does all that one did, and the rest changes nothing of what that one failed of.
+        if had <= names and (failure.cause.disproved or all(change.leaves(failure.cause) for change in further)):
+            return False
+    return True
 
 
-def _step(
-    attempt: Attempt, rung: tuple[Change, ...], export: Callable[[Attempt], Capture], trial: Trial | None
-) -> tuple[Capture, list[Trial]] | None:
-    """The capture of one rung, and further trials of it; None where one of its changes changes nothing."""
-    made = [change.apply(attempt) for change in rung]
-    done = [each for each in made if each is not None]
-    if len(done) < len(made):
-        return None
-    proofs = [proof for _, proof in done if proof is not None]
-    more = [proof(trial) for proof in proofs if trial is not None and not trial.skip]
-    found = export(attempt)
-    found.notes += [note for note, _ in done]
-    if proofs and trial is not None and trial.skip:
-        found.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
-    return found, more
+def tried(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
+    """What was tried, in words, and the error; of one attempt with and without equal blocks traced once the last."""
+    errors: dict[str, Exception] = {}
+    for changes, error, _ in failures:
+        errors[" and ".join(change.name for change in changes if change is not FLAT)] = error
+    return list(errors.items())
+
+
+# ---- blocks ----------------------------------------------------------------------------------------------------------
+
+
+def _flat(attempt: Attempt) -> tuple[str, None]:
+    attempt.repeats = None
+    return "", None
+
+
+def _no_sizes_decide(cause: Cause) -> bool:
+    """Whether it is a decision on data, which is open with any sizes, and in any way to trace the blocks."""
+    return bool(cause.reads)
 
 
 # ---- sizes, and branches on values -----------------------------------------------------------------------------------
@@ -118,8 +91,23 @@ def _static(attempt: Attempt) -> tuple[str, None]:
     return "captured for one batch size and length only: the model does not export with symbolic sizes", None
 
 
+def _branch(cause: Cause) -> bool:
+    """Whether it is a decision on values of the inputs, whatever their sizes are."""
+    return cause.reads == {INPUTS} or cause.recurs
+
+
+def _beyond_inputs(cause: Cause) -> bool:
+    """Whether it is a decision on other data than the inputs, which is no condition of a call."""
+    return bool(cause.reads - {INPUTS})
+
+
+def _kind(kind: str) -> Callable[[Cause], bool]:
+    """A change against errors of a kind of `messages.KINDS`."""
+    return lambda cause: kind in cause.kinds
+
+
 def _draft(attempt: Attempt) -> tuple[str, None]:
-    attempt.draft = True
+    attempt.draft, attempt.repeats = True, None
     note = "captured by draft_export: branches on values of the inputs are taken as the example inputs take them, every"
     return f"{note} call is checked, and one that takes another branch is captured by itself", None
 
@@ -155,31 +143,45 @@ def _experts(wanted: str) -> Change:
         note = f"captured with the experts implementation {wanted!r} in place of {given[others[0]]!r}" if others else ""
         return (note, None) if note else None
 
-    return Change(f"the experts implementation {wanted!r}", "value", apply)
+    return Change(f"the experts implementation {wanted!r}", _kind("value"), apply)
 
 
-# ---- the ladder ------------------------------------------------------------------------------------------------------
+# ---- the attempts ----------------------------------------------------------------------------------------------------
 
-STATIC = Change("fixed sizes", "", _static)
-DRAFT, DECIDE = Change("draft_export", "branch", _draft), Change("draft_export", "value", _draft)
-EVERY = Change("loops over all indices", "loop", every_index)
-ONES = Change("masks of ones", "none", masks_of_ones)
+FLAT = Change("every block traced", lambda cause: cause.blocks, _flat, leaves=_no_sizes_decide)
+STATIC = Change("fixed sizes", lambda cause: True, _static, leaves=_no_sizes_decide)
+DRAFT = Change("draft_export", _branch, _draft, leaves=_beyond_inputs)
+DECIDE = Change("draft_export", _kind("value"), _draft, leaves=_beyond_inputs)
+EVERY = Change("loops over all indices", _kind("loop"), every_index)
+ONES = Change("masks of ones", _kind("none"), masks_of_ones)
 GROUPED, BATCHED = _experts("grouped_mm"), _experts("batched_mm")
 
-LADDER: tuple[tuple[Change, ...], ...] = (
+ATTEMPTS: tuple[tuple[Change, ...], ...] = (
     (),
+    (FLAT,),
     (GROUPED,),
+    (GROUPED, FLAT),
     (BATCHED,),
+    (BATCHED, FLAT),
     (EVERY,),
+    (EVERY, FLAT),
     (ONES,),
+    (ONES, FLAT),
     (ONES, GROUPED),
+    (ONES, GROUPED, FLAT),
     (ONES, BATCHED),
+    (ONES, BATCHED, FLAT),
     (ONES, EVERY),
+    (ONES, EVERY, FLAT),
     (STATIC,),
+    (STATIC, FLAT),
     (DRAFT,),
     (STATIC, DECIDE),
     (STATIC, EVERY),
+    (STATIC, EVERY, FLAT),
     (STATIC, ONES),
+    (STATIC, ONES, FLAT),
     (STATIC, ONES, DECIDE),
     (STATIC, ONES, EVERY),
+    (STATIC, ONES, EVERY, FLAT),
 )

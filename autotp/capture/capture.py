@@ -6,7 +6,9 @@ where the model allows it. The model's weights are never touched: a skeleton of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 import sympy
 import torch
@@ -15,13 +17,20 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
+from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
 from autotp.ir.op import expression
+from autotp.log import log, stage
+from autotp.passes.base import Pass, run_passes
 
-from .attempts import climb
+from .attempts import ATTEMPTS, STATIC, Change, Failure, tried, worth_trying
+from .causes import Cause
 from .copies import copied
 from .export import Attempt
 from .grad_mode import GRAD, Asked
+from .messages import capture_error
+from .repeated_blocks import Repeats
 from .selfcheck import Trial
 
 
@@ -52,37 +61,93 @@ def capture(
     bare: nn.Module,
     inputs: Inputs,
     device: torch.device | str = "cpu",
-    finish: Callable[[Capture], None] = lambda program: None,
+    passes: Sequence[Pass] = (),
     trial: Trial | None = None,
-    mode: str = GRAD,
+    state: tuple[Any, ...] = (),
+    states: Collection[str] = (),
 ) -> Capture:
-    """Export a skeleton for these inputs, dynamic where the model allows it.
+    """The program of a skeleton for these inputs: of the first of `ATTEMPTS` that can be exported and is the model.
 
     Args:
         bare: the skeleton.
         inputs: what it is called with.
         device: where the tensors are to be.
-        finish: called with each capture; where it raises `CaptureError`, the next rung of the ladder is tried.
-        trial: the model itself, to prove what a rung of the ladder assumes.
-        mode: the grad mode that a forward which asks is to find.
+        passes: what makes a capture canonical.
+        trial: the model itself, to hold captures and what an attempt assumes against.
+        state: the mode that it is captured in, with the grad mode that a forward which asks is to find.
+        states: arguments that come back from the call before, of which any dimension may grow.
 
     Raises:
-        CaptureError: the model cannot be exported; the message shows the user's own line and the way out.
+        CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
     """
+    failures: list[Failure] = []
+    for changes in ATTEMPTS:
+        if not worth_trying(changes, failures):
+            continue
+        attempt = _attempt(bare, inputs, device, state, states)
+        try:
+            done = [change.apply(attempt) for change in changes]
+            if None in done:
+                continue  # one of them changes nothing for this model
+            proofs = [each[1] for each in done if each is not None and each[1] is not None]
+            trials = [proof(trial) for proof in proofs if trial is not None and not trial.skip]
+        except Exception as error:  # whatever the model does with what is assumed of it
+            failures.append(Failure(changes, error, Cause.of(error, attempt, disproved=True)))
+            continue
+        try:
+            program = _exported(attempt, state)
+            program.notes += [each[0] for each in done if each is not None and each[0]]
+            if proofs and trial is not None and trial.skip:
+                program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
+            run_passes(program, passes)
+            _compare(program, trial)
+            for each in trials:
+                each.compare(program)
+        except Exception as error:  # whatever a user's forward and torch's tracer may raise
+            log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
+            failures.append(_failure(changes, error, attempt, failures))
+            continue
+        return program
+    fails = trial.failure() if trial is not None and not trial.skip else ""
+    errors = tried(failures)
+    raise capture_error(bare, errors, fails) from errors[0][1]
 
-    def start() -> Attempt:  # with tensors of its own: an export that fails leaves its marks of symbolic sizes on them
-        given = (inputs.args, dict(inputs.kwargs))
-        return Attempt(bare, *compat.tree_map_only(Tensor, lambda t: _example(t, device), given), asked=Asked(mode))
 
-    def export(attempt: Attempt) -> Capture:
-        made = attempt.run()
-        found = _read(made.program, bare.training)
-        found.mutations |= made.written
-        found.asks_grad_mode = attempt.asked.told
-        found.aliases, found.conditions = aliases(bare), made.conditions
-        return found
+def _attempt(
+    bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
+) -> Attempt:
+    """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
+    given = (inputs.args, dict(inputs.kwargs))
+    args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
+    asked = Asked(state[2] if state else GRAD)
+    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=frozenset(states))
 
-    return climb(start, export, finish, trial)
+
+def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
+    """The capture of an attempt, not canonical yet."""
+    exported = attempt.run()
+    program = _read(exported.program, attempt.bare.training, exported.written)
+    program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
+    program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
+    if state:
+        grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
+        program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
+    return program
+
+
+def _compare(program: Capture, trial: Trial | None) -> None:
+    """Hold a capture against the model."""
+    if trial is not None and not trial.skip:
+        with stage("self-check"):
+            program.error = trial.compare(program)
+
+
+def _failure(changes: tuple[Change, ...], error: Exception, attempt: Attempt, earlier: Sequence[Failure]) -> Failure:
+    """A failure with its cause; a decision that fixed sizes leave open at the same line is one on values."""
+    cause = Cause.of(error, attempt)
+    lines = {f.cause.line for f in earlier if "value" in f.cause.kinds and STATIC not in f.changes}
+    same = STATIC in changes and "value" in cause.kinds and cause.line is not None and cause.line in lines
+    return Failure(changes, error, replace(cause, recurs=True) if same else cause)
 
 
 def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
@@ -92,14 +157,14 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
     return here.requires_grad_(tensor.requires_grad)
 
 
-def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
+def _read(program: torch.export.ExportedProgram, training: bool, written: Mapping[int, str | int]) -> Capture:
     signature, leaves = program.graph_signature, []
-    kinds = {"PARAMETER": "parameter", "BUFFER": "buffer", "CONSTANT_TENSOR": "constant", "USER_INPUT": "input"}
+    kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in signature.input_specs:
         name = getattr(spec.arg, "name", "")
-        kind = kinds.get(spec.kind.name, spec.kind.name)
-        leaves.append(Leaf(nodes[name], kind, spec.target if kind != "input" and spec.target else name))
+        kind = kinds.get(spec.kind.name) or Kind(spec.kind.name)
+        leaves.append(Leaf(nodes[name], kind, spec.target if not kind.passed and spec.target else name))
     environment = compat.shape_env(program.graph)
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for leaf in leaves:
@@ -107,16 +172,27 @@ def _read(program: torch.export.ExportedProgram, training: bool) -> Capture:
         for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
             if isinstance(expression(size), sympy.Symbol):
                 symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
+    given = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
+    for i, leaf in enumerate([x for x in leaves if x.kind.passed]):
+        if i in given:
+            leaf.kind, leaf.name = STATE, given[i]
     hints, ranges, guards = compat.read_shape_env(environment)
-    return Capture(
+    found = Capture(
         program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
         dict(program.constants), symbols, hints, ranges, guards, training,
     )  # fmt: skip
+    found.mutations |= written
+    tensors = [x for x in found.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    outputs = [i for i, x in enumerate(signature.output_specs) if x.kind.name == "USER_OUTPUT"]
+    found.carried = {outputs[i]: name for i, name in states_of(program.call_spec.out_spec).items()}  # type: ignore[arg-type]
+    takers = {i: tensors[x] for i, x in found.mutations.items() if isinstance(x, int)}
+    found.carried |= {i: leaf.name for i, leaf in takers.items() if leaf.kind is STATE}
+    return found
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
-    tensors = [x.name for x in leaves if x.kind == "input" and isinstance(x.node.meta.get("val"), Tensor)]
+    tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
     found: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)

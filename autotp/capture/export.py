@@ -16,12 +16,15 @@ from unittest import mock
 import torch
 from torch import Tensor, fx, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.carried import Carried, states_of
 from autotp.ir.scopes import MARK
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
+from .carrying import carries, carrying, forwarding
 from .conditions import Conditions
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
@@ -37,18 +40,18 @@ class Exported:
     """What an attempt gives.
 
     Attributes:
-        conditions: what must hold of the values of the inputs. written: further outputs -> names of the buffers that
-            take them; the program's own signature does not know of these.
+        conditions: what must hold of the values of the inputs. written: further outputs -> the buffer's name, or the
+            place among the input tensors of the state, that takes them; the program's own signature lacks these.
     """
 
     program: ExportedProgram
     conditions: Conditions | None
-    written: dict[int, str]
+    written: dict[int, str | int]
 
 
 @dataclass
 class Attempt:
-    """What one export is of; the rungs of the ladder change it.
+    """What one export is of; the changes of `attempts` alter it.
 
     Attributes:
         bare: the skeleton. args, kwargs: real tensors and whatever else the model is called with.
@@ -56,6 +59,7 @@ class Attempt:
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
         asked: the grad mode that the forward is to find, and whether it asks.
+        states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
     """
 
@@ -66,18 +70,22 @@ class Attempt:
     draft: bool = False
     repeats: Repeats | None = None
     asked: Asked = field(default_factory=Asked)
+    states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            for context in (*self.contexts, _named(self.bare, self.kwargs)):
+            for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
                 stack.enter_context(context)
+            if carries(self.args, self.kwargs):
+                stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
             recorded = compat.recorded_inference(), compat.recorded_regions(), regions_kept(), functions_kept()
             recorded = (
                 *recorded,
+                compat.recorded_guards(),
                 self.asked.answered(files_of(self.bare)),
                 plain_types(self.bare),
                 refuse_hooks(),
@@ -98,15 +106,16 @@ class Attempt:
                 refuse_writes(program.graph)
             conditions = Conditions.of(program, self.symbolic) if self.draft else None
             specs = program.graph_signature.input_specs
-            buffers = {spec.arg.name: str(spec.target) for spec in specs if spec.kind.name == "BUFFER"}
-            written = functionalise(program.graph, buffers.keys())
+            takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
+            takers |= _states(program)
+            written = functionalise(program.graph, takers.keys())
             if written is None:
                 program, written = traced_again(program), {}
             if self.repeats:
                 expand(program.graph, self.repeats, *self._holders(program))
         for graph in (program.graph, *regions(program.graph)):
             read_functions(graph)
-        return Exported(program, conditions, {i: buffers[name] for i, name in written.items()})
+        return Exported(program, conditions, {i: takers[name] for i, name in written.items()})
 
     def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:
         """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
@@ -119,8 +128,11 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs))
-        return dict(inspect.signature(self.bare.forward).bind(*args, **kwargs).arguments)
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=_is_carried)
+        signature = inspect.signature(self.bare.forward)
+        passed = signature.bind(*self.args, **self.kwargs).arguments
+        grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
+        return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
@@ -132,25 +144,29 @@ def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
                 raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
 
 
+def _states(program: ExportedProgram) -> dict[str, int]:
+    """Placeholders of states -> their place among the input tensors."""
+    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
+    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
+    return {name: i for i, name in enumerate(tensors) if name in states}
+
+
+def _is_carried(value: Any) -> bool:
+    return isinstance(value, Carried)
+
+
 def _dims(value: Any) -> Any:
+    if isinstance(value, Carried):  # which dimensions grow is not known
+        return [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors]
     if not isinstance(value, Tensor):
         return None
     free = 2 if value.ndim <= 3 else 1
     return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
 
 
-@contextmanager
-def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
-    """Within this context `bare` is called through `forward`, with this signature."""
-    forward.__signature__ = signature  # type: ignore[attr-defined]
-    held = vars(bare).get("forward")
-    bare.forward = forward
-    try:
-        yield
-    finally:
-        del bare.forward
-        if held is not None:
-            bare.forward = held
+def _any_dims(value: Any) -> Any:
+    return dict.fromkeys(range(value.ndim), Dim.AUTO) if isinstance(value, Tensor) else None
 
 
 @contextmanager
@@ -168,6 +184,20 @@ def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     *named, rest = signature.parameters.values()
     with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
         yield
+
+
+@contextmanager
+def _records(bare: nn.Module) -> Iterator[None]:
+    """Within this context plain dataclasses that `bare` gives are known as containers before an export meets them."""
+
+    def know(module: nn.Module, args: Any, output: Any) -> None:
+        compat.know_records(output)
+
+    handle = bare.register_forward_hook(know)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""Forwards that ask whether gradients are recorded: they are traced for the answer that they would get."""
+"""Forwards that ask whether gradients are recorded, or wanted of a tensor: they are traced for the answer that they
+would get."""
 
 from __future__ import annotations
 
@@ -6,10 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 GRAD, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 
@@ -26,11 +29,12 @@ class Asked:
     """What a traced forward is told of the grad mode; gradients are recorded in any case, to see its own regions.
 
     Attributes:
-        mode: the grad mode around the forward. told: whether it asked.
+        mode: the grad mode around the forward. told: whether it asked; `tensors`: whether it asked a tensor.
     """
 
     mode: str = GRAD
     told: bool = False
+    tensors: bool = False
 
     @contextmanager
     def answered(self, files: Sequence[dict[str, Any]] = ()) -> Iterator[None]:
@@ -43,8 +47,7 @@ class Asked:
             own: Callable[[], bool] = getattr(torch, name)
 
             def ask() -> bool:
-                asks = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-                if asks in ("torch", "autotp"):
+                if _library(sys._getframe(1)):
                     return own()
                 self.told = True
                 return answer(own())
@@ -56,6 +59,24 @@ class Asked:
         enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
         inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
         with ExitStack() as stack:
-            for each in [*enabled, *inference]:
+            for each in [*enabled, *inference, mock.patch.object(Tensor, "requires_grad", self._of_tensors())]:
                 stack.enter_context(each)
             yield
+
+    def _of_tensors(self) -> property:
+        """`Tensor.requires_grad` as the forward finds it: of what it computes, no where no gradients are recorded."""
+        own: Any = Tensor.requires_grad
+
+        def read(tensor: Tensor) -> bool:
+            wanted = own.__get__(tensor)
+            if _library(sys._getframe(1)):
+                return wanted
+            self.told = self.tensors = True
+            return wanted and (self.mode == GRAD or tensor.is_leaf)
+
+        return property(read, own.__set__)
+
+
+def _library(frame: FrameType) -> bool:
+    """Whether torch or this library runs there, and no model."""
+    return frame.f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp")

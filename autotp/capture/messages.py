@@ -117,15 +117,14 @@ def kinds_of(error: Exception) -> set[str]:
     return {kind for kind, pattern in KINDS.items() if re.search(pattern, text)}
 
 
-def recurs(error: Exception, failures: list[tuple[str, Exception]]) -> bool:
-    """Whether an error about a value is at the line of an earlier one."""
-    places = [(at.filename, at.lineno) for _, e in failures if "value" in kinds_of(e) and (at := _frame(e)) is not None]
-    here = _frame(error)
-    return "value" in kinds_of(error) and here is not None and (here.filename, here.lineno) in places
+def line_of_error(error: Exception) -> tuple[str, int] | None:
+    """File and number of the innermost line that is neither torch's, Python's nor ours."""
+    frame = _frame(error)
+    return None if frame is None else (frame.filename, frame.lineno or 0)
 
 
 def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails: str = "") -> CaptureError:
-    """The error for a model that no rung could capture.
+    """The error for a model that no attempt could capture.
 
     Args:
         model: it, or its skeleton.

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.ir.graph import tensors
+from autotp.ir.graph import resolve, tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
 
@@ -181,6 +181,31 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
         bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
     for body in bodies.values():
         body.dissolve()
+
+
+def handed_on(mark: fx.Node, index: int) -> list[fx.Node] | None:
+    """What a result of a mark is computed from, in a trace that may not be complete; None where the node is no mark.
+
+    A mark hands its operands on one by one, and a short call gives what the first one's nodes make of its operands.
+    """
+    if mark.target in (ENTER, LEAVE):
+        return [mark.args[0][index]]  # type: ignore[index]
+    if mark.target is not REPEAT:
+        return None
+    marks = [n for n in mark.graph.nodes if n.target in (ENTER, LEAVE) and n.args[1] == mark.args[1]]
+    leave = next(n for n in marks if n.target is LEAVE)
+    found: list[fx.Node] = []
+    seen, todo = set(), [leave.args[0][index]]  # type: ignore[index]
+    while todo:
+        node = todo.pop()
+        maker, place = resolve(node)
+        if maker in marks:
+            found.append(mark.args[0][place])  # type: ignore[index]
+        elif node not in seen:
+            seen.add(node)
+            todo += node.all_input_nodes
+            found += [node] if node.op == "placeholder" else []
+    return found
 
 
 def _held(module: nn.Module) -> list[Tensor]:

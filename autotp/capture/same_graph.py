@@ -21,6 +21,8 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, short_name, substitute, tensors, where
+from autotp.ir.leaves import CONSTANT
+from autotp.ir.marks import mark
 from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 
@@ -167,7 +169,7 @@ class _Reader:
 
     def _leaf(self, node: fx.Node, run: _Run) -> Hashable:
         leaf = self.leaves[node]
-        return leaf.kind, self._name(leaf.name, run) if leaf.kind != "constant" else "", _shape(node)
+        return leaf.kind.name, self._name(leaf.name, run) if leaf.kind is not CONSTANT else "", _shape(node)
 
     def _name(self, name: str, run: _Run) -> Hashable:
         """A name, relative to the run's block where it is within that."""
@@ -188,7 +190,7 @@ def _is_size(node: fx.Node) -> bool:
 
 def _shape(node: fx.Node) -> Hashable:
     """What is the same at every width."""
-    return node.meta.get("no_grad"), tuple((v.ndim, v.dtype) for v in tensors(node))
+    return mark(node).no_grad, tuple((v.ndim, v.dtype) for v in tensors(node))
 
 
 def _numbers_fit(ours: list[Any], theirs: list[Any], ratio: int) -> bool:

@@ -16,6 +16,7 @@ from autotp import compat
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
+from autotp.ir.leaves import BUFFER, CONSTANT
 from autotp.proof.numerics import largest, loss, relative
 from autotp.proof.simulate import reference
 
@@ -161,13 +162,24 @@ class Trial:
             with self._undisturbed(), torch.enable_grad():
                 found = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
-            where = f"on {self.ground}" if self.ground else "on the example inputs"
-            self.skip = f"the model itself fails {where}: {_short(error)}"
+            self.skip = self._failed(error)
             return None
         if self.ground and not finite(found.outputs.values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
             return None
         return found
+
+    def failure(self) -> str:
+        """How the model itself fails on its inputs; "" where it runs."""
+        try:
+            self.outputs(self.mapped())
+        except Exception as error:  # whatever a user's forward may raise
+            return self._failed(error)
+        return ""
+
+    def _failed(self, error: Exception) -> str:
+        where = f"on {self.ground}" if self.ground else "on the example inputs"
+        return f"the model itself fails {where}: {_short(error)}"
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
@@ -189,14 +201,14 @@ class Trial:
         flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
         given: dict[fx.Node, Any] = {}
         for leaf in program.leaves:
-            value = next(flat) if leaf.kind == "input" else held[leaf.name]
-            given[leaf.node] = value.detach().clone() if leaf.kind in ("buffer", "constant") else value
+            value = next(flat) if leaf.kind.passed else held[leaf.name]
+            given[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, CONSTANT) else value
         autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
             found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
-            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in program.leaves if x.kind == "buffer"]
-            left = [given[x.node] for x in program.leaves if x.kind == "buffer"]
+            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in program.leaves if x.kind is BUFFER]
+            left = [given[x.node] for x in program.leaves if x.kind is BUFFER]
             state = dict(zip(names, left, strict=True)) | _named(inputs)
             for i, taker in program.mutations.items():
                 name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"

@@ -180,6 +180,10 @@ class StandIn(Trial):
         """The model itself is not run; what its stand-in gives is no use for messages."""
         return Results({}, {}, None)
 
+    def failure(self) -> str:
+        """Nothing for the same reason."""
+        return ""
+
     def on(self, inputs: Inputs) -> Trial:
-        """For what the ladder assumes: the stand-in's own capture is held against it."""
+        """For what an attempt assumes: the stand-in's own capture is held against it."""
         return replace(self, inputs=inputs)

@@ -34,23 +34,23 @@ class CommandGroup(TyperGroup):
         """Run and leave the process with the command's exit code."""
         if not standalone_mode:
             return super().main(*args, standalone_mode=False, **extra)
-        given = extra.get("args", args[0] if args else None)
+        arguments = extra.get("args", args[0] if args else None)
         try:
             code = super().main(*args, standalone_mode=False, **extra)
         except Exception as error:
-            code = _usage(error, "--json" in (sys.argv if given is None else given))
+            code = _usage(error, "--json" in (sys.argv if arguments is None else arguments))
         sys.exit(code or FINE)
 
 
 def _usage(error: Exception, as_json: bool) -> int:
     """Report an error of the command line itself; anything else goes on."""
-    told: Callable[[], str] | None = getattr(error, "format_message", None)
-    if told is None:
+    format_message: Callable[[], str] | None = getattr(error, "format_message", None)
+    if format_message is None:
         raise error
     context = getattr(error, "ctx", None)
     where = context.command_path if context is not None else "autotp"
-    if told().strip():  # nothing where the help was asked for, which has been printed
-        Screen(json=as_json).fail(f"{' '.join(told().split())} See {where} --help.", "UsageError", USAGE)
+    if format_message().strip():  # nothing where the help was asked for, which has been printed
+        Screen(json=as_json).fail(f"{' '.join(format_message().split())} See {where} --help.", "UsageError", USAGE)
     return USAGE
 
 
@@ -66,14 +66,14 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
     groups = {name: hint for name, hint in hints.items() if is_dataclass(hint) and isinstance(hint, type)}
 
     @functools.wraps(fn)
-    def call(**given: Any) -> int:
-        built = {n: cls(**{f.name: given.pop(f.name) for f in fields(cls) if f.init}) for n, cls in groups.items()}
+    def call(**values: Any) -> int:
+        built = {n: cls(**{f.name: values.pop(f.name) for f in fields(cls) if f.init}) for n, cls in groups.items()}
         screen = next(x for x in built.values() if isinstance(x, Screen))
         if rank() != 0 and not everywhere:
             return FINE
         with _quiet(screen):
             try:
-                code = fn(**given, **built)
+                code = fn(**values, **built)
                 _printed().flush()  # a reader that is gone shows here, not when the interpreter ends
                 return code
             except (Exception, KeyboardInterrupt) as error:
@@ -88,12 +88,12 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
 
 def _parameters(name: str, old: inspect.Parameter, hints: dict[str, Any]) -> Iterator[inspect.Parameter]:
     """A parameter for typer, or those that a dataclass stands for."""
-    kind, kept = inspect.Parameter.KEYWORD_ONLY, hints[name]
-    if not is_dataclass(kept):
-        yield old.replace(kind=kind, annotation=kept)
+    kind, hint = inspect.Parameter.KEYWORD_ONLY, hints[name]
+    if not is_dataclass(hint):
+        yield old.replace(kind=kind, annotation=hint)
         return
-    types = get_type_hints(kept, include_extras=True)
-    for f in fields(kept):
+    types = get_type_hints(hint, include_extras=True)
+    for f in fields(hint):
         default = f.default_factory() if f.default_factory is not MISSING else f.default
         if f.init:
             yield inspect.Parameter(f.name, kind, default=default, annotation=types[f.name])

@@ -23,42 +23,42 @@ def doctor(screen: Screen) -> int:
     with screen.working("looking around"):
         from .facts import gather  # noqa: PLC0415  it needs torch
 
-        found = gather()
-    found |= {"uses": uses(found), "missing": list(missing(found))}
-    screen.result(_page(found), lambda: found)
-    return NO if any(m["required"] for m in found["missing"]) else FINE
+        facts = gather()
+    facts |= {"uses": uses(facts), "missing": list(missing(facts))}
+    screen.result(_page(facts), lambda: facts)
+    return NO if any(m["required"] for m in facts["missing"]) else FINE
 
 
-def uses(found: dict[str, Any]) -> dict[str, Any]:
+def uses(facts: dict[str, Any]) -> dict[str, Any]:
     """What `autotp.compile` and the commands would take on this machine."""
-    cuda = [d for d in found["devices"] if d["kind"] == "cuda"]
-    ranks = len(cuda) or max(1, found["devices"][-1]["cores"] or 1)
+    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
+    ranks = len(cuda) or max(1, facts["devices"][-1]["cores"] or 1)
     backend = "nccl" if cuda else "gloo"
     return {
-        "device": cuda[0]["name"] if cuda else found["devices"][-1]["name"],
-        "backend": backend if backend in found["links"]["backends"] else None,
+        "device": cuda[0]["name"] if cuda else facts["devices"][-1]["name"],
+        "backend": backend if backend in facts["links"]["backends"] else None,
         "ranks": ranks,
         "launch": f"torchrun --nproc-per-node {ranks} your_script.py",
         "cluster": DEFAULT,
-        "here": (cuda or found["devices"])[0]["preset"],
-        "symmetric_memory": found["links"]["symmetric_memory"],
+        "here": (cuda or facts["devices"])[0]["preset"],
+        "symmetric_memory": facts["links"]["symmetric_memory"],
     }
 
 
-def missing(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """What is not there, and what it would be good for; `required` where autotp does not work without it."""
 
     def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
         return {"what": what, "why": why, "required": required}
 
-    versions, links = found["versions"], found["links"]
-    for package, least in found["needs"].items():
+    versions, links = facts["versions"], facts["links"]
+    for package, least in facts["needs"].items():
         have = versions.get(package)
         if package in versions and (have is None or _older(have, least)):
             yield lack(f"{package}>={least}".removesuffix(">="), f"autotp needs it; here is {have or 'none'}", True)
     if versions["transformers"] is None:
         yield lack("transformers", "a config.json is no model without it; package.module:factory works")
-    cuda = [d for d in found["devices"] if d["kind"] == "cuda"]
+    cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
     if not cuda:
         yield lack("a CUDA device", "ranks run as gloo processes on the processor: right, but slow")
     elif "nccl" not in links["backends"]:
@@ -71,7 +71,7 @@ def missing(found: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield lack("a second CUDA device", "one rank holds the whole model; plan and verify need no devices")
     if links["peers"] < links["pairs"]:
         yield lack("peer access", f"{links['pairs'] - links['peers']} of {links['pairs']} pairs go through the host")
-    if uses(found)["here"] is None:
+    if uses(facts)["here"] is None:
         yield lack("a preset for this device", "autotp calibrate --out cluster.json measures one")
 
 
@@ -85,31 +85,31 @@ def _older(have: str, least: str) -> bool:
     return bool(least) and numbers(have) < numbers(least)
 
 
-def _page(found: dict[str, Any]) -> RenderableType:
+def _page(facts: dict[str, Any]) -> RenderableType:
     """The facts for people, a table for each question."""
-    versions = [(k, v or "not installed") for k, v in found["versions"].items() if v or k not in ("cuda", "hip")]
+    versions = [(k, v or "not installed") for k, v in facts["versions"].items() if v or k not in ("cuda", "hip")]
     parts: list[RenderableType] = []
     for heading, rows in (
-        ("Versions", versions), ("Devices", list(_devices(found))), ("Links", list(_links(found))),
-        ("What autotp would use", list(_uses(found))),
+        ("Versions", versions), ("Devices", list(_devices(facts))), ("Links", list(_links(facts))),
+        ("What autotp would use", list(_uses(facts))),
     ):  # fmt: skip
         parts += [Text(heading, style="bold"), _rows(rows), Text()]
-    lacking = [(("required: " if m["required"] else "") + m["what"], m["why"]) for m in found["missing"]]
+    lacking = [(("required: " if m["required"] else "") + m["what"], m["why"]) for m in facts["missing"]]
     return Group(*parts, Text("Missing", style="bold"), _rows(lacking) if lacking else Text("  nothing", "green"))
 
 
-def _devices(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    for d in found["devices"]:
-        told = [d["name"], f"{d['memory'] / 2**30:.1f} GiB"]
+def _devices(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    for d in facts["devices"]:
+        words = [d["name"], f"{d['memory'] / 2**30:.1f} GiB"]
         if d["kind"] == "cuda":
-            told.append(f"capability {d['capability']}")
+            words.append(f"capability {d['capability']}")
         else:
-            told.append(f"{d['cores']} core{'s' * (d['cores'] != 1)}, {d['threads']} threads")
-        yield (f"{d['kind']}:{d['index']}" if d["kind"] == "cuda" else d["kind"]), ", ".join(told)
+            words.append(f"{d['cores']} core{'s' * (d['cores'] != 1)}, {d['threads']} threads")
+        yield (f"{d['kind']}:{d['index']}" if d["kind"] == "cuda" else d["kind"]), ", ".join(words)
 
 
-def _links(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    links = found["links"]
+def _links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    links = facts["links"]
     yield "backends", ", ".join(links["backends"]) or "none"
     if links["pairs"]:
         kinds = ", ".join(f"{kind} {count}" for kind, count in links["between"].items())
@@ -119,12 +119,12 @@ def _links(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
         )
     yield "interfaces", ", ".join(links["interfaces"]) or "none"
     yield "InfiniBand", ", ".join(links["infiniband"]) or "none"
-    if found["torchrun"]:
-        yield "torchrun", ", ".join(f"{k}={v}" for k, v in found["torchrun"].items())
+    if facts["torchrun"]:
+        yield "torchrun", ", ".join(f"{k}={v}" for k, v in facts["torchrun"].items())
 
 
-def _uses(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    used = found["uses"]
+def _uses(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    used = facts["uses"]
     yield "device", used["device"]
     yield "collectives", used["backend"] or "none"
     yield "to run", used["launch"]

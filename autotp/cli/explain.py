@@ -40,14 +40,14 @@ def explain(
         screen.result(_table(known), lambda: known)
         screen.say(f"A saved plan does not hold what else was possible: autotp explain MODEL {name} says that.")
         return FINE
-    given = loaded(model, sizes, steering, screen)
-    with screen.working(f"planning {type(given.model).__name__}"):
-        made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
-        told = made.explain(name)
+    source = loaded(model, sizes, steering, screen)
+    with screen.working(f"planning {type(source.model).__name__}"):
+        result = autotp.plan(source.model, example_inputs=source.inputs, **degree.arguments(), **steering.arguments())
+        explanation = result.explain(name)
     from autotp.plans.show.rows import over  # noqa: PLC0415  it needs torch
 
-    screen.say(f"{made.model} over {over(made)} ({made.cluster}, {made.objective}), priced for {given.sizes}")
-    screen.result(told, lambda: {"tp": made.tp, "dp": made.batch.size, **asdict(told)})
+    screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}), priced for {source.sizes}")
+    screen.result(explanation, lambda: {"tp": result.tp, "dp": result.batch.size, **asdict(explanation)})
     return FINE
 
 
@@ -55,24 +55,24 @@ def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
     """What a plan says of a parameter by itself, without the problem that it was solved from."""
     from autotp.text import near  # noqa: PLC0415  it needs torch
 
-    found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
-    if found is None:
+    parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
+    if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
-    held = [b for b in plan.blocks if found.name in b.parameters]
+    blocks = [b for b in plan.blocks if parameter.name in b.parameters]
     return {
-        "parameter": found.name,
-        "aliases": list(found.aliases),
+        "parameter": parameter.name,
+        "aliases": list(parameter.aliases),
         "tp": plan.tp,
         "dp": plan.batch.size,
-        "layout": str(found.layout),
-        "role": found.role,
-        "shape": list(found.shape),
-        "local": list(found.local),
-        "equals": sum(p.first == found.first for p in plan.parameters),
-        "reason": found.reason,
-        "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in held],
-        "limits": [b.limit for b in held if b.limit],
-        "collectives": _sent(plan, found),
+        "layout": str(parameter.layout),
+        "role": parameter.role,
+        "shape": list(parameter.shape),
+        "local": list(parameter.local),
+        "equals": sum(p.first == parameter.first for p in plan.parameters),
+        "reason": parameter.reason,
+        "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in blocks],
+        "limits": [b.limit for b in blocks if b.limit],
+        "collectives": _sent(plan, parameter),
     }
 
 

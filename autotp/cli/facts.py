@@ -37,16 +37,16 @@ def gather() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what autotp stands on; None for what is not installed."""
-    found: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
-    found |= {name: _version(name) for name in PACKAGES}
-    found["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
-    found["cuda"], found["hip"] = torch.version.cuda, torch.version.hip
+    known: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
+    known |= {name: _version(name) for name in PACKAGES}
+    known["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
+    known["cuda"], known["hip"] = torch.version.cuda, torch.version.hip
     if torch.cuda.is_available():
-        found["driver"] = next(iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None)
-        found["cudnn"] = str(torch.backends.cudnn.version())
+        known["driver"] = next(iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None)
+        known["cudnn"] = str(torch.backends.cudnn.version())
         if dist.is_nccl_available():
-            found["nccl"] = ".".join(map(str, nccl.version()))
-    return found
+            known["nccl"] = ".".join(map(str, nccl.version()))
+    return known
 
 
 def _version(package: str) -> str | None:
@@ -62,14 +62,14 @@ def needs() -> dict[str, str]:
         required = importlib.metadata.requires("autotp") or []
     except importlib.metadata.PackageNotFoundError:
         return {}
-    found = [re.match(r"([\w-]+)(?:>=([\d.]+))?", text) for text in required if "extra ==" not in text]
-    return {m[1]: m[2] or "" for m in found if m}
+    matches = [re.match(r"([\w-]+)(?:>=([\d.]+))?", text) for text in required if "extra ==" not in text]
+    return {m[1]: m[2] or "" for m in matches if m}
 
 
 def devices() -> list[dict[str, Any]]:
     """The accelerators, and the processor."""
-    found = [_cuda(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
-    return [*found, _processor()]
+    cuda_devices = [_cuda(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    return [*cuda_devices, _processor()]
 
 
 def _cuda(index: int) -> dict[str, Any]:
@@ -129,8 +129,8 @@ def topology(text: str) -> dict[str, int]:
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split() for line in text.splitlines()]
     heads = next((line for line in lines if line[:1] == ["GPU0"] and line[1:2] != ["X"]), [])
     count = sum(bool(re.fullmatch(r"GPU\d+", word)) for word in heads)
-    found: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for i, row in enumerate([line for line in lines if line and re.fullmatch(r"GPU\d+", line[0]) and "X" in line]):
         for kind in row[2 + i : 1 + count]:
-            found[kind] = found.get(kind, 0) + 1
-    return found
+            counts[kind] = counts.get(kind, 0) + 1
+    return counts

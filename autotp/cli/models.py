@@ -39,8 +39,8 @@ class LoadedModel:
     def sizes(self) -> str:
         """The example inputs in words: `input_ids (2 x 16)`."""
         named = [*(("", x) for x in self.inputs.args), *((f"{name} ", x) for name, x in self.inputs.kwargs.items())]
-        told = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in named if isinstance(x, Tensor)]
-        return ", ".join(told) or "no tensors"
+        words = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in named if isinstance(x, Tensor)]
+        return ", ".join(words) or "no tensors"
 
 
 def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = False) -> LoadedModel:
@@ -92,10 +92,10 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
     except ImportError as error:
         raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
     transformers.logging.set_verbosity_error()
-    given = read_json(path)
-    if "model_type" not in given:
+    data = read_json(path)
+    if "model_type" not in data:
         raise InputError(f"{path} is no config of transformers: it has no model_type.")
-    _refuse_fetched(path, {**given, **fields})
+    _refuse_fetched(path, {**data, **fields})
     try:
         config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         for name, value in fields.items():
@@ -111,7 +111,7 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
         own = " It names code of its own (auto_map), which is not run: build the model in a factory."
         raise InputError(
             f"{path}: transformers {transformers.__version__} cannot build it: {_line(error)}"
-            f"{own if 'auto_map' in given else ''}"
+            f"{own if 'auto_map' in data else ''}"
         ) from error
     return model
 
@@ -129,9 +129,9 @@ def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Calla
     return lambda: known.from_config(config, trust_remote_code=False, **wanted)
 
 
-def _refuse_fetched(path: Path, given: Mapping[str, Any]) -> None:
+def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
     """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
-    todo: list[tuple[str, Any, bool]] = [("", given, False)]
+    todo: list[tuple[str, Any, bool]] = [("", data, False)]
     while todo:
         name, value, chosen = todo.pop()
         if isinstance(value, Mapping):
@@ -151,15 +151,16 @@ def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        made: Any = importlib.import_module(where)
+        value: Any = importlib.import_module(where)
         for part in name.split("."):
-            made = getattr(made, part)
-        made = made if isinstance(made, nn.Module) else made()
+            value = getattr(value, part)
+        value = value if isinstance(value, nn.Module) else value()
     except Exception as error:
         raise InputError(f"{text}: {type(error).__name__}: {_line(error)} (--debug shows where)") from error
-    model, example = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    model, example = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{text} gives {type(made).__name__}: it must give an nn.Module, or (module, example_inputs).")
+        kind = type(value).__name__
+        raise InputError(f"{text} gives {kind}: it must give an nn.Module, or (module, example_inputs).")
     if dtype is None:
         return model, example
     inputs = None if example is None else _mapped(normalise(example), lambda x: _cast(x, dtype))
@@ -215,10 +216,10 @@ def _mapped(inputs: Inputs, fn: Callable[[Any], Any]) -> Inputs:
 
 def read_dtype(text: str | None) -> torch.dtype | None:
     """A torch dtype by its name."""
-    found = None if text is None else getattr(torch, text.removeprefix("torch."), None)
-    if text is not None and not (isinstance(found, torch.dtype) and found.is_floating_point):
+    dtype = None if text is None else getattr(torch, text.removeprefix("torch."), None)
+    if text is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise InputError(f"--dtype {text}: give a floating-point dtype of torch, such as bfloat16.")
-    return found
+    return dtype
 
 
 def _too_long(model: nn.Module, seq: int | None) -> str:

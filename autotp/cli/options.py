@@ -53,16 +53,16 @@ class ModelOptions:
 
     def fields(self) -> dict[str, Any]:
         """The fields that are set, by name; values are JSON where they can be read so, otherwise text."""
-        found: dict[str, Any] = {}
+        fields: dict[str, Any] = {}
         for text in self.set or []:
             name, equals, value = text.partition("=")
             if not name or not equals:
                 raise InputError(f"--set {text}: give FIELD=VALUE, such as num_hidden_layers=2.")
             try:
-                found[name] = json.loads(value)
+                fields[name] = json.loads(value)
             except (ValueError, RecursionError):
-                found[name] = value
-        return found
+                fields[name] = value
+        return fields
 
 
 @dataclass(frozen=True)
@@ -142,10 +142,10 @@ class DegreeOptions:
         asked = read_degree(self.tp) if self.tp is not None else None
         if tp is not None and asked not in (None, tp):
             raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {asked}. Leave one out.")
-        found = tp or asked or default
+        degree = tp or asked or default
         two_axes = {"dp": dp} if dp > 1 else {}
         two_axes |= {"fully_shard": True} if self.fully_shard else {}
-        return {"tp": found, "within_node": self.within_node, **two_axes}
+        return {"tp": degree, "within_node": self.within_node, **two_axes}
 
 
 def read_degree(text: str) -> int | str:
@@ -167,27 +167,27 @@ def read_degrees(text: str) -> list[int]:
 
 def read_mesh(text: str) -> tuple[int, int]:
     """`2x4` as (dp, tp)."""
-    found = MESH.fullmatch(text.strip().lower())
-    if found is None:
+    match = MESH.fullmatch(text.strip().lower())
+    if match is None:
         raise InputError(f"--mesh {text}: give dp x tp, such as 2x4 for two groups of four ranks.")
-    return int(found[1]), int(found[2])
+    return int(match[1]), int(match[2])
 
 
-def read_pins(given: list[str]) -> dict[str, Any]:
+def read_pins(texts: list[str]) -> dict[str, Any]:
     """`NAME=shard:0` and `NAME=replicate` as pins with torch's placements."""
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  only where there are pins
 
     pins: dict[str, Any] = {}
-    for text in given:
+    for text in texts:
         name, _, placement = text.rpartition("=")
-        found = PLACEMENT.fullmatch(placement.strip())
-        if not name.strip() or found is None:
+        match = PLACEMENT.fullmatch(placement.strip())
+        if not name.strip() or match is None:
             raise InputError(
                 f"--pin {text}: give NAME=PLACEMENT, such as '*.up_proj.weight=shard:0' or 'lm_head.weight=replicate'."
             )
         if name.strip() in pins:
             raise InputError(f"--pin {name.strip()} is given twice. Leave one out.")
-        pins[name.strip()] = Shard(int(found[1])) if found[1] is not None else Replicate()
+        pins[name.strip()] = Shard(int(match[1])) if match[1] is not None else Replicate()
     return pins
 
 

@@ -44,12 +44,13 @@ def plan(
 ) -> int:
     """Find the cheapest legal placement, or show a saved plan."""
     writable(save, html, trace)
-    made = saved(model, sizes, degree, steering)
-    if made is None:
-        given = loaded(model, sizes, steering, screen)
-        with screen.working(f"planning {type(given.model).__name__}"):
-            made = autotp.plan(given.model, example_inputs=given.inputs, **degree.arguments(), **steering.arguments())
-        screen.say(f"priced for {given.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
+    result = saved(model, sizes, degree, steering)
+    if result is None:
+        source = loaded(model, sizes, steering, screen)
+        with screen.working(f"planning {type(source.model).__name__}"):
+            options = {**degree.arguments(), **steering.arguments()}
+            result = autotp.plan(source.model, example_inputs=source.inputs, **options)
+        screen.say(f"priced for {source.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
     written: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
         (save, autotp.Plan.save),
         (html, autotp.Plan.to_html),
@@ -57,9 +58,9 @@ def plan(
     ]
     for path, write in written:
         if path is not None:
-            write(made, path)
+            write(result, path)
             screen.say(f"wrote {path}")
-    screen.result(_everything(made) if full else made, made.to_json)
+    screen.result(_everything(result) if full else result, result.to_json)
     return FINE
 
 
@@ -83,16 +84,16 @@ def sweep(
     """Plan for several degrees and compare them."""
     writable(plot)
     asked: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
-    given = loaded(model, sizes, steering, screen)
-    asked |= {"example_inputs": given.inputs, **steering.arguments()}
-    with screen.working(f"planning {type(given.model).__name__}"):
-        made = autotp.sweep(given.model, **asked)
+    source = loaded(model, sizes, steering, screen)
+    asked |= {"example_inputs": source.inputs, **steering.arguments()}
+    with screen.working(f"planning {type(source.model).__name__}"):
+        result = autotp.sweep(source.model, **asked)
         if plot is not None:
-            _plot(given, made, asked, plot)
+            _plot(source, result, asked, plot)
             screen.say(f"wrote {plot}")
-    screen.say(f"priced for {given.sizes}")
-    best = made.best
-    screen.result(made, lambda: {**made.to_dict(), "best": None if best is None else best.tp})
+    screen.say(f"priced for {source.sizes}")
+    best = result.best
+    screen.result(result, lambda: {**result.to_dict(), "best": None if best is None else best.tp})
     if best is None:
         screen.say("no degree fits into the memory of a rank", style="yellow")
     return NO if best is None else FINE
@@ -106,17 +107,17 @@ def loaded(
     with screen.working(f"building {model}"):
         from .models import load  # noqa: PLC0415  it needs torch
 
-        given = load(model, sizes, steering.objective == "training", real)
-    if given.remark:
-        screen.say(given.remark, style="yellow")
-    return given
+        source = load(model, sizes, steering.objective == "training", real)
+    if source.remark:
+        screen.say(source.remark, style="yellow")
+    return source
 
 
 def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions) -> autotp.Plan | None:
     """The plan, where the model is the file of a saved one, which takes nothing that steers planning."""
     if not is_plan(model):
         return None
-    if any(given != type(given)() for given in steering):
+    if any(option != type(option)() for option in steering):
         raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
     from .models import read_plan  # noqa: PLC0415
 
@@ -129,16 +130,16 @@ def _everything(plan: autotp.Plan) -> RenderableType:
     return renderable(plan)
 
 
-def _plot(given: LoadedModel, made: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
+def _plot(source: LoadedModel, result: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
 
     def other(wanted: bool) -> autotp.Sweep:
         if asked["sequence_parallel"] is wanted:
-            return made
-        return autotp.sweep(given.model, **{**asked, "sequence_parallel": wanted})
+            return result
+        return autotp.sweep(source.model, **{**asked, "sequence_parallel": wanted})
 
     try:
         forced = other(True)
     except PlanError:
-        forced = made
+        forced = result
     forced.to_svg(path, without=other(False))

@@ -40,8 +40,8 @@ class Screen:
         if rank() != 0:
             return
         if self.json:
-            made = data()
-            text = (made if isinstance(made, str) else as_json(made)) + "\n"
+            value = data()
+            text = (value if isinstance(value, str) else as_json(value)) + "\n"
         else:
             console = Console(file=self.out, highlight=False)
             with console.capture() as drawn:
@@ -92,14 +92,15 @@ def report(text: str) -> None:
 def one_line(text: str) -> str:
     """A message of several lines as one, without the rows of tables in it."""
     lines = [line.strip() for line in text.splitlines()]
-    kept = [line for i, line in enumerate(lines) if line and not (i and TABLE.search(line))]
-    return "".join(line + (" " if line.endswith((".", ":", ";")) else "; ") for line in kept).removesuffix("; ").strip()
+    words = [line for i, line in enumerate(lines) if line and not (i and TABLE.search(line))]
+    ends = [" " if line.endswith((".", ":", ";")) else "; " for line in words]
+    return "".join(line + end for line, end in zip(words, ends, strict=True)).removesuffix("; ").strip()
 
 
 def rank() -> int:
     """This process's rank under torchrun, otherwise 0."""
-    told = os.environ.get("RANK", "0")
-    return int(told) if told.isdigit() else 0
+    number = os.environ.get("RANK", "0")
+    return int(number) if number.isdigit() else 0
 
 
 def as_json(data: Any) -> str:

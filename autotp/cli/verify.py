@@ -52,23 +52,23 @@ def verify(
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)
         asked = {"tp": loaded_plan.tp, "plan": loaded_plan}
-    given = loaded(model, sizes, steering, screen, real=True)
-    if remark := _too_large(given):
+    source = loaded(model, sizes, steering, screen, real=True)
+    if remark := _too_large(source):
         screen.say(remark, style="yellow")
-    with screen.working(f"proving {type(given.model).__name__}"):
+    with screen.working(f"proving {type(source.model).__name__}"):
         if asked["tp"] == "auto":
-            made = autotp.plan(given.model, example_inputs=given.inputs, **asked)
-            asked = {"tp": made.tp, "plan": made}
-        report = autotp.verify(given.model, example_inputs=given.inputs, **asked)
-    screen.result(_table(report, given.sizes), lambda: as_data(report))
+            result = autotp.plan(source.model, example_inputs=source.inputs, **asked)
+            asked = {"tp": result.tp, "plan": result}
+        report = autotp.verify(source.model, example_inputs=source.inputs, **asked)
+    screen.result(_table(report, source.sizes), lambda: as_data(report))
     return FINE if report else NO
 
 
-def _too_large(given: LoadedModel) -> str:
+def _too_large(source: LoadedModel) -> str:
     """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
     from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
 
-    needed = COPIES * 8 * sum(p.numel() for p in given.model.parameters())
+    needed = COPIES * 8 * sum(p.numel() for p in source.model.parameters())
     if needed < memory():
         return ""
     least = f"about {needed / 2**30:.0f} GiB, and this machine has {memory() / 2**30:.0f} GiB"
@@ -77,10 +77,10 @@ def _too_large(given: LoadedModel) -> str:
 
 def as_data(report: Report) -> dict[str, Any]:
     """A report as plain data, without the plan."""
-    kept = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference", "inside")}
+    fields = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference", "inside")}
     difference, inside = (d and asdict(d) for d in (report.difference, report.inside))
     model = report.plan.model if report.plan else None
-    return {"ok": report.ok, "model": model, **kept, "difference": difference, "inside": inside}
+    return {"ok": report.ok, "model": model, **fields, "difference": difference, "inside": inside}
 
 
 def _table(report: Report, sizes: str) -> RenderableType:
@@ -123,10 +123,10 @@ def calibrate(
     writable(out)
     if out is not None and out.suffix not in SUFFIXES:
         raise InputError(f"--out {out} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")
-    found = autotp.calibrate(name=name, base=base, devices_per_node=devices_per_node, show=not screen.json)
+    cluster = autotp.calibrate(name=name, base=base, devices_per_node=devices_per_node, show=not screen.json)
     if out is not None and rank() == 0:
-        found.save(out)
+        cluster.save(out)
         screen.say(f"wrote {out}: use it with --cluster {out}")
     if screen.json:
-        screen.result("", found.to_dict)
+        screen.result("", cluster.to_dict)
     return FINE

@@ -83,9 +83,9 @@ class Channel:
                     peer.sendall(frame)
                 except OSError:
                     self.gone.add(rank)
-            found = [message if rank == self.rank else self._receive(rank, what) for rank in range(self.size)]
+            messages = [message if rank == self.rank else self._receive(rank, what) for rank in range(self.size)]
             self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
-            return found
+            return messages
 
     def leave(self) -> None:
         """Say that what the last turn was for is done."""
@@ -158,9 +158,9 @@ class Channel:
 
     def answers(self, ranks: Sequence[int]) -> str:
         """What these ranks say they are doing."""
-        told = self.ask([r for r in ranks if r not in self.gone])
+        replies = self.ask([r for r in ranks if r not in self.gone])
         return "; ".join(
-            f"rank {r}, which has ended" if r in self.gone else f"rank {r}, {told.get(r, 'which does not answer')}"
+            f"rank {r}, which has ended" if r in self.gone else f"rank {r}, {replies.get(r, 'which does not answer')}"
             for r in ranks
         )
 

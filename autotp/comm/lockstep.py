@@ -26,7 +26,7 @@ from autotp.log import log
 from . import waiting
 from .channel import Channel, Collective
 from .sockets import connected
-from .told import by_value
+from .wording import by_value
 
 WHAT = 160  # characters of what a rank is about to do
 MOST = 64  # ranks that are all connected to each other
@@ -50,25 +50,25 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) 
     """
     if size > MOST or size == 1:
         return None
-    found = _open.get(group)
-    if found is None:
+    channel = _open.get(group)
+    if channel is None:
         if dist.get_backend(group) == "fake":
             return None
         timeout, peers = _timeout(weakref.ref(group), device), connected(group, rank, size)
         if peers is None:
             log.warning("the tp ranks cannot connect to each other: none will say which one it waits for")
-            found = Collective(rank, size, timeout, group, device)
+            channel = Collective(rank, size, timeout, group, device)
         else:
-            found = Channel(rank, size, timeout, *peers)
-            waiting.watch(found)
-        _open[group] = _named[group.group_name] = found
-        found.group = group.group_name
-        weakref.finalize(group, found.close)
-    return found
+            channel = Channel(rank, size, timeout, *peers)
+            waiting.watch(channel)
+        _open[group] = _named[group.group_name] = channel
+        channel.group = group.group_name
+        weakref.finalize(group, channel.close)
+    return channel
 
 
 def _timeout(group: weakref.ref[ProcessGroup], device: torch.device) -> Callable[[], float]:
-    return lambda: math.inf if (found := group()) is None else compat.group_timeout(found, device)
+    return lambda: math.inf if (alive := group()) is None else compat.group_timeout(alive, device)
 
 
 def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
@@ -91,8 +91,8 @@ def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
     said = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
     if any(other != text for other in said):
         channel.leave()
-        told = by_value([x.decode(errors="replace") for x in said])
-        raise RankError(f"The {channel.size} tp ranks have parted: {told}.\n{CAUSES}")
+        differences = by_value([x.decode(errors="replace") for x in said])
+        raise RankError(f"The {channel.size} tp ranks have parted: {differences}.\n{CAUSES}")
     return [message[HEAD.size + len(text) :] for message in everyone]
 
 
@@ -119,8 +119,8 @@ def lost(error: Exception, group: str) -> None:
     if gone and not LATE.search(str(error)):
         raise channel.error(what, gone, "ended") from error
     others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in gone]
-    told = channel.ask(others)
-    silent = [rank for rank in others if rank not in told]  # one that was late ended others, which name it too
+    replies = channel.ask(others)
+    silent = [rank for rank in others if rank not in replies]  # one that was late ended others, which name it too
     if gone and not silent:
         raise channel.error(what, gone, "ended") from error
     raise channel.error(what, silent or others, "did not come to a collective in time") from error

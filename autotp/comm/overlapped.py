@@ -144,18 +144,18 @@ class _Grouped(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         src, dst, kinds, _, regather, place = ctx.how
-        kept, *weights = ctx.saved_tensors
+        saved, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad
         converted = regather or src.whole and _twice()  # f does nothing but to the gradient
-        again = begin(kept, src, dst, place) if converted and kept is not None else None
+        again = begin(saved, src, dst, place) if converted and saved is not None else None
         rows = [None if g is None else g.flatten(0, -2) for g in grads[1:]]
         total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if wanted[0] else None
-        whole = kept if again is None else end(again)
+        whole = saved if again is None else end(again)
         flight = begin(total, dst.dual, src.dual, place) if total is not None else None
-        given: list[Any] = []
+        gradients: list[Any] = []
         for i, (kind, g) in enumerate(zip(kinds, rows, strict=True)):
-            given += _weight_gradients(kind, whole, g, wanted[2 + 2 * i], wanted[3 + 2 * i])
-        return end(flight) if flight is not None else None, None, *given
+            gradients += _weight_gradients(kind, whole, g, wanted[2 + 2 * i], wanted[3 + 2 * i])
+        return end(flight) if flight is not None else None, None, *gradients
 
 
 class _Scattered(torch.autograd.Function):
@@ -175,8 +175,8 @@ class _Scattered(torch.autograd.Function):
         whole, inputs = _gather(grad, *sides, turned, weights, [None] * len(turned), chunks, place, keep=True)
         assert whole is not None
         rows = whole.flatten(0, -2)
-        given = _weight_gradients(kind, x, rows, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
-        return inputs[0].reshape(ctx.shape) if inputs else None, *given, None
+        gradients = _weight_gradients(kind, x, rows, ctx.needs_input_grad[1], ctx.needs_input_grad[2])
+        return inputs[0].reshape(ctx.shape) if inputs else None, *gradients, None
 
 
 def _gather(
@@ -187,7 +187,7 @@ def _gather(
     run = _run(src, place[1], chunks) if not src.whole and kinds else None
     if run is None or _twice():
         whole = x if src.whole else end(begin(x, src, dst, place))
-        outs = [_product(*given, whole) for given in zip(kinds, weights, biases, strict=True)]
+        outs = [_product(*operands, whole) for operands in zip(kinds, weights, biases, strict=True)]
         return whole if keep else None, outs
     dim, tp, group = src.dim, place[1], place[2]
     parts = x.unflatten(dim, run).unbind(dim + 1)
@@ -195,7 +195,7 @@ def _gather(
     pieces: list[list[Tensor]] = []
     for flight in flights:
         rows = collectives.finish("all_gather", flight, x.dtype, group)  # [tp, ..., repeat, length, ..., k]
-        pieces.append([_product(*given, rows) for given in zip(kinds, weights, biases, strict=True)])
+        pieces.append([_product(*operands, rows) for operands in zip(kinds, weights, biases, strict=True)])
         pieces[-1] += [rows] if keep else []
     joined = [_joined([p.movedim(0, dim + 1) for p in same], dim) for same in zip(*pieces, strict=True)]
     return joined.pop() if keep else None, joined
@@ -263,9 +263,9 @@ def _weight_gradients(
     """Of the weight and of the bias, where they are wanted."""
     if g is None:
         return None, None
-    found = None
+    gradient = None
     if weight:
         assert x is not None
         rows = x.flatten(0, -2)
-        found = g.t() @ rows if kind == LINEAR else rows.t() @ g
-    return found, g.sum(0) if bias else None
+        gradient = g.t() @ rows if kind == LINEAR else rows.t() @ g
+    return gradient, g.sum(0) if bias else None

@@ -35,15 +35,15 @@ def signatures(program: Capture) -> list[Row]:
     Operators that draw random numbers are told apart by their place among those, which must be the same.
     """
     leaves = {leaf.node: f"{leaf.kind} {leaf.name}" for leaf in program.leaves}
-    found: dict[fx.Node, str] = {}
+    hashes: dict[fx.Node, str] = {}
     rows, drawn = [], 0
     for node in program.graph.nodes:
         drawn += draws(node)
         read: list[fx.Node] = []
-        given = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or found[n])
-        parts = leaves.get(node), described(node, given), drawn if draws(node) else 0
-        found[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        rows.append((found[node], node.name, tuple(n.name for n in read)))
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or hashes[n])
+        parts = leaves.get(node), described(node, arguments), drawn if draws(node) else 0
+        hashes[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
+        rows.append((hashes[node], node.name, tuple(n.name for n in read)))
     return rows
 
 
@@ -53,13 +53,13 @@ def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
     if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
         return program
     alike: dict[str, list[fx.Node]] = defaultdict(list)
-    for node, (told, _, _) in zip(program.graph.nodes, own, strict=True):
-        alike[told].append(node)
-    graph, made, env = fx.Graph(program.graph.owning_module), {}, {}
-    for told, name, read in wanted:
-        node, operands = alike[told].pop(), iter(read)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n, names=operands: made[next(names)])
-        env[node] = made[name] = _made(graph, node, args, kwargs, name)
+    for node, (signature, _, _) in zip(program.graph.nodes, own, strict=True):
+        alike[signature].append(node)
+    graph, nodes, env = fx.Graph(program.graph.owning_module), {}, {}
+    for signature, name, read in wanted:
+        node, operands = alike[signature].pop(), iter(read)
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n, names=operands: nodes[next(names)])
+        env[node] = nodes[name] = _copy(graph, node, args, kwargs, name)
     program.graph = graph
     for leaf in program.leaves:
         leaf.node = env[leaf.node]
@@ -67,8 +67,8 @@ def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
     return program
 
 
-def _made(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, name: str) -> fx.Node:
+def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, name: str) -> fx.Node:
     target = name if node.op == "placeholder" else node.target
-    made = graph.create_node(node.op, target, args, kwargs, name=name, type_expr=node.type)
-    made.meta = dict(node.meta)
-    return made
+    created = graph.create_node(node.op, target, args, kwargs, name=name, type_expr=node.type)
+    created.meta = dict(node.meta)
+    return created

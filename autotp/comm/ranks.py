@@ -24,7 +24,7 @@ from autotp.errors import InputError, RankError
 
 from .channel import Channel
 from .lockstep import channel_of, meet
-from .told import by_value, rank_list
+from .wording import by_value, rank_list
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -205,10 +205,10 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     messages = _gather(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
-        told = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
+        report = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
         raise RankError(
             f"Here {what} worked, but it failed on {rank_list(list(failed))} of {ranks.tp}, so every rank "
-            f"stops:\n{told}"
+            f"stops:\n{report}"
         )
     return result
 

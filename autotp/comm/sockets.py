@@ -37,37 +37,37 @@ def connected(group: ProcessGroup, rank: int, size: int) -> list[Peers] | None:
     with contextlib.ExitStack() as stack:
         if server is not None:
             stack.enter_context(server)
-        told = _gathered(group, size, None if server is None else (*server.getsockname()[:2], secret))
-        found: list[Peers] = [{} for _ in range(ROLES)]
-        fine = None not in told and _meet(found, server, told, rank, size)
+        addresses = _gathered(group, size, None if server is None else (*server.getsockname()[:2], secret))
+        roles: list[Peers] = [{} for _ in range(ROLES)]
+        fine = None not in addresses and _meet(roles, server, addresses, rank, size)
         if all(_gathered(group, size, fine)):
-            return found
-    for peers in found:
+            return roles
+    for peers in roles:
         for peer in peers.values():
             peer.close()
     return None
 
 
-def _meet(found: list[Peers], server: Any, told: list[Any], rank: int, size: int) -> bool:
+def _meet(roles: list[Peers], server: Any, addresses: list[Any], rank: int, size: int) -> bool:
     """Connect to the ranks before this one, and be connected to by those after it; whether all of them came."""
     try:
         for other in range(rank):
-            host, port, secret = told[other]
+            host, port, secret = addresses[other]
             for role in range(ROLES):
-                found[role][other] = socket.create_connection((host, port), timeout=LIMIT)
-                found[role][other].sendall(HELLO.pack(secret, rank, role))
+                roles[role][other] = socket.create_connection((host, port), timeout=LIMIT)
+                roles[role][other].sendall(HELLO.pack(secret, rank, role))
         end = time.monotonic() + LIMIT
-        while any(len(peers) < size - 1 for peers in found):
+        while any(len(peers) < size - 1 for peers in roles):
             server.settimeout(max(0.01, end - time.monotonic()))
-            _welcome(found, server.accept()[0], told[rank][2])
+            _welcome(roles, server.accept()[0], addresses[rank][2])
     except OSError:
         return False
-    for peer in _all(found):
+    for peer in _all(roles):
         _prepare(peer)
     return True
 
 
-def _welcome(found: list[Peers], peer: socket.socket, secret: bytes) -> None:
+def _welcome(roles: list[Peers], peer: socket.socket, secret: bytes) -> None:
     """Keep a connection of a rank of this group; drop a stranger's."""
     peer.settimeout(LIMIT)
     hello = b""
@@ -75,13 +75,13 @@ def _welcome(found: list[Peers], peer: socket.socket, secret: bytes) -> None:
         hello += more
     if len(hello) == HELLO.size and hmac.compare_digest(hello[:32], secret):
         _, other, role = HELLO.unpack(hello)
-        found[role][other] = peer
+        roles[role][other] = peer
     else:
         peer.close()
 
 
-def _all(found: list[Peers]) -> Iterator[socket.socket]:
-    for peers in found:
+def _all(roles: list[Peers]) -> Iterator[socket.socket]:
+    for peers in roles:
         yield from peers.values()
 
 
@@ -113,8 +113,8 @@ def _address() -> str:
     """This machine's address on the way to the master; its name's where there is no master."""
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ.get("MASTER_ADDR") or socket.gethostname(), 9))  # sends nothing
-        if not (found := probe.getsockname()[0]).startswith("127."):
-            return found
+        if not (name := probe.getsockname()[0]).startswith("127."):
+            return name
     with contextlib.suppress(OSError):
         return socket.gethostbyname(socket.gethostname())
     return ""

@@ -110,15 +110,15 @@ class Fused:
         names = [getattr(n.target, "__name__", str(n.target)) for n in graph.nodes if n.op == "call_function"]
         self.counts.update(kind for kind in FUSED for name in names if name.startswith(kind))
 
-    def options(self, given: dict[str, Any] | None) -> dict[str, Any]:
+    def options(self, setting: dict[str, Any] | None) -> dict[str, Any]:
         """The options of the backend, with the pass and this count switched on; the caller's own come first."""
-        return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": self, **(given or {})}
+        return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": self, **(setting or {})}
 
-    def told(self) -> str:
+    def summary(self) -> str:
         """What it fused, in words, of the graphs compiled until now."""
         if not self.graphs:
             return f"{self.wanted} conversions are ready for it; nothing is compiled yet"
         if not self.counts:
             return f"switched on, and it fused nothing of {self.wanted} conversions in {self.graphs} compiled graphs"
-        found = ", ".join(f"{self.counts[kind]} {kind}" for kind in FUSED)
-        return f"{found} in {self.graphs} compiled graphs, forward and backward ({self.wanted} conversions)"
+        counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in FUSED)
+        return f"{counts} in {self.graphs} compiled graphs, forward and backward ({self.wanted} conversions)"

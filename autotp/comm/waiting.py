@@ -73,7 +73,7 @@ class Asking:
 
     def __init__(self, channel: Channel) -> None:
         self.channel, self.peers = channel, dict(channel.asks)
-        self.told: dict[int, str] = {}
+        self.replies: dict[int, str] = {}
         self.heard = threading.Condition()
         self.stuck: tuple[object, float, float] = (None, 0.0, 0.0)
 
@@ -81,14 +81,14 @@ class Asking:
         """What these ranks are doing; those that do not answer at once are absent."""
         with self.heard:
             for rank in ranks:
-                self.told.pop(rank, None)
+                self.replies.pop(rank, None)
             for rank in ranks:
                 with contextlib.suppress(OSError, KeyError):
                     self.peers[rank].sendall(HEAD.pack(ASK, 0))
             if threading.current_thread().name == "autotp-watch":
                 return self._listen(ranks)
-            self.heard.wait_for(lambda: all(rank in self.told for rank in ranks), GRACE)
-            return dict(self.told)
+            self.heard.wait_for(lambda: all(rank in self.replies for rank in ranks), GRACE)
+            return dict(self.replies)
 
     def _listen(self, ranks: Sequence[int]) -> dict[int, str]:
         """Wait for answers where this is the thread that reads them."""
@@ -96,11 +96,11 @@ class Asking:
         with selectors.DefaultSelector() as waiting:
             for rank in self.peers:
                 waiting.register(self.peers[rank], selectors.EVENT_READ, rank)
-            while any(rank not in self.told for rank in ranks) and (left := end - time.monotonic()) > 0:
+            while any(rank not in self.replies for rank in ranks) and (left := end - time.monotonic()) > 0:
                 for key, _ in waiting.select(left):
                     if not self.read(key.data):
                         waiting.unregister(key.fileobj)
-        return dict(self.told)
+        return dict(self.replies)
 
     def read(self, rank: int) -> bool:
         """Take a question or an answer; whether there can be more of them."""
@@ -112,7 +112,7 @@ class Asking:
                 self.peers[rank].sendall(HEAD.pack(ANSWER, len(data)) + data)
             else:
                 with self.heard:
-                    self.told[rank] = text
+                    self.replies[rank] = text
                     self.heard.notify_all()
         except (OSError, struct.error):
             return False
@@ -174,19 +174,19 @@ def _place(thread: int) -> str:
 
 def collective(thread: int, group: str) -> tuple[object, str] | None:
     """A mark of the collective of this group that a thread is in, and the collective and its module in words."""
-    found, words, steps = None, "", []
+    primitive, words, steps = None, "", []
     for frame in _stack(thread):
         file, inner = frame.f_code.co_filename, frame.f_locals
         here = file.startswith(HERE) and file.endswith("collectives.py")
         if here and inner.get("group", group) != group:
             return None
-        if found is None and here:
-            found, words = (id(frame), frame.f_lasti), str(inner.get("primitive", "a collective"))
-        elif found is None and "torchinductor" in file:
-            found, words = (id(frame), frame.f_lasti), "a compiled part"
+        if primitive is None and here:
+            primitive, words = (id(frame), frame.f_lasti), str(inner.get("primitive", "a collective"))
+        elif primitive is None and "torchinductor" in file:
+            primitive, words = (id(frame), frame.f_lasti), "a compiled part"
         elif frame.f_code.co_name == "call" and "steps" in inner and file.startswith(HERE):
             steps[:0] = inner["steps"]
-    return None if found is None else (found, f"{words} of {'.'.join(steps)}" if steps else words)
+    return None if primitive is None else (primitive, f"{words} of {'.'.join(steps)}" if steps else words)
 
 
 _watches: dict[int, Watch] = {}  # by process: a child has no thread of its parent's

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 from torch.utils import _pytree as pytree
@@ -14,16 +16,58 @@ tree_unflatten = pytree.tree_unflatten
 TreeSpec = pytree.TreeSpec
 
 
-def named_leaves(tree: Any) -> dict[str, Any]:
+def named_leaves(tree: Any, is_leaf: Callable[[Any], bool] | None = None) -> dict[str, Any]:
     """The leaves of nested containers by their place, such as `logits` or `['more'][0]`.
 
     What a container that was registered without names holds is numbered.
     """
+    know_records(tree)
     try:
-        pairs = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree)[0]]
+        pairs = [(pytree.keystr(path), leaf) for path, leaf in pytree.tree_flatten_with_path(tree, is_leaf)[0]]
     except ValueError:  # some type within has no names
         pairs = _places(tree)
     return {place.removeprefix(".") or "0": leaf for place, leaf in pairs}
+
+
+def know_records(tree: Any) -> Any:
+    """Make containers of the plain dataclasses among the leaves, and of those within; the tree.
+
+    Torch knows a class for good. One that somebody registered before stays as it is.
+    """
+    for leaf in pytree.tree_leaves(tree):
+        kind = type(leaf)
+        if dataclasses.is_dataclass(kind):
+            pytree.register_pytree_node(
+                kind,
+                _fields,
+                _record(kind),
+                serialized_type_name=f"{kind.__module__}.{kind.__qualname__}",
+                flatten_with_keys_fn=_named_fields,
+            )
+            know_records(leaf)
+    return tree
+
+
+def _fields(record: Any) -> tuple[list[Any], list[str]]:
+    """What a dataclass holds, also what is no field of it, and the names of these."""
+    names = [f.name for f in dataclasses.fields(record) if hasattr(record, f.name)]
+    names += [name for name in getattr(record, "__dict__", ()) if name not in names]
+    return [getattr(record, name) for name in names], names
+
+
+def _named_fields(record: Any) -> tuple[list[Any], list[str]]:
+    values, names = _fields(record)
+    return [(pytree.GetAttrKey(name), value) for name, value in zip(names, values, strict=True)], names
+
+
+def _record(kind: type) -> Any:
+    def made(values: Any, names: list[str]) -> Any:
+        record = object.__new__(kind)  # its __init__ has run in the forward
+        for name, value in zip(names, values, strict=True):
+            object.__setattr__(record, name, value)
+        return record
+
+    return made
 
 
 def _places(tree: Any) -> list[tuple[str, Any]]:
@@ -42,3 +86,22 @@ def _children(tree: Any) -> list[tuple[str, Any]]:
         return [(pytree.keystr(path), x) for path, x in pytree.tree_flatten_with_path(tree, inner)[0]]
     except ValueError:
         return [(f"[{i}]", x) for i, x in enumerate(pytree.tree_leaves(tree, inner))]
+
+
+def register_node(kind: type, flatten: Any, unflatten: Any) -> None:
+    """Make a class a node of nested containers.
+
+    Args:
+        flatten: gives a list of children and a context; `unflatten` takes both.
+    """
+
+    def with_keys(value: Any) -> Any:
+        children, context = flatten(value)
+        return [(pytree.SequenceKey(i), child) for i, child in enumerate(children)], context
+
+    pytree.register_pytree_node(kind, flatten, unflatten, flatten_with_keys_fn=with_keys)
+
+
+def is_node(value: Any) -> bool:
+    """Whether nested containers open such a value."""
+    return pytree._get_node_type(value) in pytree.SUPPORTED_NODES

@@ -39,7 +39,7 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
         raise InputError(f"like is {type(like).__name__}; give what autotp.plan returns, or Plan.load(path).")
     if tp == "auto":
         raise InputError("like= keeps what a plan decided, and tp='auto' compares plans. Give a number of ranks.")
-    shapes = {x.name: tuple(x.node.meta["val"].shape) for x in captured.leaves if x.kind == "parameter"}
+    shapes = {x.name: tuple(x.node.meta["val"].shape) for x in captured.leaves if x.kind.trained}
     saved = _saved(like, shapes)
     sized = {k: {p.shape for p in ps} for k, ps in saved.items()}
     same = like.tp == tp and all(shape in sized[generic(n)] for n, shape in shapes.items())

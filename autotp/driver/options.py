@@ -9,6 +9,7 @@ from autotp.comm.ranks import check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.errors import InputError, PlanError
+from autotp.ir.named_states import Names, read_carried
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
@@ -108,18 +109,25 @@ class CaptureRequest:
         dp: number of slices of the batch, of which one is captured.
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
         random: what draws random numbers: "counter", or "torch".
+        carried: which outputs come back as which inputs.
     """
 
     dp: int = 1
     outputs: str = "full"
     random: str = "counter"
+    carried: Names = ()
+
+    @property
+    def states(self) -> tuple[str, ...]:
+        """The arguments that come back from the call before."""
+        return tuple(name for _, name in self.carried)
 
     @classmethod
-    def read(cls, dp: int, outputs: str, random: str) -> CaptureRequest:
+    def read(cls, dp: int, outputs: str, random: str, carried: Any = None) -> CaptureRequest:
         """The request that a public function's arguments make, checked."""
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        return cls(dp, outputs, random)
+        return cls(dp, outputs, random, read_carried(carried))
 
 
 DEFAULT_CAPTURE = CaptureRequest()

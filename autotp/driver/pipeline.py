@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
-from autotp.capture.grad_mode import grad_mode
+from autotp.capture.grad_mode import GRAD, grad_mode
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
@@ -19,10 +20,10 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
-from autotp.passes.base import run_passes
-from autotp.passes.canonicalise.autocast import ExplicitCasts, has_regions
+from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.decompose.counter_random import by_counter
 from autotp.passes.decompose.losses import apart, only_loss
@@ -36,7 +37,11 @@ from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 
-Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, autocast dtype)
+GATHERED = (
+    "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
+    "of this one cannot read it"
+)
+Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
 def example(model: nn.Module, example: Any) -> Inputs | None:
@@ -61,18 +66,22 @@ def needed(model: nn.Module, given: Any, function: str) -> Inputs:
 
 
 def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
-    """What a capture is made for: the modules' training flags, the parameters' dtypes, grad mode and autocast dtype."""
+    """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
+    gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
     dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
     kinds = [d for d in dtypes if d]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
-    return _one(training), _one(kinds), grad_mode(), autocast
+    grad = grad_mode()
+    each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
+    return _one(training), _one(kinds), grad, _one(list(each)) if grad == GRAD else (), autocast
 
 
 def serves(state: Mode, mode: Mode) -> bool:
-    """Whether what was captured in a state is for this mode; a forward that never asks serves every grad mode."""
-    return state[:2] == mode[:2] and state[2] in (None, mode[2]) and state[3] == mode[3]
+    """Whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
+    asked = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
+    return state[:2] == mode[:2] and asked and state[4] == mode[4]
 
 
 def _one(values: list[Any]) -> Any:
@@ -93,35 +102,22 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
-    finish = _finishing(mode, trial)
     with stage("capture"):
-        whole = capture(bare, two_examples(inputs, request.dp), device, finish, trial, mode[2])
+        passes = (*CANONICAL, ExplicitCasts())
+        whole = capture(bare, two_examples(inputs, request.dp), device, passes, trial, mode, request.states)
+        name_states(whole, bare.forward, request.carried)
     with stage("batch axis"):
         made = local_program(whole, request.dp)
     made = only_loss(made) if request.outputs == "loss" else made
     return by_counter(made) if request.random == "counter" else made
 
 
-def _finishing(mode: Mode, trial: Trial | None) -> Callable[[Capture], None]:
-    """What makes a capture canonical, and holds it against the model."""
-
-    def finish(program: Capture) -> None:
-        program.state = mode if program.asks_grad_mode else (*mode[:2], None, mode[-1])
-        casts = (ExplicitCasts(),) if mode[-1] is not None or has_regions(program) else ()
-        run_passes(program, (*CANONICAL, *casts))
-        if trial is not None and not trial.skip:
-            with stage("self-check"):
-                program.error = trial.compare(program)
-
-    return finish
-
-
-def _small(trial: Trial) -> Capture:
+def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     """The capture of a stand-in, held against it."""
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
-    finish = _finishing(mode, trial)
-    return capture(skeleton(trial.model, trial.device), trial.inputs, trial.device, finish, trial, mode[2])
+    bare = skeleton(trial.model, trial.device)
+    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode, states)
 
 
 @uncollected()
@@ -138,8 +134,10 @@ def capture_model(
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
-    trial = trial_of(model, two_examples(inputs, request.dp), device, check, _small)
+    small = partial(_small, states=request.states)
+    trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
     bare = skeleton(model, device)
+    check_names(bare.forward, request.states)
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(model.modules(), device)
     captured = prepare(bare, inputs, device, mode, trial, request)
@@ -180,20 +178,32 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
         planned = decide(builder)
     sharded = rewrite(planned, builder.prices.convert)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
-    told = [*notes, *without_rule(planned)]
+    gathers = builder.states.leaves and not builder.prices.cached
+    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 
-def apply_plan(captured: Capture, plan: Plan, options: Options, outputs: str = "full") -> tuple[Planned, Sharded]:
+def apply_plan(
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+) -> tuple[Planned, Sharded]:
     """The program of a capture under a plan: by its own decisions where it was made for this graph, otherwise solved
-    again with every parameter where the plan has it."""
+    again with every parameter and state where the plan has it.
+
+    Args:
+        outputs: see `CaptureRequest`.
+        states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
+    """
     captured = apart(captured) if plan.tp > 1 else captured
-    builder = _builder(captured, options, plan.placements)
+    known = {**plan.states, **(states or {})}
+    builder = _builder(captured, options, plan.placements, known)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
-        planned = Planned(captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads)
+        planned = Planned(
+            captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
+            states={name: known[name] for names in builder.states.groups for name in names},
+        )  # fmt: skip
         _check_rules(planned)
     else:
         planned = decide(builder)
@@ -232,7 +242,10 @@ def _check_rules(planned: Planned) -> None:
             )
 
 
-def _builder(captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None) -> Builder:
+def _builder(
+    captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
+    states: Mapping[str, Layout] | None = None,
+) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
         captured,
@@ -243,6 +256,7 @@ def _builder(captured: Capture, options: Options, placements: Mapping[str, Layou
         options.sequence,
         options.objective,
         memory,
+        states or {},
     )
 
 

@@ -17,7 +17,7 @@ from autotp.plans.plan import Plan
 from autotp.proof.compare import Difference, Report, compare
 from autotp.proof.simulate import Values
 
-from .options import Options, Steering
+from .options import CaptureRequest, Options, Steering
 from .pipeline import apply_plan, capture_model, needed, solve_plan
 
 __all__ = ["Difference", "Report", "Values", "compare", "verify"]
@@ -36,6 +36,7 @@ def verify(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False,
+    carried: Any = None,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -49,6 +50,7 @@ def verify(
         plan: prove this plan; otherwise one is made.
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node: as for `autotp.plan`; not together
             with a plan.
+        carried: which outputs come back as which inputs, as for `autotp.compile`.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
@@ -64,7 +66,8 @@ def verify(
                         sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
     steering.refuse_beside(plan)
     chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True)
+    request = CaptureRequest.read(1, "full", "counter", carried)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     if plan is None:
         plan = solve_plan(captured, notes, chosen, type(model).__name__)
     planned, sharded = apply_plan(captured, plan, chosen)

@@ -15,6 +15,8 @@ from torch import Tensor, fx
 from autotp import compat
 
 from .layouts import Size
+from .leaves import Kind
+from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
 
@@ -35,8 +37,8 @@ class Leaf:
     """A placeholder of the graph: what it holds and under which name of the model."""
 
     node: fx.Node
-    kind: str  # "parameter" | "buffer" | "constant" | "input"
-    name: str
+    kind: Kind
+    name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
 
 @dataclass
@@ -57,24 +59,36 @@ class Capture:
     guards: list[sympy.Basic]
     training: bool
     aliases: dict[str, str] = field(default_factory=dict)
-    state: tuple[Any, ...] = ()  # (training, parameter dtype, grad mode, autocast) that it was captured in
+    state: tuple[Any, ...] = ()  # (training, dtypes, grad mode, trained, autocast) that it was captured in
     asks_grad_mode: bool = False  # whether the forward asks if gradients are recorded
+    asks_gradients: bool = False  # whether it asks tensors if they want one
+    autocast: bool = False  # whether the model itself switches autocast on somewhere
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
+    carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes
 
     @property
     def inputs(self) -> list[Leaf]:
-        return [leaf for leaf in self.leaves if leaf.kind == "input"]
+        """What a call passes, in its order: inputs and states."""
+        return [leaf for leaf in self.leaves if leaf.kind.passed]
+
+    def becomes(self, position: int) -> str | None:
+        """The name of the state that the output at this position becomes; None where it becomes none."""
+        taker = self.mutations.get(position)
+        if position in self.carried or not isinstance(taker, int):
+            return self.carried.get(position)
+        leaf = [x for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)][taker]
+        return leaf.name if leaf.kind.carried else None
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
         bound: dict[sympy.Symbol, int] = {}
         for leaf, value in zip(self.inputs, values, strict=True):
             expected = leaf.node.meta.get("val")
-            reason = _fits(leaf.name, expected, value, bound)
+            reason = _fits(leaf.name, expected, value, bound, self.asks_gradients)
             if reason:
                 return reason
         for symbol, size in bound.items():
@@ -100,7 +114,9 @@ class Capture:
         are others."""
         h = hashlib.sha256()
         graded = [leaf.name for leaf in self.inputs if getattr(leaf.node.meta.get("val"), "requires_grad", False)]
+        carried = self.carried, [leaf.name for leaf in self.inputs if leaf.kind.carried]
         h.update(repr(graded).encode() if graded else b"")
+        h.update(repr(carried).encode() if any(carried) else b"")
         for n in self.graph.nodes:
             h.update(described(n, (n.args, n.kwargs)).encode())
         return h.hexdigest()[:16]
@@ -119,7 +135,7 @@ def on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) -> str | None:
+def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], asks: bool) -> str | None:
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -127,6 +143,8 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int]) 
         return f"input {name!r} was captured as {expected.ndim}-d {expected.dtype}"
     if value.requires_grad and not expected.requires_grad and torch.is_grad_enabled():
         return f"input {name!r} requires a gradient, and was captured without"
+    if asks and value.requires_grad != expected.requires_grad:
+        return f"the forward asks whether input {name!r} requires a gradient, and was captured with another answer"
     for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
         size = expression(want)
         if isinstance(size, sympy.Symbol):
@@ -144,7 +162,8 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
 
     def call(function: Any, *args: Any, **kwargs: Any) -> fx.Node:
         new = graph.call_function(function, args, kwargs)
-        new.meta = {k: v for k, v in node.meta.items() if k in ("nn_module_stack", "no_grad")}
+        new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
+        write(new, no_grad=mark(node).no_grad)
         values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
             new.meta["val"] = function(*values, **named)
@@ -158,11 +177,11 @@ def differentiable(program: Capture) -> set[fx.Node]:
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        wanted = leaf.kind == "parameter" or (leaf.kind == "input" and getattr(val, "requires_grad", False))
+        wanted = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
         if wanted and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:
-        if n.op != "call_function" or n.meta.get("no_grad") or n.target in CUTS:
+        if n.op != "call_function" or mark(n).no_grad or n.target in CUTS:
             continue
         if any(i in carries for i in n.all_input_nodes) and floating(n.meta.get("val")):
             carries.add(n)
@@ -229,7 +248,13 @@ def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> A
 
 def outputs_of(program: Capture) -> list[fx.Node]:
     """The graph's tensor outputs, in order."""
-    return [x for x in compat.tree_leaves(program.graph.output_node().args) if isinstance(x, fx.Node) and tensors(x)]
+    return [node for _, node in placed_outputs(program)]
+
+
+def placed_outputs(program: Capture) -> list[tuple[int, fx.Node]]:
+    """The graph's tensor outputs, each with its position among all outputs."""
+    leaves = enumerate(compat.tree_leaves(program.graph.output_node().args))
+    return [(i, x) for i, x in leaves if isinstance(x, fx.Node) and tensors(x)]
 
 
 def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, int, Any]]:

@@ -49,6 +49,11 @@ class Factor:
     copies: int = 0
     reduction: Reduction = "sum"
 
+    @property
+    def contracts(self) -> bool:
+        """Whether some result lacks the loop: split, that result is partial."""
+        return any(c is None for c in self.outs)
+
 
 # Takes the call and its `autotp.rules.local.ShardCall`; returns target and arguments for a rank's shards, or a node.
 Localise = Callable[["Op", Any], tuple[Any, tuple[Any, ...], dict[str, Any]] | fx.Node]

@@ -34,6 +34,7 @@ class Planned:
     same: dict[fx.Node, fx.Node]
     grads: set[fx.Node]
     solution: Solution | None = None
+    states: dict[str, Layout] = field(default_factory=dict)  # of what the program carries: Replicate, or Shard
 
 
 class MeshPlace(NamedTuple):
@@ -48,13 +49,15 @@ class MeshPlace(NamedTuple):
 class Sharded:
     """A per-rank program before the rank is known.
 
-    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end.
+    `layouts` says how each node lies, `origin` what it is a part of; `ends` where the groups of Grouped rows end;
+    `states` how what is carried from call to call lies, going in and out.
     """
 
     graph: fx.Graph
     layouts: dict[fx.Node, Layout] = field(default_factory=dict)
     origin: dict[fx.Node, Value] = field(default_factory=dict)
     ends: dict[fx.Node, fx.Node] = field(default_factory=dict)
+    states: dict[str, Layout] = field(default_factory=dict)
 
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """How the output at this position lies, and the (fake) whole value."""
@@ -71,13 +74,13 @@ class Solution:
     Attributes:
         chosen: index of each item's choice.
         seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
-        stored: bytes of parameters; `least_stored`: the least that any assignment reaches.
-        held: bytes that count against the memory budget.
+        least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
+        parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
     """
 
     chosen: tuple[int, ...]
     seconds: float
     bound: float
-    least_stored: float
-    stored: float
-    held: float = 0.0
+    least_parameter_bytes: float
+    parameter_bytes: float
+    budget_bytes: float = 0.0

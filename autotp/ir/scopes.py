@@ -14,6 +14,8 @@ import torch
 from torch import fx
 from torch.utils.checkpoint import checkpoint
 
+from .marks import mark
+
 MARK = "#"
 SUFFIX = re.compile(r"[@#][@#\d]*$")  # of a later call of one module, or of a region in it
 BLOCK = re.compile(r"\.\d+(\.|$)")  # the place in a list of modules
@@ -21,7 +23,13 @@ BLOCK = re.compile(r"\.\d+(\.|$)")  # the place in a list of modules
 
 def scope_path(node: fx.Node) -> tuple[str, ...]:
     """Names of the modules and regions whose forward made this node, outermost first."""
-    return node.meta["scope"] if "scope" in node.meta else module_path(node, regions=True)
+    scope = mark(node).scope
+    return module_path(node, regions=True) if scope is None else scope
+
+
+def moved_to(node: fx.Node) -> tuple[str, ...]:
+    """Names of the modules that a pass moved this node into, outermost first; none where it did not."""
+    return tuple(p for p in mark(node).scope or () if not is_region(p))
 
 
 def is_region(path: str) -> bool:

@@ -81,11 +81,11 @@ def refuse(name: str, why: str) -> None:
 
 def check_floats(name: str, **tensors: Tensor | None) -> None:
     """Refuse tensors of dtypes that the kernels do not know, or on several devices."""
-    given = {k: x for k, x in tensors.items() if x is not None}
-    for key, x in given.items():
+    present = {k: x for k, x in tensors.items() if x is not None}
+    for key, x in present.items():
         if x.dtype not in DTYPES:
             refuse(name, f"takes float32, bfloat16 and float16, and {key} is {str(x.dtype).removeprefix('torch.')}")
-    if len(devices := {str(x.device) for x in given.values()}) > 1:
+    if len(devices := {str(x.device) for x in present.values()}) > 1:
         refuse(name, f"takes tensors on one device, and these are on {' and '.join(sorted(devices))}")
 
 

@@ -74,11 +74,11 @@ def _gradients(
     column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
     inside = column < classes
     x = tl.load(scores + row * row_step + column * step, mask=inside, other=0).to(tl.float32)
-    found = tl.exp(x - tl.load(most + row).to(tl.float32)) * tl.load(grad + row)
-    found += tl.where(column == tl.load(target + row), tl.load(grad + examples + row), 0.0)
+    gradient = tl.exp(x - tl.load(most + row).to(tl.float32)) * tl.load(grad + row)
+    gradient += tl.where(column == tl.load(target + row), tl.load(grad + examples + row), 0.0)
     if TOTAL:
-        found += tl.load(grad + 2 * examples + row)
-    tl.store(out + row * classes + column, found.to(out.dtype.element_ty), mask=inside)
+        gradient += tl.load(grad + 2 * examples + row)
+    tl.store(out + row * classes + column, gradient.to(out.dtype.element_ty), mask=inside)
 
 
 def _launch_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
@@ -88,8 +88,8 @@ def _launch_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
     out = torch.empty((4 if total else 3, examples), dtype=WIDE, device=scores.device)
     if examples:
         tile = power_of_two(classes, TILE)
-        given = scores, target.contiguous(), out, examples, classes, *scores.stride()
-        _terms[(examples,)](*given, TOTAL=total, TILE=tile, num_warps=WARPS)
+        arguments = scores, target.contiguous(), out, examples, classes, *scores.stride()
+        _terms[(examples,)](*arguments, TOTAL=total, TILE=tile, num_warps=WARPS)
     return out
 
 
@@ -99,8 +99,8 @@ def _launch_sums_of(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor,
     examples, classes = scores.shape
     out = torch.empty((3 if total else 2, examples), dtype=WIDE, device=scores.device)
     if examples:
-        given = terms.contiguous(), most.contiguous(), target.contiguous(), out, examples, classes
-        _sums[(tiles(examples, EXAMPLES),)](*given, TOTAL=total, TILE=EXAMPLES)
+        arguments = terms.contiguous(), most.contiguous(), target.contiguous(), out, examples, classes
+        _sums[(tiles(examples, EXAMPLES),)](*arguments, TOTAL=total, TILE=EXAMPLES)
     return out
 
 
@@ -117,9 +117,9 @@ def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor,
     out = torch.empty(scores.shape, dtype=scores.dtype, device=scores.device)
     if out.numel():
         tile = power_of_two(classes, TILE)
-        given = grad.to(WIDE).contiguous(), scores, most.contiguous(), target.contiguous(), out
+        arguments = grad.to(WIDE).contiguous(), scores, most.contiguous(), target.contiguous(), out
         grid = (examples * tiles(classes, tile),)
-        _gradients[grid](*given, examples, classes, *scores.stride(), TOTAL=total, TILE=tile, num_warps=WARPS)
+        _gradients[grid](*arguments, examples, classes, *scores.stride(), TOTAL=total, TILE=tile, num_warps=WARPS)
     return out
 
 
@@ -160,10 +160,10 @@ def _check(scores: Tensor, target: Tensor, total: bool) -> None:
     if not scores.is_floating_point() or scores.ndim != 2:
         refuse("class_terms", f"takes floating scores of two dimensions, and these are {list(scores.shape)}")
     if target.is_floating_point() or target.shape != scores.shape[:1] or target.device != scores.device:
-        given = f"{list(target.shape)} in {str(target.dtype).removeprefix('torch.')} on {target.device}"
+        what = f"{list(target.shape)} in {str(target.dtype).removeprefix('torch.')} on {target.device}"
         refuse(
             "class_terms",
-            f"takes a whole number for each of {scores.shape[0]} examples on {scores.device}, not {given}",
+            f"takes a whole number for each of {scores.shape[0]} examples on {scores.device}, not {what}",
         )
 
 

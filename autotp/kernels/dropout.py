@@ -53,8 +53,8 @@ def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.const
     column, here, index = _where(place, columns, length, whole, BY, TILE)
     inside = column < columns
     value = tl.load(x + here, mask=inside, other=0).to(tl.float32)
-    found = tl.where(_drawn(seed, index) >= least, tl.div_rn(value, keep), 0.0)
-    tl.store(out + here, found.to(out.dtype.element_ty), mask=inside)
+    result = tl.where(_drawn(seed, index) >= least, tl.div_rn(value, keep), 0.0)
+    tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
@@ -72,8 +72,8 @@ def _launch_dropout(x: Tensor, seed: Tensor, place: Tensor | None, dim: int, who
         rows, by, *sizes = _dealt(x.shape, place, dim, whole)
         tile = power_of_two(sizes[0], TILE)
         place = seed if place is None else place.contiguous()
-        given = x.contiguous(), out, seed, place, *sizes, _least(p), 1 - p if p < 1 else 1.0
-        _drop[(rows * tiles(sizes[0], tile),)](*given, BY=by, TILE=tile)
+        arguments = x.contiguous(), out, seed, place, *sizes, _least(p), 1 - p if p < 1 else 1.0
+        _drop[(rows * tiles(sizes[0], tile),)](*arguments, BY=by, TILE=tile)
     return out
 
 

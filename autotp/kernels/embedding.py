@@ -25,9 +25,9 @@ def _look_up(weight, ids, out, start, rows, width, row_step, step, TILE: tl.cons
     place = (tl.program_id(0) // blocks).to(tl.int64)
     column = (tl.program_id(0) % blocks * TILE + tl.arange(0, TILE)).to(tl.int64)
     row = tl.load(ids + place).to(tl.int64) - start
-    held = tl.where((row >= 0) & (row < rows), width, 0)
-    found = tl.load(weight + row * row_step + column * step, mask=column < held, other=0)
-    tl.store(out + place * width + column, found, mask=column < width)
+    columns = tl.where((row >= 0) & (row < rows), width, 0)
+    value = tl.load(weight + row * row_step + column * step, mask=column < columns, other=0)
+    tl.store(out + place * width + column, value, mask=column < width)
 
 
 def _launch(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
@@ -61,8 +61,8 @@ def vocabulary_rows(weight: Tensor, ids: Tensor, start: int, vocabulary: int, pa
     mine = (ids >= start) & (ids < start + rows)
     table = weight if rows else weight.new_zeros((1, weight.shape[1]))
     known = (ids >= 0) & (ids < vocabulary)
-    found = aten.embedding.default(table, torch.where(known, torch.where(mine, ids - start, 0), table.shape[0]))
-    return torch.where(mine.unsqueeze(-1), found, 0)
+    vectors = aten.embedding.default(table, torch.where(known, torch.where(mine, ids - start, 0), table.shape[0]))
+    return torch.where(mine.unsqueeze(-1), vectors, 0)
 
 
 def vocabulary_rows_backward(grad: Tensor, ids: Tensor, start: int, rows: int, padding: int) -> Tensor:
@@ -77,8 +77,8 @@ def _check(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: in
     if ids.device != weight.device:
         refuse("vocabulary_rows", f"takes ids on the weight's device, {weight.device}, and these are on {ids.device}")
     if weight.ndim != 2 or ids.dtype not in IDS:
-        given = f"{list(weight.shape)} and {str(ids.dtype).removeprefix('torch.')}"
-        refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {given}")
+        what = f"{list(weight.shape)} and {str(ids.dtype).removeprefix('torch.')}"
+        refuse("vocabulary_rows", f"takes a weight of two dimensions and int64 or int32 ids, not {what}")
 
 
 def _fake(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:

@@ -66,8 +66,13 @@ CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
 def enter(called: Called) -> str:
     """The key of a call: the Function's name and its arguments, and a number where those are not enough."""
     kinds = (str(d).removeprefix("torch.") for d in called.dtypes)
-    told = ", ".join((next(kinds) if x.tensor else "size") if isinstance(x, Slot) else repr(x) for x in called.leaves)
-    name = f"{called.function.__module__}.{called.function.__qualname__}({told})"
+    arguments = []
+    for x in called.leaves:
+        if not isinstance(x, Slot):
+            arguments.append(repr(x))
+        else:
+            arguments.append(next(kinds) if x.tensor else "size")
+    name = f"{called.function.__module__}.{called.function.__qualname__}({', '.join(arguments)})"
     number, key = 1, name
     while key in CALLS and not CALLS[key].same(called):
         number += 1
@@ -78,17 +83,17 @@ def enter(called: Called) -> str:
 
 def _meaning(function: Any) -> list[Any]:
     """What a class computes by: equal for two that cannot be told apart, such as one that a forward makes anew."""
-    found: list[Any] = []
+    parts: list[Any] = []
     for kind in function.__mro__[: function.__mro__.index(torch.autograd.Function)]:
         for name, value in sorted(vars(kind).items()):
             plain = getattr(value, "__func__", value)
             code = getattr(plain, "__code__", None)
             if isinstance(code, CodeType):
-                held = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
-                found.append((name, code, [_plain(x) for x in held], id(plain.__globals__)))
+                captured = [*(cell.cell_contents for cell in plain.__closure__ or ()), *(plain.__defaults__ or ())]
+                parts.append((name, code, [_plain(x) for x in captured], id(plain.__globals__)))
             elif not name.startswith("_"):
-                found.append((name, _plain(value)))
-    return found
+                parts.append((name, _plain(value)))
+    return parts
 
 
 def _plain(value: Any) -> Any:
@@ -97,21 +102,36 @@ def _plain(value: Any) -> Any:
 
 
 def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
-    """What a Function makes of these tensors and sizes; its other arguments are known by the key."""
+    """The tensors that a Function returns for these tensors and sizes; its other arguments are known by the key.
+
+    Args:
+        xs: the tensors among its arguments, in order; any shapes.
+        sizes: the sizes among them, in order.
+        key: what `enter` gave for the call.
+    """
     called = CALLS[key]
     tensors, numbers = iter(xs), iter(sizes)
-    leaves = [x if not isinstance(x, Slot) else next(tensors if x.tensor else numbers) for x in called.leaves]
+    leaves: list[Any] = []
+    for x in called.leaves:
+        if isinstance(x, Slot):
+            leaves.append(next(tensors if x.tensor else numbers))
+        else:
+            leaves.append(x)
     args, kwargs = compat.tree_unflatten(leaves, called.spec)
     outs, spec = compat.tree_flatten(apply(called.function, *args, **kwargs))
-    made = [x for x in outs if isinstance(x, Tensor)]
+    results = [x for x in outs if isinstance(x, Tensor)]
     if called.out_spec is None:
-        held = {x.untyped_storage()._cdata for x in xs}
         called.outs, called.out_spec = [TENSOR if isinstance(x, Tensor) else x for x in outs], spec
-        called.copied = [x.untyped_storage()._cdata in held for x in made]
-    made = [x.clone() if shared else x for x, shared in zip(made, called.copied, strict=True)]
-    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):  # a proof in double precision
-        made = [x.to(torch.float64) if x.is_floating_point() else x for x in made]
-    return made
+        memories = {x.untyped_storage()._cdata for x in xs}
+        called.copied = [x.untyped_storage()._cdata in memories for x in results]
+    # An operator of torch.library may not return its operand, as a Function that returns `x.view_as(x)` does.
+    for i, aliases in enumerate(called.copied):
+        if aliases:
+            results[i] = results[i].clone()
+    # In a proof operands are float64, and a Function that says `.half()` would give back the precision of the capture.
+    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):
+        results = [x.to(torch.float64) if x.is_floating_point() else x for x in results]
+    return results
 
 
 _changed: Any = torch.autograd.Function.apply.__func__

@@ -15,11 +15,12 @@ class Totals:
         flops, local_flops: floating-point operations of a forward.
         forward_bytes, backward_bytes: sent by a rank in a step.
         seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
-        stored: bytes of the parameters held; `least_stored`: the least that any legal plan reaches.
+        parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
         megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
             `autotp.plans.describe.megatron`); 0 where the model is not one that it is written for.
         megatron_step: seconds of a step of that plan, where this one sends more or longer; otherwise 0.
+        weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
     """
@@ -32,12 +33,13 @@ class Totals:
     backward_bytes: float = 0.0
     seconds: float = 0.0
     bound: float = 0.0
-    stored: float = 0.0
-    least_stored: float = 0.0
+    parameter_bytes: float = 0.0
+    least_parameter_bytes: float = 0.0
     communication: float = 0.0
     megatron_bytes: float = 0.0
     megatron_seconds: float = 0.0
     megatron_step: float = 0.0
+    weights_read: float = 0.0
     examples: int = 0
     length: int = 0
 

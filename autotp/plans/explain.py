@@ -33,16 +33,16 @@ class Alternative:
 
     Attributes:
         layout: the placement, such as "S(0)"; `chosen`: whether it is the plan's.
-        stored: bytes of this parameter and its equals that a rank holds then.
-        seconds: of a step of that plan; `plan_stored`: bytes of all parameters that a rank holds in it.
+        parameter_bytes: of this parameter and its equals on a rank.
+        seconds: of a step of that plan; `plan_parameter_bytes`: of all parameters on a rank.
         why: where there is no such plan, the reason.
     """
 
     layout: str
     chosen: bool
-    stored: float
+    parameter_bytes: float
     seconds: float = 0.0
-    plan_stored: float = 0.0
+    plan_parameter_bytes: float = 0.0
     why: str = ""
 
 
@@ -75,98 +75,106 @@ class Explanation:
             table.add_column(heading, justify=side)  # type: ignore[arg-type]
         base = self.alternatives[0].seconds
         for a in self.alternatives:
-            told = a.why or ("chosen" if a.chosen else f"{a.seconds / base - 1:+.2%}" if base else "")
-            table.add_row(a.layout, amount(a.stored), "" if a.why else f"{1e3 * a.seconds:.4f} ms", Text(told))
+            step = "" if a.why else f"{1e3 * a.seconds:.4f} ms"
+            table.add_row(a.layout, amount(a.parameter_bytes), step, Text(a.why or _beside(a, base)))
         parts: list[RenderableType] = [Text(f"{self.parameter}{shared}: {self.choice}", style="bold"), table]
         parts += [Text(f"binds: {self.binds}")]
         parts += [Text(f"would change it: {x}") for x in self.changes]
         return Group(*parts)
 
 
+def _beside(a: Alternative, base: float) -> str:
+    """How an alternative's seconds compare with the plan's, `base`."""
+    if a.chosen:
+        return "chosen"
+    return f"{a.seconds / base - 1:+.2%}" if base else ""
+
+
 def explain(plan: Plan, name: str) -> Explanation:
     """Why a parameter of a plan made in this process lies as it does; see `Plan.explain`."""
-    found = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
-    if found is None:
+    parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
+    if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
     if plan.origin is None:
-        why = f" ({found.reason})" if found.reason else ""
+        why = f" ({parameter.reason})" if parameter.reason else ""
         raise PlanError(
-            f"{found.name} is {_choice(found)}{why}. What else it could be is not known here: the plan was loaded, or "
-            "made in another process, and the problem that it was solved from is not saved with it. Make it again "
-            "with autotp.plan(...) and ask that one."
+            f"{parameter.name} is {_choice(parameter)}{why}. What else it could be is not known here: the plan was "
+            "loaded, or made in another process, and the problem that it was solved from is not saved with it. Make it "
+            "again with autotp.plan(...) and ask that one."
         )
-    return _Explainer(plan, plan.origin, found).run()
+    return _Explainer(plan, plan.origin, parameter).run()
 
 
 @dataclass
 class _Explainer:
     plan: Plan
     builder: Builder
-    found: Parameter
+    parameter: Parameter
 
     def run(self) -> Explanation:
-        asked = self.builder.user.parameters.get(self.found.name)
+        asked = self.builder.user.parameters.get(self.parameter.name)
         pins = {k: v for k, v in self.builder.pins.items() if asked is None or k != asked.key}
         free = replace(self.builder, pins=pins)
         problem, heads = free.build()
-        leaf = next(n for n, x in free.leaves.items() if x.name == self.found.name)
+        leaf = next(n for n, x in free.leaves.items() if x.name == self.parameter.name)
         at = heads.index(free.same[leaf])
-        tried = [self._tried(problem, at, k) for k in range(len(problem.items[at].choices))]
-        tried.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
-        binds = f"{asked} by the user" if asked is not None else self._binds(tried)
+        alternatives = [self._alternative(problem, at, k) for k in range(len(problem.items[at].choices))]
+        alternatives.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
+        binds = f"{asked} by the user" if asked is not None else self._binds(alternatives)
         equals = problem.items[at].count
-        return Explanation(
-            self.found.name, equals, _choice(self.found), tuple(tried), binds, tuple(self._changes(tried))
-        )
+        changes = tuple(self._changes(alternatives))
+        return Explanation(self.parameter.name, equals, _choice(self.parameter), tuple(alternatives), binds, changes)
 
-    def _tried(self, problem: Problem, at: int, k: int) -> Alternative:
+    def _alternative(self, problem: Problem, at: int, k: int) -> Alternative:
         """The best plan with the parameter's k-th placement."""
         item = problem.items[at]
         choice = item.choices[k]
-        layout, mine = choice.outs[0], choice.stored * item.count
-        chosen = layout == self.found.layout
+        layout, mine = choice.outs[0], choice.parameter_bytes * item.count
+        chosen = layout == self.parameter.layout
         one = replace(item, choices=[choice])
         try:
             got: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
             return Alternative(_words(layout), chosen, mine, why=f"no such plan: {str(e).splitlines()[0]}")
-        return Alternative(_words(layout), chosen, mine, got.seconds, got.stored)
+        return Alternative(_words(layout), chosen, mine, got.seconds, got.parameter_bytes)
 
-    def _binds(self, tried: Sequence[Alternative]) -> str:
+    def _binds(self, alternatives: Sequence[Alternative]) -> str:
         """The constraint that keeps a faster placement away."""
-        chosen = tried[0]
-        faster = [a for a in tried[1:] if not a.why and a.seconds < chosen.seconds * (1 - SAME)]
-        limit = self.plan.totals.least_stored * SLACK
+        chosen = alternatives[0]
+        faster = [a for a in alternatives[1:] if not a.why and a.seconds < chosen.seconds * (1 - SAME)]
+        limit = self.plan.totals.least_parameter_bytes * SLACK
         if faster:
             best = faster[0]
             return (
                 f"parameters per rank come before time: {best.layout} would save "
                 f"{1 - best.seconds / chosen.seconds:.2%} of the step, but the rank would hold "
-                f"{amount(best.plan_stored)} of parameters, and {SLACK} times the least are {amount(limit)}"
+                f"{amount(best.plan_parameter_bytes)} of parameters, and {SLACK} times the least are {amount(limit)}"
             )
-        if self.builder.memory is not None and any("memory=" in a.why for a in tried):
+        if self.builder.memory is not None and any("memory=" in a.why for a in alternatives):
             return f"memory={amount(self.builder.memory)}: other placements leave no plan that fits"
-        limits = [b.limit for b in self.plan.blocks if self.found.name in b.parameters and b.limit]
+        limits = [b.limit for b in self.plan.blocks if self.parameter.name in b.parameters and b.limit]
         if limits:
             return limits[0]
-        if len(tried) == 1:
-            return f"nothing else is legal{f': {self.found.reason}' if self.found.reason else ''}"
+        if len(alternatives) == 1:
+            return f"nothing else is legal{f': {self.parameter.reason}' if self.parameter.reason else ''}"
         return "none: every other placement takes longer, or as long"
 
-    def _changes(self, tried: Sequence[Alternative]) -> Iterator[str]:
+    def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
         """What would change the choice: another degree, where heads do not fit this one."""
         tp, same = self.plan.tp, self.builder.same
         known = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
-        leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.found.name)
+        leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
         for block in find_blocks(self.builder.program, same, known):
             if leaf not in block.parameters or block.heads is None:
                 continue
             count, kv = block.heads.count, block.heads.kv
+            # Fewer key heads than ranks: each is on several ranks, whole or with the queries that read it.
             if isinstance(kv, int) and isinstance(count, int) and kv < tp and kv < count:
-                whole = self.found.layout == I
-                each = tried[0].stored * (1 - 1 / tp) if whole else 0.0
-                held = f"whole on every rank, +{amount(each)}" if whole else "split, and all of k and v on every rank"
-                yield f"kv heads {kv} < tp {tp}: {held}; {self._degree(kv)}"
+                lies = "split, and all of k and v on every rank"
+                if self.parameter.layout == I:
+                    more = alternatives[0].parameter_bytes * (1 - 1 / tp)
+                    lies = f"whole on every rank, +{amount(more)}"
+                yield f"kv heads {kv} < tp {tp}: {lies}; {self._degree(kv)}"
             elif isinstance(count, int) and count % tp:
                 fits = max(d for d in range(1, tp + 1) if count % d == 0)
                 yield f"{count} heads are no multiple of tp {tp}; {self._degree(fits)}"

@@ -14,6 +14,7 @@ from autotp.ir.layouts import Layout
 from autotp.plans.show.overview import overview, screen
 from autotp.plans.show.report import render
 
+from .decoding import Decoding, decoding
 from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Totals
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ class Plan:
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
         layer: the times of one repeated block, operator by operator; None where it was not timed.
+        states: what is carried from call to call, such as a cached key, by its name -> layout, in every program.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
@@ -136,6 +138,7 @@ class Plan:
     notes: tuple[str, ...] = ()
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
+    states: Mapping[str, Layout] = field(repr=False, default_factory=dict)
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
@@ -145,6 +148,11 @@ class Plan:
     def sublayers(self) -> tuple[Sublayer, ...]:
         """Compute and communication of one layer's attention, feed-forward block, and rest, with the share of each."""
         return self.layer.sublayers if self.layer is not None else ()
+
+    @property
+    def decoding(self) -> Decoding | None:
+        """Of a plan for decoding: tokens a second and the share of the limit; None where it is for something else."""
+        return decoding(self)
 
     @property
     def placements(self) -> dict[str, Layout]:

@@ -19,11 +19,13 @@ from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from .plan import Block, Collective, Parameter, Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT = 4
+FORMAT = 5
 UNSAVED = ("fired", "origin")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
 LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
 MOST_RANKS = 1 << 20  # on an axis
+# A file's names for fields that have another one here: to rename a field needs no new format.
+FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "least_stored"}}
 
 
 def write_plan(plan: Plan) -> str:
@@ -37,8 +39,8 @@ def sealed(data: Mapping[str, Any]) -> str:
 
 
 def _seal(data: Mapping[str, Any]) -> str:
-    held = {k: v for k, v in data.items() if k != "seal"}
-    return hashlib.sha256(json.dumps(held, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    fields_of_plan = {k: v for k, v in data.items() if k != "seal"}
+    return hashlib.sha256(json.dumps(fields_of_plan, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def load_plan(path: Path) -> Plan:
@@ -111,10 +113,11 @@ def _fields(plan: Plan) -> dict[str, Any]:
     """The plan's fields with its records as dicts and its layouts as they are."""
     out = {k: getattr(plan, k) for k in SAVED}
     for key in ("totals", "memory", "batch"):
-        out[key] = asdict(out[key])
+        out[key] = {file_name(type(out[key]), k): v for k, v in asdict(out[key]).items()}
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
+    out["states"] = dict(plan.states)
     out["layer"] = plan.layer and asdict(plan.layer)
     return out
 
@@ -135,16 +138,27 @@ def _plan(data: dict[str, Any]) -> Plan:
         parameters=tuple(parameters),
         collectives=tuple(Collective(**_tuples(r)) for r in data["collectives"]),
         blocks=tuple(Block(**_tuples(r)) for r in data["blocks"]),
-        totals=Totals(**data["totals"]),
+        totals=_read_totals(data["totals"]),
         memory=Memory(**data["memory"]),
         decisions=decisions,
         inputs=tuple(data["inputs"]),
         notes=tuple(data["notes"]),
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data["layer"]),
+        states={name: read_layout(layout) for name, layout in data["states"].items()},
         batch=Axis(**data["batch"]),
         machines=data["machines"],
     )
+
+
+def file_name(record: type, name: str) -> str:
+    """What a file calls a field of a record."""
+    return FILE_NAMES.get(record.__name__, {}).get(name, name)
+
+
+def _read_totals(data: dict[str, Any]) -> Totals:
+    names = {file_name(Totals, f.name): f.name for f in fields(Totals)}
+    return Totals(**{names[k]: v for k, v in data.items()})
 
 
 def _read_layer(data: dict[str, Any] | None) -> Layer | None:

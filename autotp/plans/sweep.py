@@ -62,8 +62,8 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans, as plain data that JSON can hold."""
-        kept = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
-        return {**kept, "rows": [asdict(row) for row in self.rows]}
+        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
+        return {**fields, "rows": [asdict(row) for row in self.rows]}
 
     def to_svg(self, path: str | Path, without: Sweep | None = None) -> None:
         """Draw step time, memory per rank and exposed communication against tp. The file needs nothing else.

@@ -12,6 +12,7 @@ from autotp import compat
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.graph import Capture, Leaf, differentiable, short_name
 from autotp.ir.layouts import Layout, Partition, Segment, divide
+from autotp.ir.leaves import BUFFER, PARAMETER
 from autotp.ir.op import Factor, Op, Rule
 from autotp.ir.program import Decision, Planned
 from autotp.ir.specs import Spec
@@ -74,7 +75,7 @@ def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
             return x
         node = graph.placeholder(f"x{len(operands)}")
         node.meta["val"] = mode.from_tensor(x.detach(), static_shapes=True)
-        leaves.append(Leaf(node, "parameter", node.name))
+        leaves.append(Leaf(node, PARAMETER, node.name))
         operands.append(x.detach())
         return node
 
@@ -85,7 +86,7 @@ def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
         node.meta["val"] = case.target(*fake_args, **fake_kwargs)
     graph.output(node)
     for last in leaves[max(len(leaves) - case.frozen, 0) :]:
-        last.kind = "buffer"
+        last.kind = BUFFER
     nothing: Any = None
     captured = Capture(graph, leaves, {}, nothing, nothing, {}, {}, {}, {}, [], False)
     op = Op.of(node)

@@ -12,11 +12,12 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.ir.graph import Value, resolve, short_name
 from autotp.ir.layouts import I, Layout, R, Size
+from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.ir.specs import Spec
 
-from .numerics import backward, largest, layout_error, loss
+from .numerics import backward, largest, layout_error, loss, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, reference, run
 
@@ -161,7 +162,7 @@ class _Proof:
         return max((largest(v) for v in read if v is not None and not v.is_complex()), default=0.0)
 
     def _compare_outputs(self) -> Difference | None:
-        """Every output is whole on every rank."""
+        """Every output is whole on every rank, but a state, of which a rank has its part."""
         wholes = compat.tree_leaves(self.planned.program.graph.output_node().args[0])
         nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
         ranks = [compat.tree_leaves(o) for o in self.outputs]
@@ -170,17 +171,21 @@ class _Proof:
             if isinstance(whole, Tensor):
                 written = i in self.planned.program.mutations
                 scale = self._scale(wholes[i]) if written and isinstance(wholes[i], fx.Node) else 0.0
-                error = layout_error(found, self._spec(I), whole.detach(), scale)
+                state = self.planned.program.becomes(i)
+                spec = self._spec(I if state is None else self.sharded.states.get(state, I))
+                error = layout_error(found, spec, whole.detach(), scale)
             else:
                 error = 0.0 if all(v == whole for v in found) else float("inf")
             if not error <= TOLERANCE:
-                return self._blame(node, error, f"output {i} is off by {error:.2e}")
+                named = self.planned.program.becomes(i)
+                what = f"output {i}" if named is None else f"the state {named}"
+                return self._blame(node, error, f"{what} is off by {error:.2e}")
             self.output_error = max(self.output_error, error)
         return None
 
     def backward(self) -> tuple[Difference | None, Difference | None]:
         """The first gradient that differs, from the last value made back to the parameters, and the first of a leaf."""
-        totals = [loss(o) for o in self.outputs]
+        totals = [self._loss(compat.tree_leaves(o), rank) for rank, o in enumerate(self.outputs)]
         failed: RuntimeError | None = None
         if any(t.requires_grad for t in totals):
             try:
@@ -189,7 +194,7 @@ class _Proof:
                 failed = e
         first: Difference | None = None
         for node in reversed(self.held):
-            error = 0.0 if "conversion" in node.meta else self._gradient_error(node)
+            error = 0.0 if mark(node).conversion is not None else self._gradient_error(node)
             if error <= TOLERANCE:
                 self.gradient_error = max(self.gradient_error, error)
                 continue
@@ -201,6 +206,16 @@ class _Proof:
         if failed is None:
             return first, None
         return first, Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
+
+    def _loss(self, outputs: list[Any], rank: int) -> Tensor:
+        """The loss on one rank: of states, of which it has a part, with that part's weights."""
+        states = {i: self.sharded.states.get(self.planned.program.becomes(i) or "", I) for i in range(len(outputs))}
+        total = loss([v for i, v in enumerate(outputs) if states[i].sharded_dim is None])
+        for i, layout in states.items():
+            whole = self.expected.outputs[i]
+            if layout.sharded_dim is not None and whole.is_floating_point():
+                total = total + weighted(outputs[i], self._spec(layout).split(weights(whole), self.planned.tp)[rank])
+        return total
 
     def _gradient_error(self, node: fx.Node) -> float:
         whole = self.expected.values.get(self.sharded.origin[node])
@@ -214,7 +229,7 @@ class _Proof:
         """The value itself, unless an operand of its operator arrives in another layout than was decided."""
         made = next((n for n in _onwards(node) if n in self.sharded.origin), node)
         op = self.planned.ops.get(self.sharded.origin[made][0]) if made in self.sharded.origin else None
-        if op is not None and "conversion" not in made.meta:
+        if op is not None and mark(made).conversion is None:
             slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
             for operand in self._arrivals(made):
                 wanted = [layout for value, layout in slots if value == self.sharded.origin[operand]]
@@ -238,7 +253,7 @@ class _Proof:
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
-        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and "conversion" in n.meta]
+        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and mark(n).conversion is not None]
         detail += f" (conversions of this value: {', '.join(moved)})" if moved else ""
         path = module_path(origin)
         return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)

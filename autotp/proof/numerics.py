@@ -55,10 +55,20 @@ def loss(outputs: Any) -> Tensor:
     total = torch.zeros((), dtype=torch.float64)
     for v in compat.tree_leaves(outputs):
         if isinstance(v, Tensor) and (v.is_floating_point() or v.is_complex()) and v.numel():
-            flat = torch.view_as_real(v).reshape(-1) if v.is_complex() else v.reshape(-1)
-            weight = torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device) + 0.5)
-            total = total + (torch.where(torch.isfinite(flat), flat, 0) * weight).sum()
+            total = total + weighted(v, weights(v))
     return total
+
+
+def weights(value: Tensor) -> Tensor:
+    """What `loss` weighs the elements of a whole value by, as the value is laid out; real and imaginary parts apart."""
+    shape = torch.view_as_real(value).shape if value.is_complex() else value.shape
+    return torch.cos(torch.arange(shape.numel(), dtype=torch.float64, device=value.device) + 0.5).reshape(shape)
+
+
+def weighted(value: Tensor, weight: Tensor) -> Tensor:
+    """The sum of a value's finite elements times these weights."""
+    plain = torch.view_as_real(value) if value.is_complex() else value
+    return (torch.where(torch.isfinite(plain), plain, 0) * weight).sum()
 
 
 NO_DERIVATIVE = re.compile(r"no autograd formula was registered|derivative for .* is not implemented")

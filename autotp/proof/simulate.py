@@ -14,9 +14,10 @@ from autotp import compat
 from autotp.comm import conversions
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import SEEDS
+from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import Sharded
-from autotp.passes.decompose.counter_random import SEEDS
 
 Ranks = list[Any]  # one value per rank
 Observer = Callable[[fx.Node, Ranks], None]
@@ -63,7 +64,7 @@ class StepError(RuntimeError):
 
 def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     target: Any = node.target
-    if "conversion" in node.meta:
+    if mark(node).conversion is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
         return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
     results = []
@@ -71,7 +72,7 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     for r in range(tp):
         if drawn is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(drawn)
-        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if node.meta.get("ranked") == "tp" else {})}
+        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if mark(node).axis == "tp" else {})}
         results.append(_call(target, _at(node.args, env, r), kwargs))
     return results
 
@@ -140,9 +141,9 @@ class Values:
         state |= dict(model.named_parameters(remove_duplicate=False))
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
-        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind == SEEDS}
+        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
         given = {
-            x.node: next(flat) if x.kind == "input" else _real(state[x.name]) for x in program.leaves if x.kind != SEEDS
+            x.node: next(flat) if x.kind.passed else _real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
         }
         return cls({**given, **drawn}, inputs)
 

@@ -14,6 +14,7 @@ from autotp import compat
 from autotp.comm.slices import local_size
 from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
+from autotp.ir.marks import write
 from autotp.ir.op import Factor, Op, Rule, expression
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
@@ -156,7 +157,7 @@ class ShardCall:
     def ranked(self, function: Any, *args: Any) -> fx.Node:
         """A call that needs to know its rank (`rank` and `tp` are filled in per rank)."""
         node = self.emit(function, args)
-        node.meta["ranked"] = "tp"
+        write(node, axis="tp")
         return node
 
 

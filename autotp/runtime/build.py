@@ -67,7 +67,7 @@ class Build:
         options, outputs = self.options, self.request.outputs
         source = Source(
             bare=skeleton(model, _device(self.ranks)),
-            make=lambda c: apply_plan(c, plan, options, outputs)[1],
+            make=lambda c, states: apply_plan(c, plan, options, outputs, states)[1],
             ranks=self.ranks,
             tp=plan.tp,
             aliases=aliases(model),
@@ -77,7 +77,7 @@ class Build:
             sample=self.check is not False,
         )
         if captured is not None:
-            source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured))))
+            source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured, {}))))
         return model, plan, source
 
     def _solve(self, captured: Capture, notes: list[str]) -> Plan:

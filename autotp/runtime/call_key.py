@@ -63,7 +63,7 @@ def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]
         InputError: the inputs do not fit `forward`.
     """
     slots = compat.tree_unflatten([Slot(i) if isinstance(v, Tensor) else v for i, v in enumerate(flat)], spec)
-    inputs, _ = without_cache(bare, Inputs(*slots[0], **slots[1]))
+    inputs, _ = without_cache(bare, Inputs(*slots[0], **slots[1]), running=True)
     leaves, shape = compat.tree_flatten(_named(bare.forward, inputs))
     key = (shape, tuple(None if isinstance(x, Slot) else (type(x), x) for x in leaves))
     order = tuple(x.index for x in leaves if isinstance(x, Slot))

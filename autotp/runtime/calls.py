@@ -24,7 +24,7 @@ from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, lost, meet
 from autotp.comm.ranks import agree, broadcast
-from autotp.comm.told import by_value
+from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 

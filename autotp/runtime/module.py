@@ -18,13 +18,15 @@ from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import agree, no_ranks_error, together
 from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
-from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
+from autotp.runtime.generation.carrying import Arguments, Carriers
+from autotp.runtime.generation.shell import one_generator, shell
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.refusals import Refusals
 
@@ -32,7 +34,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken
+from .programs import Known, Program, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -57,9 +59,12 @@ class ShardedModule(Refusals, Part):
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made: list[Program] = []
         self._known = Known()
+        ranks = source.ranks
+        self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
+        self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
-        if source.ranks is not None:
+        if ranks is not None:
             rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare)
@@ -79,19 +84,35 @@ class ShardedModule(Refusals, Part):
         """
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
-        flat, spec = compat.tree_flatten((args, kwargs))
-        key = (self._mode(), self._changes.key(), *signature(flat, spec))
+        call = Arguments(self._carriers, args, kwargs)
+        key = self._key(call)
         known = self._known.get(key)
-        new, drawn = self._calls.begin(key, flat, spec, known and known[0])
-        if new or known is None or self._source.check:
-            program, order = self._find(flat, spec)
-            outputs = self._first(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
+        new, drawn = self._calls.begin(key, call.whole, call.spec, known and known[0])
+        if new or known is None or self._source.check or call.wrong:
+            program, order = self._find(call)
+            outputs = self._first(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
             if program.capture.conditions is None:  # else every call is asked whether it meets them
-                self._known[key] = program, order
+                self._known[self._key(call)] = program, order
         else:
             program, order = known
-            outputs = self._run(program, [flat[i] for i in order], drawn or self._calls.numbers(program))
-        return self._finish(program, outputs, [flat[i] for i in order])
+            outputs = self._run(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
+        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order]))
+
+    def _key(self, call: Arguments) -> Hashable:
+        return self._mode(), self._changes.key(), call.wrong, *signature(call.whole, call.spec)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
+
+        Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
+
+        Raises:
+            StateError: the original's class has no `generate`.
+        """
+        source = self._source
+        made = shell(self, source.bare)
+        with one_generator(source.ranks, self._shards.device):
+            return made.generate(*args, **kwargs)
 
     def _run(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
         # A capture under autocast holds its casts already.
@@ -114,46 +135,57 @@ class ShardedModule(Refusals, Part):
     def _mode(self) -> Mode:
         return mode_of(self._order, self._shards.device)
 
-    def _find(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]]:
+    def _find(self, call: Arguments) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
         source = self._source
         data_parallel.refuse_others(self._shards)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
-        agree(source.ranks, "the inputs of this call", {**state.input_text(flat, spec, values), **self._changes.told()})
-        found = together(source.ranks, "reading the inputs", lambda: self._match(flat, spec))
+        told = {**state.input_text(call.whole, call.spec, values), **self._changes.told()}
+        agree(source.ranks, "the inputs of this call", told)
+        found = together(source.ranks, "reading the inputs", lambda: self._match(call))
         if found is None:
-            caught = together(source.ranks, "capturing the model", lambda: self._capture(flat, spec, self._mode()))
+            caught = together(source.ranks, "capturing the model", lambda: self._captured(call))
             captured = in_one_order(source.ranks, caught)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured))
+            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
             self._install(captured, made, self._changes.key())
-            found = self._match(flat, spec)
+            found = self._match(call)
             if found is None:
                 raise StateError(
                     "a program was captured for these inputs and does not accept them; please report this."
                 )
         return found
 
-    def _match(self, flat: list[Any], spec: Any) -> tuple[Program, list[int]] | None:
+    def _match(self, call: Arguments) -> tuple[Program, list[int]] | None:
         """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self._shards)
-        args, kwargs = compat.tree_unflatten(flat, spec)
-        without_cache(self._source.bare, Inputs(*args, **kwargs), running=True)
-        called, _ = form(self._source.bare, flat, spec)
+        call.check()
+        called, _ = form(self._source.bare, call.whole, call.spec)
         mode = self._mode()
         fitting = (p for p in self._programs_made if p.changes == self._changes.key())
-        orders = ((program, program.order(called, flat, mode)) for program in fitting)
+        orders = ((program, program.order(called, call.whole, mode)) for program in fitting)
         return next(((program, order) for program, order in orders if order is not None), None)
 
+    def _captured(self, call: Arguments) -> Capture:
+        """The graph for a call; captured again while it shows more of what changes from call to call."""
+        captured = self._capture(call, self._mode())
+        while self._carriers.learn(captured):
+            call.read()
+            captured = self._capture(call, self._mode())
+        return captured
+
     @torch.inference_mode(False)
-    def _capture(self, flat: list[Any], spec: Any, mode: Mode) -> Capture:
+    def _capture(self, call: Arguments, mode: Mode) -> Capture:
         source = self._source
         bare = skeleton(source.bare, self._shards.device, state.dtypes(self._shards))
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
-        inputs = form(source.bare, flat, spec)[1]
-        return prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        inputs = form(source.bare, call.whole, call.spec)[1]
+        captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+            captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+        return captured
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
         source, key = self._source, len(self._programs_made)
@@ -163,11 +195,12 @@ class ShardedModule(Refusals, Part):
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
-        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind == "constant"}
+        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
         random = any(map(draws, graph.nodes))
+        self._carriers.layouts |= getattr(sharded, "states", {})
         self._programs_made.append(
             Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes)
         )

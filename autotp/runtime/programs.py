@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,10 @@ from autotp.comm.ranks import Ranks
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import Mode, serves
 from autotp.ir.graph import Capture
+from autotp.ir.layouts import Layout
+from autotp.ir.leaves import SEEDS
 from autotp.ir.program import MeshPlace, Sharded
-from autotp.passes.decompose.counter_random import SEEDS, seeds
+from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
@@ -98,7 +100,7 @@ class Source:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan.
+        make: the program of a capture, under the module's plan, with states where programs before have them.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
@@ -108,7 +110,7 @@ class Source:
     """
 
     bare: nn.Module
-    make: Callable[[Capture], Sharded]
+    make: Callable[[Capture, Mapping[str, Layout]], Sharded]
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
@@ -131,11 +133,23 @@ def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[
     inputs: list[fx.Node] = []
     reads, count = [], 0
     for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-        if leaf.kind == "input":
+        if leaf.kind.passed:
             inputs += [node] if isinstance(leaf.node.meta.get("val"), Tensor) else []
-        elif leaf.kind == SEEDS:
+        elif leaf.kind is SEEDS:
             inputs, count = [*inputs, node], leaf.node.meta["val"].shape[0]
         elif node.users:
             name = shards.aliases.get(leaf.name, leaf.name)
-            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind == "parameter" else None))
+            reads.append(Read(node, name, shards.storages.get(name) if leaf.kind.trained else None))
     return inputs, reads, count
+
+
+def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
+    """Train the parameters of a skeleton that its parts train; whether those were others before."""
+    changed = False
+    for module, part in zip(bare.modules(), parts, strict=True):
+        for name, p in module._parameters.items():
+            held = part._parameters.get(name, part._parameters.get(f"{name}_part0"))
+            if p is not None and held is not None and p.requires_grad != held.requires_grad:
+                p.requires_grad_(held.requires_grad)
+                changed = True
+    return changed

@@ -14,6 +14,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
+from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.ir.specs import INVARIANT
 from autotp.runtime.lower import eager
@@ -70,7 +71,7 @@ def scopes(graph: fx.Graph) -> Scope:
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
             continue
-        if "path" not in node.meta and "nn_module_stack" not in node.meta:
+        if mark(node).scope is None and "nn_module_stack" not in node.meta:
             stack[-1].items.append(node)  # a size, computed where it is needed
             continue
         path = scope_path(node)

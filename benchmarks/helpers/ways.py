@@ -13,11 +13,12 @@ from torch import Tensor
 from autotp.compat import c10d_ops
 
 
-def _reduced(x: Tensor, group: str) -> Tensor:
+def reduced(x: Tensor, group: str) -> Tensor:
+    """The sum of all ranks' values."""
     return c10d_ops.wait_tensor(c10d_ops.all_reduce(x.contiguous(), "sum", group))
 
 
-def _gathered(x: Tensor, dim: int, tp: int, group: str) -> Tensor:
+def gathered(x: Tensor, dim: int, tp: int, group: str) -> Tensor:
     """The whole of a value of which each rank has an equal slice of dimension `dim`."""
     whole = c10d_ops.wait_tensor(c10d_ops.all_gather_into_tensor(x.contiguous().unsqueeze(0), tp, group))
     return whole.movedim(0, dim).reshape(*x.shape[:dim], tp * x.shape[dim], *x.shape[dim + 1 :])
@@ -39,7 +40,7 @@ class CopyF(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        return _reduced(grad, ctx.group), None
+        return reduced(grad, ctx.group), None
 
 
 class ReduceF(torch.autograd.Function):
@@ -47,7 +48,7 @@ class ReduceF(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        return _reduced(x, group)
+        return reduced(x, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
@@ -60,7 +61,7 @@ class GatherG(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, tp: int, group: str) -> Tensor:
         ctx.place = dim, tp, group
-        return _gathered(x, dim, tp, group)
+        return gathered(x, dim, tp, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
@@ -77,7 +78,7 @@ class ScatterG(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return _gathered(grad, *ctx.place), None, None, None
+        return gathered(grad, *ctx.place), None, None, None
 
 
 class GatherOutput(torch.autograd.Function):
@@ -86,7 +87,7 @@ class GatherOutput(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, dim: int, rank: int, tp: int, group: str) -> Tensor:
         ctx.place = dim, rank, tp
-        return _gathered(x, dim, tp, group)
+        return gathered(x, dim, tp, group)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:  # type: ignore[override]

@@ -104,12 +104,12 @@ def calibrate(
     with _progress(show and first) as step:
         kernels = list(_kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
         transfers = list(_transfers(clock, start, step)) if ranks is not None and ranks.tp > 1 else []
-    found = fit(kernels, transfers, start)
+    cluster = fit(kernels, transfers, start)
     if show and first:
         console = Console()
-        console.print(_table(found, kernels, transfers))
-        console.print(_numbers(found, transfers), highlight=False, soft_wrap=True)
-    return found
+        console.print(_table(cluster, kernels, transfers))
+        console.print(_numbers(cluster, transfers), highlight=False, soft_wrap=True)
+    return cluster
 
 
 @dataclass(frozen=True)
@@ -147,9 +147,9 @@ class Clock:
     def _worst(self, seconds: float) -> float:
         if self.ranks is None or self.ranks.tp == 1:
             return seconds
-        held = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(held, dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(held)
+        worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(worst)
 
 
 def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], None]) -> Iterator[Kernel]:
@@ -201,9 +201,9 @@ def _transfers(clock: Clock, cluster: Cluster, step: Callable[[str], None]) -> I
     """Each collective over each size and group: neighbours in a node, and one rank of each node."""
     assert clock.ranks is not None
     world = clock.ranks.tp
-    held = min(world, cluster.devices_per_node)
-    inside = [(n, 1) for n in _degrees(held)]
-    for n, stride in [*inside, *((n, held) for n in _degrees(world // held))]:
+    per_node = min(world, cluster.devices_per_node)
+    inside = [(n, 1) for n in _degrees(per_node)]
+    for n, stride in [*inside, *((n, per_node) for n in _degrees(world // per_node))]:
         group = _subgroup(clock.ranks, n, stride)
         for primitive in COLLECTIVES:
             for size in SIZES[clock.device.type].transfers:

@@ -150,26 +150,26 @@ class Cluster:
         """Peak rate in FLOP/s for a dtype named as torch does ("bfloat16" or "torch.bfloat16")."""
         return self.peak_flops.get(dtype_name.removeprefix("torch."), self.peak_flops["float32"])
 
-    def held(self, n: int, stride: int = 1) -> int:
+    def per_node(self, n: int, stride: int = 1) -> int:
         """How many of a group of `n` ranks, each `stride` after the one before, a node holds."""
         return min(n, max(1, self.devices_per_node // stride))
 
     def spans_nodes(self, n: int, stride: int = 1) -> bool:
         """Whether a group of `n` ranks, each `stride` after the one before, leaves the node."""
-        return n > self.held(n, stride)
+        return n > self.per_node(n, stride)
 
 
 def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any]:
     """A file's fields, on top of those of the preset that it names."""
-    given = {"name": Path(path).stem, **data}
-    preset = given.pop("preset", None)
+    fields = {"name": Path(path).stem, **data}
+    preset = fields.pop("preset", None)
     if preset is None:
-        return given
+        return fields
     base = Cluster.preset(preset).to_dict() if isinstance(preset, str) else None
     if base is None:
         raise _refuse("preset", preset, f"one of {', '.join(PRESETS)}")
-    changed = ", ".join(sorted(set(given) - {"name", "source"})) or "nothing"
-    return {**base, "source": f"preset {preset}; changed: {changed}", **given}
+    changed = ", ".join(sorted(set(fields) - {"name", "source"})) or "nothing"
+    return {**base, "source": f"preset {preset}; changed: {changed}", **fields}
 
 
 def _refuse(what: str, value: Any, must: str) -> InputError:

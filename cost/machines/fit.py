@@ -75,7 +75,7 @@ def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster)
     overhead = sum(launches) / len(launches) if launches else base.launch_overhead
     copies = [k for k in kernels if k.item == "copy"]
     products = [k for k in kernels if k.flops]
-    found = replace(
+    fitted = replace(
         base,
         launch_overhead=overhead,
         collective_overhead=overhead if transfers else base.collective_overhead,  # the rest shows as latency
@@ -86,7 +86,7 @@ def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster)
             if not products or d == "float32" or any(k.dtype == d for k in products)
         },
     )
-    return _links(transfers, found)
+    return _links(transfers, fitted)
 
 
 def errors(samples: Iterable[Sample], cluster: Cluster) -> list[Error]:
@@ -101,7 +101,7 @@ def errors(samples: Iterable[Sample], cluster: Cluster) -> list[Error]:
 def _links(transfers: Sequence[Transfer], cluster: Cluster) -> Cluster:
     """The links in and between nodes, and whether a node has a switch: whichever fits its all-to-alls better."""
     inside = [t for t in transfers if not cluster.spans_nodes(t.n, t.stride)]
-    between = [t for t in transfers if RankGroup.of(t.n, cluster, t.stride).held == 1 < t.n and t not in inside]
+    between = [t for t in transfers if RankGroup.of(t.n, cluster, t.stride).per_node == 1 < t.n and t not in inside]
     least = 1 / cluster.memory_bandwidth
     outer, _ = _link(between, False, least)
     if outer is not None:
@@ -131,8 +131,8 @@ def _link(transfers: Sequence[Transfer], forwards: bool, least: float) -> tuple[
 def _two(a: torch.Tensor, b: torch.Tensor, t: torch.Tensor, least: float) -> tuple[float, float]:
     """Least squares x, y of a x + b y = t, with x at least `LEAST_LATENCY` and y at least `least`."""
     scale = torch.stack([a.max(), b.max()]).clamp_min(1e-300)  # the columns differ by many orders of magnitude
-    found = torch.linalg.lstsq(torch.stack([a, b], dim=1) / scale, t[:, None], driver="gelsd").solution
-    x, y = (found.flatten() / scale).tolist()
+    solution = torch.linalg.lstsq(torch.stack([a, b], dim=1) / scale, t[:, None], driver="gelsd").solution
+    x, y = (solution.flatten() / scale).tolist()
     if x < LEAST_LATENCY:
         x, y = LEAST_LATENCY, _one(b, t - LEAST_LATENCY * a)
     if y < least:

@@ -21,16 +21,21 @@ def described(
     world = ranks.tp if ranks is not None else 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     cuda = device.type == "cuda"
-    held = here if here < world else torch.cuda.device_count() if cuda else base.devices_per_node
-    held = held if devices_per_node is None else replace(base, devices_per_node=devices_per_node).devices_per_node
-    if world > held and world % held:
-        raise InputError(f"devices_per_node={held} does not divide the {world} ranks: every node holds equally many.")
+    per_node = torch.cuda.device_count() if cuda else base.devices_per_node
+    if here < world:  # fewer ranks in this node than there are: it is full
+        per_node = here
+    if devices_per_node is not None:
+        per_node = replace(base, devices_per_node=devices_per_node).devices_per_node  # which checks the number
+    if world > per_node and world % per_node:
+        raise InputError(
+            f"devices_per_node={per_node} does not divide the {world} ranks: every node holds equally many."
+        )
     title = torch.cuda.get_device_name(device) if cuda else f"CPU, {torch.get_num_threads()} threads: {processor()}"
     size = torch.cuda.get_device_properties(device).total_memory if cuda else memory() / min(here, world)
     links = "matmuls, copies, collectives" if world > 1 else f"matmuls, copies; links are those of {base.name!r}"
     source = f"autotp.calibrate, torch {torch.__version__}, {world} rank{'s' * (world > 1)}; {links}"
     return {
-        "name": name, "device": title, "memory_size": float(size), "devices_per_node": held, "source": source,
+        "name": name, "device": title, "memory_size": float(size), "devices_per_node": per_node, "source": source,
     }  # fmt: skip
 
 

@@ -20,10 +20,10 @@ class Choice:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     seconds: float = 0.0
-    saved: float = 0.0  # bytes of activations kept for the backward
-    stored: float = 0.0  # bytes of parameters held
-    held: float = 0.0  # bytes that count against the memory budget
-    penalty: int = 0  # breaks ties: segments, unevenness
+    activation_bytes: float = 0.0  # that autograd saves for the backward
+    parameter_bytes: float = 0.0  # on the rank that has most
+    budget_bytes: float = 0.0  # that count against the memory budget
+    penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
     loop: Distribution | None = None  # how that factor's loop is dealt
 
@@ -67,29 +67,40 @@ def conversions(
 ) -> list[tuple[Layout, Layout]] | None:
     """The cheapest set of conversions from one layout to all wanted ones, through wanted ones where that is cheaper.
 
-    This is a minimum arborescence: taking the nearest layout again and again is not always the cheapest, since what is
-    cheap to convert from may itself be dear. Steps come in an order in which each source exists already. None where a
-    layout cannot be reached.
+    This is a minimum arborescence (Edmonds 1967). Taking the nearest layout again and again is not always the cheapest:
+    with P to S for 2, P to I for 3, I to S for 1 and S to I for 9 it takes S first and pays 5, where I first costs 4.
+
+    Args:
+        produced: the layout that is there.
+        wanted: the layouts that consumers read.
+        cost: seconds of a conversion; None where there is none.
+
+    Returns:
+        (from, to) in an order in which each source exists already; None where a layout cannot be reached.
     """
-    found = [produced, *sorted(wanted - {produced}, key=repr)]
-    arcs = {
-        (i, j): c
-        for j, b in enumerate(found[1:], 1)
-        for i, a in enumerate(found)
-        if i != j and (c := cost(a, b)) is not None
-    }
-    near = _nearest(len(found), arcs)
-    if near is not None and len(found) > 2:
+    # By name, so that all ranks insert the same conversions: the order of a set is another in every process.
+    layouts = [produced, *sorted(wanted - {produced}, key=repr)]
+    arcs: dict[Step, float] = {}
+    for j, target in enumerate(layouts[1:], 1):
+        for i, source in enumerate(layouts):
+            seconds = cost(source, target) if i != j else None
+            if seconds is not None:
+                arcs[i, j] = seconds
+    steps = _nearest(len(layouts), arcs)
+    if steps is None:
+        return None
+    if len(layouts) > 2:
         graph = nx.DiGraph()
         graph.add_weighted_edges_from((i, j, c) for (i, j), c in arcs.items())
         best = sorted(nx.minimum_spanning_arborescence(graph).edges)
-        if sum(arcs[e] for e in best) < sum(arcs[e] for e in near) * (1 - 1e-12):
-            near = _ordered(best)
-    return None if near is None else [(found[i], found[j]) for i, j in near]
+        # Of equal sets the nearest one's order stays: conversions that others read come early.
+        if sum(arcs[e] for e in best) < sum(arcs[e] for e in steps) * (1 - 1e-12):
+            steps = _ordered(best)
+    return [(layouts[i], layouts[j]) for i, j in steps]
 
 
 def _nearest(count: int, arcs: Mapping[Step, float]) -> list[Step] | None:
-    """Steps found by taking the nearest layout that is still missing; layout 0 is there."""
+    """Steps that take the nearest layout that is still missing; layout 0 is there. None where one cannot be reached."""
     have, steps, missing = [0], [], list(range(1, count))
     while missing:
         reach = [(arcs[i, j], j, have.index(i)) for j in missing for i in have if (i, j) in arcs]

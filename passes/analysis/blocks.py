@@ -58,14 +58,14 @@ class _Finder:
         self._rest()
         placed = sorted(self.parts, key=lambda p: min(self.flow.order[n] for n in p[2]))
         first: dict[object, int] = {}
-        found = []
+        parts = []
         for i, (kind, detail, nodes, heads) in enumerate(placed):
             read = [n for n in nodes if self.flow.parameters(n)]
             key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
             leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
             module, equal = _module(read or nodes), first.setdefault(key, i)
-            found.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
-        return found
+            parts.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
+        return parts
 
     def _claim(self, kind: str, detail: str, nodes: list[fx.Node], heads: Heads | None = None) -> None:
         free = sorted({n for n in nodes if n not in self.owner}, key=self.flow.order.__getitem__)
@@ -75,6 +75,7 @@ class _Finder:
     # attention
 
     def _attentions(self) -> None:
+        """Claim fused attentions, and those that are spelled out: a softmax between two products without a weight."""
         for n in self.flow.ops:
             name = short_name(n.target)
             if n in self.owner or n not in self.flow.roots:
@@ -83,9 +84,10 @@ class _Finder:
                 self._attention(n, n)
             elif name in SOFTMAX:
                 _, behind = self.flow.back(self.flow.inputs(n))
-                _, next_ = self.flow.ahead(n.users)
+                _, ahead = self.flow.ahead(n.users)
+                # The softmax of a router lies between products with weights, and attends to nothing.
                 scores = [p for p in behind if not self.flow.parameters(p)]
-                sums = [p for p in next_ if not self.flow.parameters(p)]
+                sums = [p for p in ahead if not self.flow.parameters(p)]
                 if scores and sums:
                     self._attention(scores[0], sums[0])
 
@@ -143,10 +145,10 @@ class _Finder:
         rule = self.flow.rules[scores]
         assert rule is not None
         width = self.flow.width(scores)
-        kept = [f for f in rule.factors if f.outs[0] is not None]
-        alone = [f for f in kept if f.ins[0] and not f.ins[1]]
+        outer = [f for f in rule.factors if f.outs[0] is not None]
+        alone = [f for f in outer if f.ins[0] and not f.ins[1]]
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
-        many = [f for f in kept if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
+        many = [f for f in outer if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
         shared = [f for f in many if f.ins[1]]
         return (tuple(f.ins[0].dim for f in many if f.ins[0]), tuple(f.ins[1].dim for f in shared if f.ins[1])), width
 
@@ -167,16 +169,20 @@ class _Finder:
             self._chain(sorted(chain, key=flow.order.__getitem__), outputs)
 
     def _chain(self, chain: list[fx.Node], outputs: set[fx.Node]) -> None:
+        """Claim contractions that only pointwise operators join, with what lies between them."""
         flow, own = self.flow, set(chain)
-        between = [n for c in chain for n in flow.back(flow.inputs(c))[0]] if len(chain) > 1 else []
-        inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
+        inside: list[fx.Node] = []
+        if len(chain) > 1:
+            between = [n for product in chain for n in flow.back(flow.inputs(product))[0]]
+            # A norm before the first product lies behind it too, and is no part of the block.
+            inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
         gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
-        gated = bool(gates & set(inside))
         experts = [leaf for n in chain if (leaf := flow.batched(n)) is not None]
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
         elif len(chain) > 1:
-            self._claim("mlp", ("gated, " if gated else "") + f"{flow.width(chain[-1])} wide", chain + inside)
+            gated = "gated, " if gates & set(inside) else ""
+            self._claim("mlp", f"{gated}{flow.width(chain[-1])} wide", chain + inside)
         elif chain[0] in outputs:
             self._claim("head", f"{flow.ops[chain[0]].outs[0][-1]} wide", chain)
         else:
@@ -191,12 +197,13 @@ class _Finder:
                 self._claim("norm", short_name(n.target), [n])
         for n, sides in flow.products:
             for statistic, value in ((sides[0], sides[1]), (sides[1], sides[0])):
-                made = [r for r, _ in statistic if flow.statistic(r, value)]
-                if made and n not in self.owner:
-                    self._norm(n, made[0], names(value))
+                reductions = [r for r, _ in statistic if flow.statistic(r, value)]
+                if reductions and n not in self.owner:
+                    self._norm(n, reductions[0], names(value))
                     break
 
     def _norm(self, product: fx.Node, statistic: fx.Node, source: set[fx.Node]) -> None:
+        """Claim a norm that is spelled out: from the product of a value and its statistic to the scale and shift."""
         flow = self.flow
         nodes, _ = flow.walk([product], lambda n: n.all_input_nodes, lambda n: n in source)
         at, scaled = product, False
@@ -204,12 +211,16 @@ class _Finder:
             live = [u for u in at.users if u in flow.ops and u in flow.roots]
             following = [u for u in live if flow.passes(u) and u not in flow.junctions]
             with_weight = [u for u in following if flow.parameters(u)]
-            casts = [u for u in following if len(at.users) == 1 and len(flow.ops[u].slots) == 1 and not scaled]
+            # The cast back to bfloat16 stands before the scale. After it a cast is the next operator's business.
+            casts: list[fx.Node] = []
+            if len(at.users) == 1 and not scaled:
+                casts = [u for u in following if len(flow.ops[u].slots) == 1]
             if not with_weight and not casts:
                 break
             at = (with_weight or casts)[0]
             scaled = scaled or bool(with_weight)
             nodes.append(at)
+        # Without a parameter it decides nothing: x * sigmoid(x.mean()) is of the same form.
         if scaled:
             self._claim("norm", f"{short_name(statistic.target)} and scale", nodes)
 

@@ -15,7 +15,7 @@ from torch import fx
 
 from autotp.ir.graph import Capture, differentiable
 from autotp.ir.layouts import Size, simplify
-from autotp.ir.op import Factor, Op, Rule, Shape, is_tensor
+from autotp.ir.op import Op, Rule, Shape, is_tensor
 from autotp.rules.core import rule_of
 
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
@@ -40,7 +40,7 @@ class Dataflow:
         self.grads = differentiable(self.program)
         self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
-        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind == "parameter"}
+        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.trained}
         self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
@@ -71,20 +71,28 @@ class Dataflow:
             self.roots[node] = self._roots(node)
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
+        """What a value is made of; notes sums and products of independent branches on the way."""
         op, own = self.ops[node], frozenset([(node, ())])
         branches = [self.roots[s] for s in self.inputs(node)]
         if not branches or not self.passes(node):
             return own
         merged = frozenset().union(*branches)
         if len(branches) == 1:
-            cut = self._linear(node) and _fewer(op)
-            return frozenset((r, (*piece, node.name)) for r, piece in merged) if cut else merged
+            # q, k and v that are cut out of one product share their root: the piece tells them apart.
+            if self._linear(node) and _fewer(op):
+                return frozenset((root, (*piece, node.name)) for root, piece in merged)
+            return merged
         if self._together(node):
-            centred = [b for a, b in permutations(branches, 2) if any(self.statistic(r, b) for r in names(a))]
-            apart = all(not names(a) & names(b) for a, b in combinations(branches, 2))
-            if apart and not centred:
-                self.junctions.add(node)
-            return centred[0] if centred else own if apart else merged
+            # x - mean(x) is x, not a residual: a norm's statistic is made of what it is taken from.
+            for one, other in permutations(branches, 2):
+                if any(self.statistic(root, other) for root in names(one)):
+                    return other
+            # Branches that share a root are one computation, as the two halves of a rotary embedding are.
+            if any(names(a) & names(b) for a, b in combinations(branches, 2)):
+                return merged
+            self.junctions.add(node)
+            return own
+        # A gate times a value: of two different pieces, even where one product made both.
         if all(not a & b for a, b in combinations(branches, 2)):
             self.products.append((node, branches))
         return merged
@@ -102,7 +110,7 @@ class Dataflow:
         op, rule = self.ops[node], self.rules[node]
         if rule is None or not rule.factors:
             return len(op.slots) == 1 and op.ins == op.outs
-        if any(_contracted(f) for f in rule.factors):
+        if any(f.contracts for f in rule.factors):
             return False
         return self._linear(node) or all(self._covered(node, slot) for slot in range(len(op.slots)))
 
@@ -125,33 +133,39 @@ class Dataflow:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
         if node not in self.products_of_two:
             factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
-            found = any(_contracted(f) and sum(c is not None for c in f.ins) > 1 for f in factors)
-            self.products_of_two[node] = found
+            sums_products = any(f.contracts and sum(c is not None for c in f.ins) > 1 for f in factors)
+            self.products_of_two[node] = sums_products
         return self.products_of_two[node]
 
     def width(self, node: fx.Node) -> Size:
         """Number of products that a contraction sums for an element of its result."""
         rule, total = self.rules[node], 1
         for f in rule.factors if rule is not None else ():
-            total = total if not _contracted(f) else simplify(total * f.size)
+            total = total if not f.contracts else simplify(total * f.size)
         return total
 
     def batched(self, node: fx.Node) -> fx.Node | None:
         """The parameter of a product that has one matrix for each of several experts; None for other operators."""
-        op, rule = self.ops[node], self.rules[node]
+        op = self.ops[node]
+        if node not in self.grads:
+            return None
         for slot, operand in enumerate(op.slots):
-            if operand not in self.weights or len(op.ins[slot]) < 3 or node not in self.grads:
-                continue
-            if rule is None:
-                shared = len(op.ins[slot]) == 3 and any(len(op.ins[op.slots.index(x)]) == 2 for x in self.inputs(node))
-            else:
-                active = [op.slots.index(x) for x in self.inputs(node)]
-                shared = self.contraction(node) and any(
-                    f.ins[slot] and any(f.ins[i] for i in active) and all(f.outs) for f in rule.factors
-                )
-            if shared:
+            # One matrix an expert: a weight of two dimensions is everybody's.
+            if operand in self.weights and len(op.ins[slot]) >= 3 and self._by_expert(node, slot):
                 return self.weights[operand]
         return None
+
+    def _by_expert(self, node: fx.Node, slot: int) -> bool:
+        """Whether the weight in this slot shares a loop with the activations that every result keeps."""
+        op, rule = self.ops[node], self.rules[node]
+        active = [op.slots.index(x) for x in self.inputs(node)]
+        if rule is None:
+            # A kernel without a rule says nothing of its loops: tokens in rows beside a stack of matrices.
+            return len(op.ins[slot]) == 3 and any(len(op.ins[i]) == 2 for i in active)
+        if not self.contraction(node):
+            return False
+        # The rows of a convolution's filter [out, in, k] are no experts: no activation carries `out`.
+        return any(f.ins[slot] and any(f.ins[i] for i in active) and all(f.outs) for f in rule.factors)
 
     def weighted(self, node: fx.Node) -> bool:
         """Whether the node is a contraction with a parameter (or with the experts' parameters)."""
@@ -171,18 +185,18 @@ class Dataflow:
     ) -> tuple[list[fx.Node], list[fx.Node]]:
         """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently."""
         passed: dict[fx.Node, None] = {}
-        found: dict[fx.Node, None] = {}
+        ends: dict[fx.Node, None] = {}
         work = list(starts)
         while work:
             n = work.pop()
-            if n in passed or n in found or n not in self.roots:
+            if n in passed or n in ends or n not in self.roots:
                 continue
             if stops[0](n):
-                found[n] = None
+                ends[n] = None
             elif not any(stop(n) for stop in stops[1:]):
                 passed[n] = None
                 work += step(n)
-        return sorted(passed, key=self.order.__getitem__), sorted(found, key=self.order.__getitem__)
+        return sorted(passed, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
 
     def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""
@@ -209,10 +223,6 @@ def operands(node: fx.Node) -> list[fx.Node]:
 def _read(node: fx.Node) -> tuple[Op, Rule | None]:
     op = Op.of(node)
     return op, rule_of(op)
-
-
-def _contracted(factor: Factor) -> bool:
-    return any(c is None for c in factor.outs)
 
 
 def _fewer(op: Op) -> bool:

@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, tensors
+from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_path
 
@@ -30,15 +31,15 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     def shape(n: fx.Node) -> Any:
         return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
 
-    found: dict[Any, fx.Node] = {}
+    representative: dict[Any, fx.Node] = {}
     for level in range(4):
-        for blocks in _instances(program, level, found).values():
+        for blocks in _instances(program, level, representative).values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
                 signature, members = _signature(path, nodes, names, shape)
                 twins = first.setdefault(signature, members)
-                found.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: found[n] if n in found else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
+                representative.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
+    return {n: representative[n] if n in representative else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
 
 
 def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
@@ -75,7 +76,6 @@ def _signature(
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
     rows = tuple(
-        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), n.meta.get("no_grad"))
-        for n in nodes
+        (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), mark(n).no_grad) for n in nodes
     )
     return rows, nodes + leaves

@@ -32,6 +32,10 @@ class ExplicitCasts(Pass):
 
     name: ClassVar[str] = "explicit-casts"
 
+    def idle(self, program: Capture) -> str:
+        """Only where something ran under autocast, around the call or within it."""
+        return "" if program.autocast or (program.state and program.state[-1] is not None) else "no autocast"
+
     def run(self, program: Capture) -> int:
         calls = [n for n in program.graph.nodes if n.op == "call_function" and _dtype(n.meta.get("val")) is not None]
         return sum(self._cast(program.graph, n) for n in calls)
@@ -72,8 +76,3 @@ def _made(node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
             return _dtype(node.target(*args, **kwargs))  # type: ignore[operator]
         except (RuntimeError, TypeError):  # operands of different dtypes
             return None
-
-
-def has_regions(program: Capture) -> bool:
-    """Whether the model itself switches autocast on somewhere."""
-    return any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in program.graph.nodes)

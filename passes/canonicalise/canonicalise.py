@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 from torch import fx
 
 from autotp.ir.graph import Capture, differentiable
+from autotp.ir.marks import mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Pass
 
+from .complex_scatters import ComplexScatters
 from .drop_examples import DropExamples
 from .strides import LayOut, Reshape
 
@@ -27,7 +29,7 @@ class MergeTied(Pass):
         first: dict[str, fx.Node] = {}
         kept = []
         for leaf in program.leaves:
-            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind in ("parameter", "buffer") else None
+            owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
                 leaf.node.replace_all_uses_with(first[owner])
                 program.graph.erase_node(leaf.node)
@@ -42,15 +44,22 @@ class MergeTied(Pass):
 
 @dataclass(frozen=True)
 class InlineRegions(Pass):
-    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient."""
+    """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
+
+    Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
+    """
 
     name: ClassVar[str] = "inline-regions"
 
     def run(self, program: Capture) -> int:
         found, owner = _regions(program.graph), program.graph.owning_module
+        program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in found)
         for node in found:
             carries = differentiable(program) if _without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
+        for node in program.graph.nodes:
+            if node.op == "call_function" and mark(node).no_grad is None:
+                write(node, no_grad=False)
         return len(found)
 
 
@@ -77,11 +86,8 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
             if inner.op in ("placeholder", "output") or (inner.op == "get_attr" and not inner.users):
                 continue
             env[inner] = graph.node_copy(inner, lambda n: env[n])
-            env[inner].meta = {
-                "nn_module_stack": node.meta.get("nn_module_stack"),
-                **inner.meta,
-                "no_grad": no_grad or inner.meta.get("no_grad", False),
-            }
+            env[inner].meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+            write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
         if cut:
             results = [_detach(graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
@@ -207,6 +213,6 @@ class RebindSizes(Pass):
 
 
 CANONICAL: tuple[Pass, ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), TileSlices(), RebindSizes(),
-    Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(), TileSlices(),
+    RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, Leaf, caller, draws
+from autotp.ir.leaves import SEEDS
+from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
+from autotp.passes.schema import verify
 from autotp.rules.local import Sizes
-
-SEEDS = "seeds"
 
 
 def base_seed() -> int:
@@ -48,7 +49,7 @@ def by_counter(program: Capture) -> Capture:
     last = [n for n in graph.nodes if n.op == "placeholder"][-1]
     fake = next(v for n in found if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
     with graph.inserting_after(last):
-        leaf = graph.placeholder(SEEDS)
+        leaf = graph.placeholder(SEEDS.name)
     leaf.meta["val"] = fake.new_empty((len(found),), dtype=torch.int64).detach()
     drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
     apart = sum(packet(n) == "scaled_dot_product_attention" for n in found)
@@ -58,7 +59,9 @@ def by_counter(program: Capture) -> Capture:
         program.notes.append(
             f"{apart} attentions drop weights, and are taken apart for that: the weights are kept for the backward"
         )
-    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS)])
+    verify(program, "random numbers by counters")
+    verify(program, "random numbers by counters")
+    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)])
 
 
 def packet(node: fx.Node) -> str:
@@ -79,6 +82,7 @@ class _Drawer:
         with graph.inserting_after(self.leaf):  # outside of every module: equal blocks stay equal
             seed = graph.call_function(aten.select.int, (self.leaf, 0, place))
         seed.meta["val"] = self.leaf.meta["val"].new_empty(())
+        write(seed, no_grad=False)
         with graph.inserting_before(node):
             new = FORMS[packet(node)](_Call(self, node, seed), Op.of(node))
         node.replace_all_uses_with(new)

@@ -21,6 +21,7 @@ from autotp.errors import InputError
 from autotp.ir.graph import Capture, Leaf, caller, tensors
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
+from autotp.passes.schema import verify
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
@@ -39,6 +40,7 @@ def apart(program: Capture) -> Capture:
     for node in list(made.graph.nodes):
         if node.target is aten.cross_entropy_loss.default:
             _classes_apart(made.graph, Op.of(node))
+    verify(made, "losses apart", priced=True)
     return made
 
 

@@ -17,10 +17,10 @@ from torch import fx
 from autotp.comm.bucket import f_bucket
 from autotp.comm.conversions import f
 from autotp.cost import call_seconds, tensor_bytes
+from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 
 from .base import Optimisation, Setting
-from .matching import placed
 from .products import over_tp
 
 Scope = tuple[str, ...]
@@ -71,10 +71,11 @@ def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> None:
     """One call in the place of these, where the unit begins: their operands are there from the start."""
     with graph.inserting_before(_entry(nodes[0], len(unit))):
         call = graph.call_function(f_bucket, ([n.args[0] for n in nodes],), dict(nodes[0].kwargs))
-        call.meta = {**placed(unit), "val": tuple(n.meta["val"] for n in nodes), "ranked": "tp"}
+        call.meta = {"val": tuple(n.meta["val"] for n in nodes)}
+        write(call, scope=unit, axis="tp")
         for i, node in enumerate(nodes):
             item = graph.call_function(operator.getitem, (call, i))
-            item.meta = {**{k: v for k, v in node.meta.items() if k not in ("conversion", "ranked")}, **placed(unit)}
+            inherit(item, node, scope=unit, conversion=None, axis=None)
             node.replace_all_uses_with(item)
     for node in nodes:
         graph.erase_node(node)

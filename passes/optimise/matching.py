@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
+from autotp.ir.marks import inherit, mark
 from autotp.ir.op import aten, is_tensor
 from autotp.ir.scopes import innermost, is_region, scope_path
 
@@ -137,7 +138,7 @@ def value_of(node: fx.Node) -> Tensor:
 
 def whole_along(node: fx.Node, dim: int) -> bool:
     """Whether every rank has this node's value, not a summand of it, whole along the dimension."""
-    layout = node.meta.get("layout")
+    layout = mark(node).layout
     if layout is None:
         return True
     return not layout.partial and layout.sharded_dim != dim % value_of(node).ndim
@@ -145,18 +146,13 @@ def whole_along(node: fx.Node, dim: int) -> bool:
 
 def summable(node: fx.Node) -> bool:
     """Whether all of the node's rows on a rank may be read: a kernel that sums gradients over rows reads them all."""
-    layout = node.meta.get("layout")
+    layout = mark(node).layout
     return layout is None or layout.groups is None
 
 
 def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
     """The innermost module call or checkpointed region that holds all these nodes."""
     return innermost(map(scope_path, nodes))
-
-
-def placed(scope: tuple[str, ...]) -> dict[str, Any]:
-    """Meta data of a node in this scope."""
-    return {"scope": scope, "path": tuple(p for p in scope if not is_region(p))}
 
 
 def put(
@@ -175,16 +171,17 @@ def put(
     Returns:
         The call.
     """
-    outs, own = [out, *others], placed(scope_of(nodes))
+    outs, scope = [out, *others], scope_of(nodes)
     with out.graph.inserting_before(out):
         new = out.graph.call_function(target, args)
         items = [out.graph.call_function(operator.getitem, (new, i)) for i in range(len(outs) if others else 0)]
-    new.meta = {k: v for k, v in out.meta.items() if not (others and k == "layout")} | own
+    inherit(new, out, scope=scope, axis=None, layout=None if others else mark(out).layout)
     if others:
         new.meta["val"] = [None if old is None else old.meta["val"] for old in outs]
     for old, item in zip(outs, items or [new], strict=True):
         if old is not None:
-            item.meta = new.meta if item is new else {**old.meta, **own}
+            if item is not new:
+                inherit(item, old, scope=scope, axis=None)
             old.replace_all_uses_with(item)
         elif item is not new:
             out.graph.erase_node(item)

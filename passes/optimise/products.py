@@ -11,10 +11,11 @@ from torch import Tensor, fx
 
 from autotp.comm.conversions import f, g, g_star
 from autotp.comm.overlapped import ADDMM, LINEAR, MATMUL, grouped, scattered
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
 
-from .matching import calls, one_region, placed
+from .matching import calls, one_region
 
 # Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
 FORMS: dict[Any, tuple[str, str, str, str]] = {
@@ -90,7 +91,7 @@ def value(node: Any) -> Tensor | None:
 
 def over_tp(node: fx.Node, *targets: Any) -> bool:
     """Whether this is one of these conversions over the tp axis."""
-    return node.target in targets and "conversion" in node.meta and node.meta.get("ranked") == "tp"
+    return node.target in targets and mark(node).conversion is not None
 
 
 def groups(graph: fx.Graph) -> Iterator[GatheredProducts]:
@@ -148,14 +149,14 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
     scope = scope_path(conversion)
     with graph.inserting_before(first):
         call = graph.call_function(grouped, args, dict(conversion.kwargs))
-        call.meta = {**placed(scope), "val": tuple(p.node.meta["val"] for p in products), "ranked": "tp"}
-        call.meta["conversion of"] = conversion.meta["conversion"]
+        call.meta = {"val": tuple(p.node.meta["val"] for p in products)}
+        write(call, scope=scope, axis="tp")
         for i, p in enumerate(products):
             item = graph.call_function(operator.getitem, (call, i))
             if group.view is not None:
-                item.meta = placed(scope)
+                write(item, scope=scope)
                 item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))
-            item.meta = {**p.node.meta, **placed(scope)}
+            inherit(item, p.node, scope=scope)
             p.node.replace_all_uses_with(item)
     for node in (*(p.node for p in products), group.view, conversion):
         if node is not None:
@@ -171,8 +172,7 @@ def fuse_dealt(found: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
     args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks, least)
     with graph.inserting_before(conversion):
         call = graph.call_function(scattered, args, dict(conversion.kwargs))
-    kept = {k: v for k, v in conversion.meta.items() if k != "conversion"}
-    call.meta = {**kept, **placed(scope_path(product.node)), "conversion of": conversion.meta["conversion"]}
+    inherit(call, conversion, scope=scope_path(product.node), conversion=None)
     conversion.replace_all_uses_with(call)
     for node in (conversion, found.view, product.node):
         if node is not None:

@@ -10,6 +10,7 @@ from torch import fx
 from autotp.errors import InputError
 from autotp.log import dump, log
 from autotp.passes.optimise.kernels.place import Kernels
+from autotp.passes.schema import verify
 
 from .base import Optimisation, Setting
 from .bucket import Bucket
@@ -46,11 +47,12 @@ def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) ->
     """Run the table over one rank's program, in place; says of each optimisation by name what became of it."""
     lines = []
     for each in OPTIMISATIONS:
-        start, why = time.process_time(), each.idle(setting)
+        start, why, before = time.process_time(), each.idle(setting), set(graph.nodes)
         on = switches.get(each.name, not why)
         told = each.run(graph, setting) if on else why if each.name not in switches else "switched off"
         graph.eliminate_dead_code()
         graph.lint()
+        verify(graph, f"optimisation {each.name}", before=before)
         log.debug("optimisation %s: %s, %.1f ms", each.name, told, 1e3 * (time.process_time() - start))
         lines.append((each.name, told))
     dump("optimised", graph)

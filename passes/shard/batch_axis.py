@@ -16,6 +16,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item
 from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Factor, Op, Rule, expression, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
@@ -23,6 +24,7 @@ from autotp.rules.local import Sizes
 
 from .planner import Builder
 from .rewrite import Rewriter
+from .states import States
 from .strategies import Candidates
 
 WHOLE = 1e-6  # seconds a byte: work is done on the whole batch only where no rule says how to do it on a slice
@@ -72,11 +74,12 @@ class BatchBuilder(Builder):
             self.rules[n] = rule_of(replace(self.ops[n], args={**self.ops[n].args, **QUIET}))
         self.candidates = BatchCandidates(self.tp)
         p = self.prices
+        self.states = States(self.program, self.tp, self.same, self.grads, {}, ignored=True)
         self.prices = BatchPrices(p.program, p.tp, p.cluster, p.grads, p.leaves, keepers=p.keepers)
         self.prices.batch = self.batch
 
     def sliced(self, leaf: Leaf) -> bool:
-        return leaf.kind == "input" and shape_of(leaf.node)[:1] == (self.batch,)
+        return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def _seed(self, work: list[fx.Node]) -> None:
         for node, leaf in self.leaves.items():
@@ -86,14 +89,14 @@ class BatchBuilder(Builder):
     def _leaf(self, node: fx.Node, count: int) -> Item:
         """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
         leaf = self.leaves[node]
-        layout: Layout = I if leaf.kind == "input" and node in self.grads else R
+        layout: Layout = I if leaf.kind.passed and node in self.grads else R
         if self.sliced(leaf):
             layout = Shard(0, Partition.plain(self.batch, self.tp))
         return Item(leaf.name, [Choice((), (layout,))], [], [(node, 0)], count)
 
     def goals(self) -> tuple[Layout, ...]:
         written = {x for i, x in enumerate(compat.tree_leaves(self.program.graph.output_node().args[0]))
-                   if i in self.program.mutations}  # fmt: skip
+                   if i in self.program.mutations and self.program.becomes(i) is None}  # fmt: skip
         return tuple(I if x in written and resolve(x)[0] in self.grads else self._goal(x, x in written)
                      for x in outputs_of(self.program))  # fmt: skip
 
@@ -139,10 +142,6 @@ class BatchRewriter(Rewriter):
         super().__init__(planned, builder.prices.convert, "full")
         self.sizes = BatchSizes(self.new, batch, builder.tp)
 
-    def _placeholder(self, node: fx.Node) -> None:
-        super()._placeholder(node)
-        self.env[node].meta["origin"] = node
-
     def _other(self, node: fx.Node) -> None:
         size = expression(node.meta["val"]) if node.target is compat.sym_size else None
         if size is None:
@@ -157,6 +156,7 @@ class BatchRewriter(Rewriter):
         while new.op != "root":  # what a rule writes before the operator's own call belongs to the same module
             if new.target not in conversions.FUNCTIONS.values():
                 new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(new, no_grad=mark(node).no_grad)
             new = new.next
 
     def _goal(self, position: int, x: fx.Node) -> Layout:
@@ -169,7 +169,7 @@ class BatchRewriter(Rewriter):
             alike = isinstance(x, fx.Node) and tensors(x) and self.goals[resolve(x)] == I
             if alike and i not in self.planned.program.mutations:
                 scaled = self.new.call_function(scale_gradient, (new, self.dp))
-                scaled.meta = {k: v for k, v in new.meta.items() if k not in ("ranked", "conversion")}
+                inherit(scaled, new, axis=None, conversion=None)
                 new = scaled
             out.append(new)
         return tuple(out)

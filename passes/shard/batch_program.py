@@ -25,8 +25,10 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, Leaf, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Size
+from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.passes.decompose.losses import take_sums_apart
+from autotp.passes.schema import verify
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
@@ -64,7 +66,9 @@ def local_program(program: Capture, dp: int) -> Capture:
     builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
     sharded = BatchRewriter(decide(builder), builder, batch).run()
     local = _Localised(program, sharded.graph, dp, batch).capture()
-    gathered = [n.args[0] for n in local.graph.nodes if n.meta.get(AXIS) and n.meta[AXIS][0].sharded_dim is not None]
+    verify(local, "batch axis")
+    over = [(n, mark(n).batch) for n in local.graph.nodes]
+    gathered = [n.args[0] for n, batch in over if batch is not None and batch.source.sharded_dim is not None]
     if gathered:
         told = listed(where(n) for n in gathered)
         local.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
@@ -127,8 +131,9 @@ class _Localised:
     def capture(self) -> Capture:
         for node in self.graph.nodes:
             self._value(node)
-        made = {n.meta.pop("origin"): n for n in self.graph.nodes if n.op == "placeholder"}
         old = self.program
+        sides = ([n for n in graph.nodes if n.op == "placeholder"] for graph in (old.graph, self.graph))
+        made = dict(zip(*sides, strict=True))
         low, high = old.ranges.get(self.batch, (1, 2**62))
         return replace(
             old,
@@ -140,13 +145,11 @@ class _Localised:
         )
 
     def _value(self, node: fx.Node) -> None:
-        layout, converted = node.meta.pop("layout", None), node.meta.pop("conversion", None)
-        for counted in ("flops", "saved"):
-            node.meta.pop(counted, None)
-        if node.meta.pop("ranked", False):
-            node.meta["ranked"] = AXIS
-        if converted is not None:
-            node.meta[AXIS] = (*converted, self.dp)
+        written = mark(node)
+        layout = written.layout
+        batch = written.batch if written.conversion is None else BatchConversion(*written.conversion, self.dp)
+        axis = None if written.axis is None else AXIS
+        node.meta[KEY] = Mark(no_grad=written.no_grad, batch=batch, axis=axis, scope=written.scope)
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")

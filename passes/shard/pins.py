@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp import compat
-from autotp.cost.solver.problem import Choice
+from autotp.cost.solver.problem import Choice, Problem
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, floating, outputs_of, read, resolve, tensors, where
 from autotp.ir.layouts import I, Layout, R
@@ -149,7 +149,7 @@ class _Finder:
     pinned: Pinned
 
     def parameter(self, key: str, dim: int | None) -> None:
-        leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind == "parameter"}
+        leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind.trained}
         names = {alias: first for alias, first in self.program.aliases.items() if first in leaves}
         found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, key))
         if not found:
@@ -244,3 +244,29 @@ def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
 
 def _dims(dims: Iterable[int]) -> str:
     return ", ".join(map(str, dims))
+
+
+def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
+    """Refuse a pin that no operator beside the pinned one can live with, naming it.
+
+    Args:
+        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
+
+    Raises:
+        PlanError: nothing that the pinned item makes can become anything that the other one reads.
+    """
+    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
+    for use in problem.uses:
+        i, k = makers[use.value]
+        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
+        for j, slot in use.consumers:
+            pin = asked.get(i) or asked.get(j)
+            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
+            ways = ((a, b) for a in made for b in wanted)
+            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
+                continue
+            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
+            name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
+            raise PlanError(
+                f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
+            )

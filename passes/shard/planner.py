@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import fx
 
+from autotp import compat
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
@@ -17,7 +18,18 @@ from autotp.cost.saved_tensors import Keepers
 from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.solve import Infeasible, feasible, solve
 from autotp.errors import PlanError
-from autotp.ir.graph import Capture, Value, differentiable, outputs_of, read, resolve, shape_of, tensors, where
+from autotp.ir.graph import (
+    Capture,
+    Value,
+    differentiable,
+    outputs_of,
+    placed_outputs,
+    read,
+    resolve,
+    shape_of,
+    tensors,
+    where,
+)
 from autotp.ir.layouts import I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Decision, Planned
@@ -25,8 +37,9 @@ from autotp.passes.analysis.fold import fold
 from autotp.rules.core import rule_of
 from autotp.text import listed
 
-from .pins import Ask, Dims
+from .pins import Dims, check_neighbours
 from .pins import find as find_pins
+from .states import CarriedItem, States, decided
 from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
 
 OUTPUT_SLOT = "output"
@@ -44,11 +57,14 @@ class Builder:
     sequence: bool | None = None
     objective: Objective = TRAINING
     memory: float | None = None
+    carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
         nodes = list(self.program.graph.nodes)
-        self.calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem and _planned(n)]
+        past = {x.node for x in self.program.leaves if x.kind.carried}
+        calls = [n for n in nodes if n.op == "call_function" and n.target is not operator.getitem]
+        self.calls = [n for n in calls if _planned(n) and not _size_of(n, past)]
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
         self.rules: dict[fx.Node, Rule | None] = {}
@@ -58,12 +74,14 @@ class Builder:
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)
+        marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         self.same = fold(self.program, self.grads, marks) if marks else alike
+        self.states = States(self.program, self.tp, self.same, self.grads, self.carried)
         self.candidates = Candidates(self.tp)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads),
+            Keepers(self.ops, self.same, self.grads), self.states.cached(),
         )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:
@@ -80,16 +98,23 @@ class Builder:
                 held.add(self.value(operand))
         self._grow(slots)
         heads = [n for n in members if n in self.leaves] + [n for n in members if n not in self.leaves]
-        items = [self._leaf(n, members[n]) if n in self.leaves else self._call(n, slots[n], members[n]) for n in heads]
-        outputs = outputs_of(self.program)
-        items.append(Item(OUTPUT_SLOT, [Choice(self.goals(), ())], [frozenset([self.value(n)]) for n in outputs]))
-        uses = self._uses({n: i for i, n in enumerate(heads)}, outputs)
+        self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
+        known = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
+        items = [known.get(n) or self._item(n, slots, members[n]) for n in heads]
+        goals = {i: goal for (i, _), goal in zip(placed_outputs(self.program), self.goals(), strict=True)}
+        wanted = tuple(goals[i] for i, _ in self.states.left)
+        items.append(Item(OUTPUT_SLOT, [Choice(wanted, ())], [frozenset([self.value(n)]) for _, n in self.states.left]))
+        items += [item for item, _ in carried if not item.outs]
+        uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
         problem = Problem(items, uses, self.prices.convert, self.memory)
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
         asked |= {i: next(iter(self.user.spots[n].values()))[0] for i, n in enumerate(heads) if n in self.user.spots}
         check_neighbours(problem, heads, asked)
         return problem, heads
+
+    def _item(self, node: fx.Node, slots: Mapping[fx.Node, list[set[Value]]], count: int) -> Item:
+        return self._leaf(node, count) if node in self.leaves else self._call(node, slots[node], count)
 
     def goals(self) -> tuple[Layout, ...]:
         """How the graph's outputs leave it: whole, but where the user pinned them."""
@@ -118,8 +143,9 @@ class Builder:
     def _seed(self, work: list[fx.Node]) -> None:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
         for node, leaf in self.leaves.items():
-            if node is self.same[node]:
-                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind == "input" else ())
+            if node is self.same[node] and not leaf.kind.carried:
+                self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind.passed else ())
+        self.states.seed(self.candidates, self.prices.second_sizes)
         for n in work:
             self._seed_view(n)
 
@@ -144,7 +170,7 @@ class Builder:
         leaf, val = self.leaves[node], node.meta["val"]
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
-        if leaf.kind == "parameter":
+        if leaf.kind.trained:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
             layouts += [dealt_by(d, p) for d, p in dealt if not p.by_data]
             layouts = self._pinned(node, layouts)
@@ -153,8 +179,9 @@ class Builder:
         size, choices = self.prices.bytes(val), []
         for x in layouts:
             part = size * self.prices.share(x)
-            stored, held = (part, self.prices.held_parameter(part, val)) if leaf.kind == "parameter" else (0.0, part)
-            choices.append(Choice((), (x,), stored=stored, held=held, penalty=penalty([x], self.tp)))
+            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.trained else (0.0, part)
+            ties = penalty([x], self.tp)
+            choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
         return Item(leaf.name, choices, [], [(node, 0)], count)
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
@@ -215,49 +242,32 @@ class Builder:
             return False
         return True
 
-    def _uses(self, index: dict[fx.Node, int], outputs: list[fx.Node]) -> list[Use]:
+    def _uses(self, index: dict[fx.Node, int], items: list[Item], carried: list[CarriedItem]) -> list[Use]:
         """Instances of a value grouped by who consumes them."""
         consumers: dict[Value, set[tuple[int, int]]] = defaultdict(set)
         for n in self.calls:
             for slot, operand in enumerate(self.ops[n].slots):
                 consumers[resolve(operand)].add((index[self.same[n]], slot))
-        for slot, n in enumerate(outputs):
+        for slot, (_, n) in enumerate(self.states.left):
             consumers[resolve(n)].add((len(index), slot))
+        place = {id(item): i for i, item in enumerate(items)}
+        for item, names in carried:
+            for value in self.states.consumers(names):
+                consumers[value].add((place[id(item)], 0))
         groups: Counter[tuple[Value, tuple[tuple[int, int], ...]]] = Counter()
         for (node, i), users in consumers.items():
             groups[(self.same[node], i), tuple(sorted(users))] += 1
         return [Use(value, users, count) for (value, users), count in groups.items()]
 
 
-def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
-    """Refuse a pin that no operator beside the pinned one can live with, naming it.
-
-    Args:
-        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
-
-    Raises:
-        PlanError: nothing that the pinned item makes can become anything that the other one reads.
-    """
-    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
-    for use in problem.uses:
-        i, k = makers[use.value]
-        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
-        for j, slot in use.consumers:
-            pin = asked.get(i) or asked.get(j)
-            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
-            ways = ((a, b) for a in made for b in wanted)
-            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
-                continue
-            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
-            name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
-            raise PlanError(
-                f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
-            )
-
-
 def _planned(node: fx.Node) -> bool:
     """Operators with tensor results, and those that read one: a size or an item read off a shard would be wrong."""
     return bool(tensors(node)) or any(tensors(i) for i in node.all_input_nodes)
+
+
+def _size_of(node: fx.Node, states: set[fx.Node]) -> bool:
+    """Whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
+    return node.target is compat.sym_size and node.args[0] in states
 
 
 def decide(builder: Builder) -> Planned:
@@ -266,14 +276,18 @@ def decide(builder: Builder) -> Planned:
     try:
         solution = solve(problem)
     except Infeasible as e:
+        if builder.prices.cached:  # gathered rather than that nothing runs
+            builder.prices.cached = set()
+            return decide(builder)
         raise builder.conflict() or e from None
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]
-        chosen[node] = Decision(c.ins, c.outs, c.factor, c.loop)
+        chosen[node] = Decision(c.ins if node in builder.ops else (), c.outs, c.factor, c.loop)
     decisions = {n: chosen[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
     if builder.user.outputs:
         decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
     return Planned(
-        builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution
-    )
+        builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
+        decided(builder.carried_items, problem, solution.chosen),
+    )  # fmt: skip

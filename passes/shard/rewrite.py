@@ -18,10 +18,14 @@ from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
 from autotp.ir.graph import Value, outputs_of, resolve, tensors
 from autotp.ir.layouts import I, Layout, P, R
+from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
-from autotp.ir.scopes import innermost, module_path, scope_path
+from autotp.ir.scopes import innermost, scope_path
+from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall, Sizes
+
+from .states import as_read
 
 
 class Rewriter:
@@ -51,6 +55,7 @@ class Rewriter:
             else:
                 self._other(node)
         self.new.eliminate_dead_code()
+        self.out.states = dict(self.planned.states)
         return self.out
 
     def _placeholder(self, node: fx.Node) -> None:
@@ -73,13 +78,14 @@ class Rewriter:
         operands = [self.value(x, layout, node) for x, layout in zip(op.slots, decision.ins, strict=True)]
         target, args, kwargs = self._local(op, decision, operands)
         new = target if isinstance(target, fx.Node) else self.new.call_function(target, args, kwargs)
-        new.meta = {**node.meta, **{k: v for k, v in new.meta.items() if k == "ranked"}}
+        inherit(new, node, axis=mark(new).axis or mark(node).axis)
         self.env[node] = new
         self.sizes.note(new)
         if isinstance(node.meta.get("val"), list | tuple):
             for i, layout in enumerate(decision.outs):
                 item = self.new.call_function(operator.getitem, (new, i))
-                item.meta = {**node.meta, "val": node.meta["val"][i]}
+                inherit(item, node, axis=None)
+                item.meta["val"] = node.meta["val"][i]
                 self._hold(node, i, item, layout)
         elif tensors(node):
             self._hold(node, 0, new, decision.outs[0])
@@ -104,7 +110,8 @@ class Rewriter:
 
     def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
         self.held[(node, index), layout] = new
-        self.out.layouts[new] = new.meta["layout"] = layout
+        self.out.layouts[new] = layout
+        write(new, layout=layout)
         self.out.origin[new] = (node, index)
         if layout.groups is not None and self.ends is not None:
             self.out.ends[new] = self.ends
@@ -128,11 +135,9 @@ class Rewriter:
         dst: Any = layout.to_runtime(size)
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
-        common = innermost([module_path(u) for u in users]) if users else ()
         scope = innermost([scope_path(u) for u in users])
-        node.meta = {
-            **before.meta, "conversion": (source, layout), "path": common, "scope": scope, "ranked": "tp",
-        }  # fmt: skip
+        no_grad = mark(before).no_grad or False  # a leaf says nothing
+        inherit(node, before, conversion=(source, layout), scope=scope, axis="tp", batch=None, no_grad=no_grad)
         self._hold(value[0], value[1], node, layout)
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
@@ -179,6 +184,9 @@ class Rewriter:
         node, index = resolve(x)
         graded = node in self.planned.grads
         whole = I if graded else R
+        state = self.planned.program.becomes(position)
+        if state is not None and state in self.planned.states:
+            return as_read(self.planned.states[state], graded)
         if not self.sharded_outputs or position in self.planned.program.mutations:
             return whole
         pinned = self.planned.decisions.get(self.old.output_node())
@@ -224,7 +232,9 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
         price: `price(value, a, b)` gives a conversion's seconds.
         outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
     """
-    return Rewriter(planned, price, outputs).run()
+    program = Rewriter(planned, price, outputs).run()
+    verify(program, "rewrite", planned=planned)
+    return program
 
 
 def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
@@ -234,8 +244,9 @@ def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
     for node in sharded.graph.nodes:
         new = graph.node_copy(node, lambda n: copied[n])
         copied[node] = new
-        if axis := node.meta.get("ranked"):
+        if axis := mark(node).axis:
             rank, size, group = axes[axis]
             extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}
             new.kwargs = {**new.kwargs, "rank": rank, "tp": size, **extra}
+    verify(graph, "specialise")
     return graph

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -41,6 +42,60 @@ def test_inputs_and_outputs_of_every_kind(inputs):
     assert torch.equal(found["y"], wanted["y"]) and torch.equal(found["parts"][0], wanted["parts"][0])
     assert found["parts"][1] == wanted["parts"][1]
     assert autotp.verify(model, 2, inputs)
+
+
+@dataclass(frozen=True)
+class Inner:
+    y: Tensor
+    absent: Tensor | None = None
+
+
+@dataclass
+class Answer:
+    """A record that torch does not know, and that does not make itself from its fields."""
+
+    x: Tensor
+    more: list[Inner]
+    total: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.total = self.x.sum()
+        self.shift = 3
+
+
+class Records(Net):
+    def forward(self, x: Tensor) -> Answer:
+        return Answer(self.up(x), [Inner(x * 2)])
+
+
+def test_plain_dataclasses_as_outputs():
+    model = Records()
+    found, wanted = autotp.compile(model, 1, example_inputs=X)(X), model(X)
+    assert type(found) is Answer and type(found.more[0]) is Inner and found.more[0].absent is None
+    assert torch.equal(found.x, wanted.x) and torch.equal(found.more[0].y, wanted.more[0].y)
+    assert torch.equal(found.total, wanted.total) and found.shift == 3
+    report = autotp.verify(model, 2, X)
+    assert report and report.capture_error == 0
+
+
+class ComplexParts(Net):
+    """Writes to parts of complex values: rows, a slice, a diagonal, with a conjugate and a real number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        z = torch.view_as_complex(self.up(x).unflatten(-1, (-1, 2)).contiguous())
+        w = z.clone()
+        w[:, -1] = z[:, 0] * 1j
+        w[1:, :1] = z[1:, 1:2].conj()
+        w[0, 1:] += 2.0
+        w.diagonal().mul_(1j)
+        return torch.view_as_real(w)
+
+
+def test_parts_of_complex_values_are_written():
+    model = ComplexParts()
+    same(model, X, X)
+    report = autotp.verify(model, 2, X)
+    assert report and report.capture_error == 0
 
 
 def test_a_module_moved_to_where_it_is_already():

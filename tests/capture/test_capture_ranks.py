@@ -14,7 +14,7 @@ from tests.helpers.selfcheck_cases import Counter, Net
 
 
 def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
-    """Models past the first rung, against themselves; and ranks that differ."""
+    """Models past the first attempt, against themselves; and ranks that differ."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     padded = MORE.clone()
     padded[:, 5:] = 0

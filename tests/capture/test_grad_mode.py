@@ -41,8 +41,16 @@ class Never(Asks):
         return self.up(x)
 
 
+class OfTensors(Asks):
+    """Asks what it computed, and what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return y * (2.0 if y.requires_grad else 1.0) + (3.0 if x.requires_grad else 0.0)
+
+
 def test_each_grad_mode_is_the_models():
-    for kind, programs in ((Asks, 3), (Inference, 3), (Named, 3), (Never, 1)):
+    for kind, programs in ((Asks, 3), (Inference, 3), (Named, 3), (OfTensors, 3), (Never, 1)):
         for first in (torch.enable_grad, torch.no_grad):
             model: Any = kind()
             with first():
@@ -52,3 +60,16 @@ def test_each_grad_mode_is_the_models():
                     with context():
                         assert torch.equal(sharded(X), model(X)), (kind, first, context)
             assert len(sharded._programs_made) == programs
+
+
+def test_what_is_trained_counts_where_tensors_are_asked():
+    graded = X.clone().requires_grad_()
+    for kind, programs in ((OfTensors, 4), (Never, 2)):  # an input with a gradient is another program in any case
+        model: Any = kind()
+        sharded: Any = autotp.compile(model, 1, example_inputs=X)
+        for trained in (True, False, True):
+            for each in (model, sharded):
+                each.requires_grad_(trained)
+            for x in (X, graded):
+                assert torch.equal(sharded(x), model(x)), (kind, trained, x.requires_grad)
+        assert len(sharded._programs_made) == programs

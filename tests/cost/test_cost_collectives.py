@@ -48,7 +48,7 @@ def test_a_group_inside_a_node_is_priced_as_a_ring(primitive, n, size):
 def test_a_tree_has_logarithmic_latency_between_nodes():
     for nodes, rounds in [(2, 1), (4, 2), (5, 3), (64, 6)]:
         group = RankGroup.of(nodes, ROUND, stride=4)  # one rank in every node
-        assert (group.held, group.nodes) == (1, nodes)
+        assert (group.per_node, group.nodes) == (1, nodes)
         assert tree_seconds(800, group) == pytest.approx(2 * rounds * 10e-6 + 2 * 800 / 1e7)
     chains = RankGroup.of(16, ROUND)
     assert tree_seconds(0, chains) == pytest.approx(2 * (3 * 1e-6 + 2 * 10e-6))

@@ -63,7 +63,7 @@ def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
             continue
         whole = [size_hint(s, program.hints) for s in sizes(val)]
         local = stages.planned.decisions[leaf.node].outs[0].local_shape(whole, stages.planned.tp)
-        x = torch.randn(local, dtype=val.dtype) if leaf.kind == "parameter" else given[leaf.name].detach().clone()
+        x = torch.randn(local, dtype=val.dtype) if leaf.kind.trained else given[leaf.name].detach().clone()
         out[leaf.node.name] = x.requires_grad_() if leaf.node in stages.planned.grads else x
     return out
 
@@ -114,7 +114,7 @@ def test_the_solver_counts_what_the_plan_counts(name, tp):
     stages = staged(name, tp)
     assert stages.planned.solution is not None
     memory = stages.plan.memory
-    assert stages.planned.solution.held == memory.steady + memory.activations
+    assert stages.planned.solution.budget_bytes == memory.steady + memory.activations
 
 
 # parameters, gradients and states
@@ -123,12 +123,12 @@ def test_the_solver_counts_what_the_plan_counts(name, tp):
 def test_half_precision_takes_16_bytes_a_parameter_with_adam():
     half, single = torch.empty(1, dtype=torch.bfloat16), torch.empty(1)
     taken = {
-        name: [Objective(optimizer=name).held(x.element_size(), x.requires_grad_()) for x in (half, single)]
+        name: [Objective(optimizer=name).budget_bytes(x.element_size(), x.requires_grad_()) for x in (half, single)]
         for name in ("adamw", "adamw-plain", "sgd", "sgd-momentum")
     }
     assert taken == {"adamw": [16, 16], "adamw-plain": [8, 16], "sgd": [8, 8], "sgd-momentum": [12, 12]}
-    assert Objective("prefill").held(2, half) == 2
-    assert Objective().held(2, torch.empty(1, dtype=torch.bfloat16)) == 2  # frozen
+    assert Objective("prefill").budget_bytes(2, half) == 2
+    assert Objective().budget_bytes(2, torch.empty(1, dtype=torch.bfloat16)) == 2  # frozen
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4, 8])

@@ -35,8 +35,9 @@ def random_problem(seed: int) -> Problem:
         choices = [
             Choice(
                 tuple(draw.choice(LAYOUTS) for _ in slots[i]), (draw.choice(LAYOUTS),), float(draw.randint(0, 20)),
-                saved=float(draw.randint(0, 5)), stored=float(draw.choice([0, 8, 16]) if i == 0 else 0),
-                held=float(draw.randint(0, 30)), penalty=draw.randint(0, 2),
+                activation_bytes=float(draw.randint(0, 5)),
+                parameter_bytes=float(draw.choice([0, 8, 16]) if i == 0 else 0),
+                budget_bytes=float(draw.randint(0, 30)), penalty=draw.randint(0, 2),
             )
             for _ in range(draw.randint(2, 3))
         ]  # fmt: skip
@@ -79,8 +80,8 @@ class Assignment:
     """One choice per item, with what it comes to."""
 
     seconds: float
-    stored: float
-    held: float
+    parameter_bytes: float
+    budget_bytes: float
 
 
 def assignments(problem: Problem, shared: bool = True) -> Iterator[Assignment]:
@@ -97,14 +98,16 @@ def assignments(problem: Problem, shared: bool = True) -> Iterator[Assignment]:
             paid = tree(produced, wanted, cost) if shared else each_alone(produced, wanted, cost, consumers)
             seconds += float("inf") if paid is None else paid * use.count
         if seconds < float("inf"):
-            yield Assignment(seconds, sum(c.stored * n for c, n in counted), sum(c.held * n for c, n in counted))
+            parameters = sum(c.parameter_bytes * n for c, n in counted)
+            yield Assignment(seconds, parameters, sum(c.budget_bytes * n for c, n in counted))
 
 
 def best(found: list[Assignment], problem: Problem) -> Assignment:
     """The least seconds within the slack of the least parameters; items with one choice take no part in the slack."""
-    fixed = sum(i.choices[0].stored * i.count for i in problem.items if len(i.choices) == 1)
-    least = min(a.stored for a in found)
-    return min((a for a in found if a.stored <= fixed + (least - fixed) * SLACK + 0.5), key=lambda a: a.seconds)
+    fixed = sum(i.choices[0].parameter_bytes * i.count for i in problem.items if len(i.choices) == 1)
+    least = min(a.parameter_bytes for a in found)
+    most = fixed + (least - fixed) * SLACK + 0.5
+    return min((a for a in found if a.parameter_bytes <= most), key=lambda a: a.seconds)
 
 
 def test_equal_to_enumeration():
@@ -120,7 +123,7 @@ def test_equal_to_enumeration():
         got, want = solve(problem), best(found, problem)
         assert got.seconds == pytest.approx(want.seconds, rel=1e-9), seed
         assert got.bound == pytest.approx(want.seconds, rel=1e-8) and got.bound <= got.seconds, seed
-        assert got.least_stored == min(a.stored for a in found), seed
+        assert got.least_parameter_bytes == min(a.parameter_bytes for a in found), seed
         assert price(problem, got.chosen) == pytest.approx(want.seconds, rel=1e-9), seed
     assert 150 < feasible < GRAPHS, "there must be graphs with a plan and without one"
 
@@ -139,12 +142,12 @@ def test_equal_to_enumeration_within_a_budget(part):
         found = list(assignments(problem))
         if not found:
             continue
-        held = sorted({a.held for a in found})
+        held = sorted({a.budget_bytes for a in found})
         limit = held[0] + part * (held[-1] - held[0])
         got = solve(replace(problem, limit=limit))
-        want = best([a for a in found if a.held <= limit], problem)
+        want = best([a for a in found if a.budget_bytes <= limit], problem)
         assert got.seconds == pytest.approx(want.seconds, rel=1e-9), seed
-        assert got.held <= limit, seed
+        assert got.budget_bytes <= limit, seed
         binding += want.seconds > best(found, problem).seconds
     assert binding == 0 if part == 1.0 else binding > 20, "a budget must matter"
 
@@ -153,7 +156,7 @@ def test_nothing_fits_into_less_than_the_least():
     for seed in range(GRAPHS // 4):
         problem = random_problem(seed)
         found = list(assignments(problem))
-        if not found or not (least := min(a.held for a in found)):
+        if not found or not (least := min(a.budget_bytes for a in found)):
             continue
         with pytest.raises(PlanError, match=f"no plan fits.*the leanest legal one holds {least:.0f} B") as error:
             solve(replace(problem, limit=least - 1))

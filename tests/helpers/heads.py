@@ -38,6 +38,6 @@ def values(program: Capture, given: list[Tensor], model: nn.Module) -> Tensor:
     names = dict(model.named_parameters())
     env: dict[Any, Any] = {leaf.node: v for leaf, v in zip(program.inputs, given, strict=True)}
     for leaf in program.leaves:
-        if leaf.kind != "input":
-            env[leaf.node] = names[leaf.name] if leaf.kind == "parameter" else program.constants[leaf.name]
+        if not leaf.kind.passed:
+            env[leaf.node] = names[leaf.name] if leaf.kind.trained else program.constants[leaf.name]
     return reference(program.graph, env, lambda node, value: None)[0]

@@ -4,7 +4,7 @@ Nothing is named by a test: a capture is given again where everything that it is
 modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them are
 graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested, and
 what a test patched in the files that capture. A capture with notes or conditions depends on more than these, and is not
-kept. The tests of capture itself (tests/capture) take none.
+kept. The tests of capture itself (tests/capture) take none. Processes share by way of files (`capture_files.py`).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from torch import Tensor, nn
 from autotp.driver import pipeline
 from autotp.ir.graph import Capture
 from autotp.runtime import module as runtime
+
+from .capture_files import once
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 CODE = (type, FunctionType, BuiltinFunctionType)
@@ -99,10 +101,20 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
             key = model_key(bare), given, device, mode, request, _patched()
         except _Unlike:
             return prepare(bare, inputs, device, mode, trial, request)
-        compared = trial is not None and not trial.skip
-        if key not in KEPT or (compared and math.isnan(KEPT[key].error)):
-            made = prepare(bare, inputs, device, mode, trial, request)
-            if made.notes or made.conditions is not None or (trial is not None and trial.remark):
+        compared = trial is not None and not trial.skip  # before it runs: that may say why nothing could be
+
+        def make() -> Capture:
+            return prepare(bare, inputs, device, mode, trial, request)
+
+        def enough(found: Capture) -> bool:
+            return not (compared and math.isnan(found.error))
+
+        def alone(made: Capture) -> bool:
+            return bool(made.notes) or made.conditions is not None or (trial is not None and bool(trial.remark))
+
+        if key not in KEPT or not enough(KEPT[key]):
+            made = once(key, make, enough, alone)
+            if alone(made):
                 return made
             KEPT[key] = made
         found = KEPT[key]

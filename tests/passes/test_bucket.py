@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.comm import bucket, collectives
 from autotp.comm import conversions as convert
+from autotp.ir.marks import mark
 from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -68,7 +69,7 @@ def test_no_conversion_is_dead_or_made_twice(name, sequence):
     sharded: Any = autotp.compile(model, 2, example_inputs=inputs_of(model), sequence_parallel=sequence, optimise=False)
     nodes = [n for n in sharded._programs_made[-1].graph.nodes if n.target in convert.FUNCTIONS.values()]
     assert nodes and all(n.users for n in nodes)
-    sources = [(n.args[0], n.meta["conversion"][1]) for n in nodes]
+    sources = [(n.args[0], mark(n).conversion) for n in nodes]
     assert len(set(sources)) == len(sources)
 
 

@@ -14,6 +14,7 @@ from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
+from autotp.ir.leaves import SEEDS
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import by_counter, packet, seeds
@@ -157,7 +158,7 @@ class Attention(nn.Module):
 def values(program: Capture, given: list[Any]) -> Tensor:
     env: dict[Any, Any] = {leaf.node: v for leaf, v in zip(program.inputs, given, strict=True)}
     for leaf in program.leaves:
-        if leaf.kind == counter_random.SEEDS:
+        if leaf.kind == SEEDS:
             env[leaf.node] = torch.arange(len(leaf.node.meta["val"]))
     return reference(program.graph, env, lambda node, value: None)[0]
 
@@ -213,10 +214,10 @@ def test_noise_channels_and_stochastic_depth():
 def test_what_does_not_draw_gets_no_seeds():
     model = dropping("bert").eval()
     program = capture_model(model, autotp.Inputs(**inputs_of(model)), torch.device("cpu"), False)[0]
-    assert all(leaf.kind != counter_random.SEEDS for leaf in program.leaves)
+    assert all(leaf.kind != SEEDS for leaf in program.leaves)
     by_torch = capture_model(dropping("bert"), autotp.Inputs(**inputs_of(model)), torch.device("cpu"), False,
                              CaptureRequest(random="torch"))[0]  # fmt: skip
-    assert all(leaf.kind != counter_random.SEEDS for leaf in by_torch.leaves) and DEFAULT_CAPTURE.random == "counter"
+    assert all(leaf.kind != SEEDS for leaf in by_torch.leaves) and DEFAULT_CAPTURE.random == "counter"
     with pytest.raises(InputError, match="random='dice'"):
         autotp.plan(model, 2, example_inputs=inputs_of(model), random="dice")
 

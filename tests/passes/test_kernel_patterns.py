@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import autotp
 from autotp.ir import layouts
 from autotp.ir.graph import short_name
+from autotp.ir.marks import inherit, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import matching
@@ -206,10 +207,11 @@ def expression(layout: layouts.Layout, dtype: torch.dtype = torch.float32) -> tu
     """A layer norm of a value that lies so."""
     graph = fx.Graph()
     x, weight = graph.placeholder("x"), graph.placeholder("weight")
-    x.meta = {"val": torch.empty(3, 8, dtype=dtype), "layout": layout}
-    weight.meta = {"val": torch.empty(8, dtype=dtype), "layout": layouts.R}
+    x.meta, weight.meta = {"val": torch.empty(3, 8, dtype=dtype)}, {"val": torch.empty(8, dtype=dtype)}
+    write(x, layout=layout)
+    write(weight, layout=layouts.R)
     node = graph.call_function(aten.layer_norm.default, (x, [8], weight))
-    node.meta = dict(x.meta)
+    inherit(node, x)
     graph.output(node)
     return graph, node
 

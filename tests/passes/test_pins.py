@@ -190,7 +190,7 @@ def test_a_finished_plan_takes_no_pins():
 
 
 def test_a_budget_changes_the_plan_or_says_what_the_least_is():
-    least = planned("llama", 2)[0].totals.stored
+    least = planned("llama", 2)[0].totals.parameter_bytes
     with pytest.raises(PlanError, match=r"no plan fits into memory=\S+ KiB per rank: the leanest .*holds") as error:
         pinned("llama", 2, {}, memory=least)
     told = str(error.value).splitlines()

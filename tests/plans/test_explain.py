@@ -49,9 +49,9 @@ def test_alternatives_are_priced_by_solving_again():
         pinned = plan(2, pins={"*.up_proj.weight": placement})
         got = next(a for a in told.alternatives if a.layout == layout)
         assert got.seconds == pytest.approx(pinned.totals.seconds), layout
-        assert got.plan_stored == pinned.totals.stored, layout
+        assert got.plan_parameter_bytes == pinned.totals.parameter_bytes, layout
     whole = next(a for a in told.alternatives if a.layout == "whole")
-    assert whole.stored == 2 * first.stored == 2 * 2 * (64 * 64 * 4)
+    assert whole.parameter_bytes == 2 * first.parameter_bytes == 2 * 2 * (64 * 64 * 4)
 
 
 def test_what_binds():

@@ -35,7 +35,7 @@ def dims(plan: autotp.Plan) -> dict[str, int | None]:
 def figures(plan: autotp.Plan) -> Any:
     """What a plan comes to."""
     sent = [(c.name, c.change, c.bytes, c.forward, c.backward) for c in plan.collectives]
-    return plan.parameters, plan.blocks, sent, plan.totals.seconds, plan.totals.stored
+    return plan.parameters, plan.blocks, sent, plan.totals.seconds, plan.totals.parameter_bytes
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -52,7 +52,7 @@ def test_another_depth_is_as_planned_directly(name: str):
 def test_another_degree_keeps_what_divides(tp: int, to: int):
     found, first = made("llama", to, like=saved(direct("llama", tp))), direct("llama", tp)
     assert dims(found) == dims(first)
-    assert found.totals.stored == direct("llama", to).totals.stored
+    assert found.totals.parameter_bytes == direct("llama", to).totals.parameter_bytes
     assert found.notes[-1] == f"21 of 21 parameters lie as in the plan for tp={tp} that this one is like"
 
 

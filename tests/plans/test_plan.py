@@ -19,11 +19,12 @@ from autotp.driver.options import Options
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
+from autotp.ir.marks import mark, write
 from autotp.ir.program import Decision
 from autotp.plans.describe.describe import describe
 from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
-from autotp.plans.saved import FORMAT, SAVED, sealed
+from autotp.plans.saved import FORMAT, SAVED, file_name, sealed
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.helpers.plans import communicating, planned_for, stages
 
@@ -89,7 +90,8 @@ def test_what_a_format_holds(golden):
     """A change here is another format: raise `FORMAT` with it."""
     records = (Parameter, Collective, Block, Decision, Totals, Memory, Degree, Layer, Timed, Sublayer, Axis)
     lines = [f"format {FORMAT}", f"Plan: {' '.join(SAVED)}"]
-    lines += [f"{record.__name__}: {' '.join(f.name for f in fields(record))}" for record in records]
+    for record in records:
+        lines.append(f"{record.__name__}: {' '.join(file_name(record, f.name) for f in fields(record))}")
     golden("plan-format", "\n".join(lines) + "\n")
 
 
@@ -124,7 +126,7 @@ def test_totals_are_sums(name, tp):
             expected[p.layout.dim] = max(shares)
             assert sum(shares) == p.shape[p.layout.dim]
         assert p.local == tuple(expected)
-    assert plan.totals.stored == pytest.approx(4 * plan.totals.local_parameters)
+    assert plan.totals.parameter_bytes == pytest.approx(4 * plan.totals.local_parameters)
     assert plan.totals.bound <= plan.totals.seconds * (1 + 1e-6)
 
 
@@ -133,8 +135,8 @@ def test_every_collective_of_the_program_is_in_the_plan():
     planned, sharded, builder = stages(model, Inputs(**inputs_of(model)), 2)
     plan = describe(planned, sharded, builder, "Llama", "training", (), [])
     assert len(plan.collectives) == communicating(sharded, planned) > 4
-    gone = next(n for n in sharded.graph.nodes if "conversion" in n.meta and n.target is conversions.f_star)
-    del gone.meta["conversion"]
+    gone = next(n for n in sharded.graph.nodes if mark(n).conversion is not None and n.target is conversions.f_star)
+    write(gone, conversion=None)
     fewer = describe(planned, sharded, builder, "Llama", "training", (), [])
     assert len(fewer.collectives) == len(plan.collectives) - 1
     assert fewer.totals.forward_bytes < plan.totals.forward_bytes

@@ -44,6 +44,12 @@ def test_train(more, ranks):
     assert "Right: losses and norms differ by at most" in printed
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_custom_cache(ranks):
+    printed = run("custom_cache.py", ranks=ranks)
+    assert printed.endswith("Right\n") and "\ncache   2 tensors, " in printed
+
+
 def test_verify_llama():
     printed = run("verify_llama.py")
     assert "equal at tp=4" in printed

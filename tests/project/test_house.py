@@ -19,6 +19,7 @@ import networkx as nx
 import pytest
 
 import autotp
+from tests.helpers.limits import LIMITS, limits
 from tests.helpers.slow import ROWS, SAMPLE
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -32,8 +33,8 @@ FLOORS = (
 # A Plan, and a Sweep of plans, offer their views as methods, and the views take one: the only circles allowed.
 FACADE = ("autotp.plans.plan", "autotp.plans.sweep")
 PRIVATE_TORCH = "autotp.compat"  # the one folder that may touch torch's private modules
-MAX_FILE, MAX_FUNCTION, MAX_NAMES = 350, 60, 15
-MAX_FILES, MAX_TOP = 24, 6  # in a folder; beside `__init__`, `__main__`, `_version` in autotp/
+MAX_FILE, MAX_FUNCTION = LIMITS["lines of a file"], LIMITS["lines of a function"]
+MAX_FILES, MAX_TOP = LIMITS["files in a folder"], LIMITS["files in `autotp/` itself"]
 # Each is written in two halves, so that this file does not hold it.
 FORBIDDEN = ["/wor" + "k/", "../sha" + "red", "/ro" + "ot/", "pypi" + ".org", "python" + "hosted.org"]
 
@@ -219,7 +220,7 @@ def test_a_folder_is_seen_at_a_glance():
 
 
 def test_public_names_are_few_and_documented():
-    assert len(autotp.__all__) == len(set(autotp.__all__)) <= MAX_NAMES
+    assert len(autotp.__all__) == len(set(autotp.__all__)) <= LIMITS["public names"]
     objects = {name: getattr(autotp, name) for name in autotp.__all__ if not name.startswith("__")}
     assert not [name for name, value in objects.items() if not (inspect.getdoc(value) or "").strip()]
 
@@ -275,9 +276,19 @@ def test_no_test_file_imports_another():
 def test_the_table_of_slow_tests_is_true():
     """Each names a test that there is, once; they are at most one in twenty of the 2260 that there were with it."""
     names = [name for _, _, name in ROWS]
-    assert len(names) == len(set(names)) <= 113
+    assert len(names) == len(set(names)) <= LIMITS["lines of `tests/slow.txt`"]
     for name in names:
         path, function = name.split("[")[0].split("::")
         assert f"def {function}(" in (ROOT / path).read_text(), name
         assert all((ROOT / document).exists() for document in re.findall(r"docs/[\w-]+\.md", name)), name
-    assert 0 < len(SAMPLE) <= 12 and {when for _, when, _ in ROWS} == {"check", "-"}
+    assert 0 < len(SAMPLE) <= LIMITS["of them in `make check`"] and {when for _, when, _ in ROWS} == {"check", "-"}
+
+
+def test_the_numbers_of_the_contributors_page_are_those_that_are_checked():
+    """Its table is what this file reads; the rest of the page has no number of its own, nor has pyproject another."""
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    prose = [line for line in text.splitlines() if not line.startswith("| ")]
+    assert [line for line in prose if re.search(r"(?<![\w.])\d+ |\d\d", line)] == []
+    ruff = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["ruff"]
+    assert ruff["line-length"] == LIMITS["characters of a line"]
+    assert limits("| lines of a file | 351 |\n| what | so |") == {"lines of a file": 351}  # not a number of the test's

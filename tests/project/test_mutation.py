@@ -10,6 +10,7 @@ from torch import fx
 from autotp.comm import conversions
 from autotp.driver.verify import compare
 from autotp.ir.layouts import Layout
+from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.proof.compare import Report
 from tests.helpers.models import planned, values
@@ -47,8 +48,8 @@ def double(sharded: Sharded, node: fx.Node) -> None:
 def communicating(program: Planned, sharded: Sharded) -> Iterator[fx.Node]:
     """The conversions that move data between the ranks, forward or backward."""
     for node in sharded.graph.nodes:
-        if "conversion" in node.meta:
-            src, dst = node.meta["conversion"]
+        if (conversion := mark(node).conversion) is not None:
+            src, dst = conversion
             back = sharded.origin[node][0] in program.grads and moves(dst.dual, src.dual)
             if moves(src, dst) or back:
                 yield node

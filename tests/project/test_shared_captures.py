@@ -13,6 +13,7 @@ import autotp
 from autotp.capture.capture import skeleton
 from autotp.driver import pipeline
 from autotp.inputs import Inputs
+from tests.helpers import capture_files, shared_captures
 from tests.helpers.shared_captures import model_key, sharing_captures
 from tests.helpers.stacked import Stack
 
@@ -71,3 +72,29 @@ def test_inputs_and_hooks_count():
     hooked = Stack("none")
     hooked.layers[0].register_forward_hook(lambda *_: None)
     assert captured(hooked).graph is not captured(hooked).graph
+
+
+def test_processes_share_by_files(monkeypatch, tmp_path):
+    """Whoever asks as another process would, with nothing in memory, gets an equal capture and not the same one."""
+    monkeypatch.setenv(capture_files.FOLDER, str(tmp_path))
+    monkeypatch.setattr(capture_files, "WORTH", 0.0)
+    monkeypatch.setattr(shared_captures, "KEPT", {})
+    model = Stack("none")
+    plans, found = [], []
+    for _ in range(2):
+        shared_captures.KEPT.clear()
+        plans.append(autotp.plan(model, 2, example_inputs=X).to_json())
+        found += [*shared_captures.KEPT.values()]
+    assert plans[0] == plans[1] and found[0].graph is not found[1].graph
+    assert found[0].digest() == found[1].digest() and found[0].error == found[1].error == 0
+    assert autotp.verify(model, 2, X)
+    files = sorted(path.name for path in tmp_path.iterdir() if path.suffix != ".lock")
+    shared_captures.KEPT.clear()
+    captured(model.eval())  # another
+    assert len(files) == 1 and len(list(tmp_path.iterdir())) == 4
+
+    class Local(Stack):
+        pass
+
+    shared_captures.KEPT.clear()
+    assert captured(Local("none")).graph is not found[0].graph and len(list(tmp_path.iterdir())) == 4

@@ -111,7 +111,7 @@ def check(model: Symbolic, captured: Capture, sharded: Sharded, tp: int, x: Tens
     held = {}
     for leaf, node in zip(captured.leaves, [n for n in sharded.graph.nodes if n.op == "placeholder"], strict=True):
         whole = tensors[leaf.name].detach()
-        held[node] = [whole.clone().requires_grad_(leaf.kind == "parameter") for _ in range(tp)]
+        held[node] = [whole.clone().requires_grad_(leaf.kind.trained) for _ in range(tp)]
     got = simulate.run(sharded, tp, held)
     for (y,) in got:
         torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)

@@ -16,6 +16,7 @@ import torch
 from autotp.comm.conversions import primitive
 from autotp.cost import call_seconds, collective_bytes
 from autotp.cost.memory import Memory
+from autotp.ir.marks import mark
 from autotp.ir.program import Planned
 from autotp.ir.scopes import block_of
 from autotp.passes.shard.planner import Builder
@@ -38,13 +39,12 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
             seconds += call_seconds(call, size, axis.size, builder.cluster, plan.tp)
     values = 0.0
     for op in planned.ops.values():
-        if "dp" in op.node.meta:
-            src, dst, n = op.node.meta["dp"]
-            values += _value_bytes(prices, op, src, dst, n, op.node in planned.grads and builder.objective.training)
+        if (over := mark(op.node).batch) is not None:
+            values += _value_bytes(prices, op, *over, op.node in planned.grads and builder.objective.training)
     backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
-    held = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = replace(plan.totals, local_parameters=held)
+    local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
+    totals = replace(plan.totals, local_parameters=local)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 

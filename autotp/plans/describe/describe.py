@@ -12,13 +12,15 @@ from torch import fx
 from autotp.comm import conversions
 from autotp.comm.conversions import primitive
 from autotp.cost import collective_bytes
+from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Size
+from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.blocks import counted, find_blocks
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import Totals
@@ -43,12 +45,12 @@ def describe(
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
     """
     known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
-    found = find_blocks(planned.program, planned.same, known)
+    parts = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
-    walker = _Collectives(planned, builder, found)
+    walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
-    steps = Steps(planned, builder, found, walker.block, lambda n: walker.place(n, sharded))
-    memory = measure(planned, sharded, found, builder.objective, builder.prices.hints, planned.program.hints)
+    steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
+    memory = measure(planned, sharded, parts, builder.objective, builder.prices.hints, planned.program.hints)
     return Plan(
         model=model_name,
         tp=planned.tp,
@@ -57,18 +59,19 @@ def describe(
         objective=objective,
         parameters=parameters,
         collectives=collectives,
-        blocks=_blocks(planned, found),
-        totals=_totals(planned, builder, parameters, collectives, found),
+        blocks=_blocks(planned, parts),
+        totals=_totals(planned, builder, parameters, collectives, parts),
         memory=memory,
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
+        states=planned.states,
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 
 
-def _blocks(planned: Planned, found: Sequence[GraphPart]) -> tuple[Block, ...]:
+def _blocks(planned: Planned, parts: Sequence[GraphPart]) -> tuple[Block, ...]:
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     return tuple(
         Block(
@@ -80,7 +83,7 @@ def _blocks(planned: Planned, found: Sequence[GraphPart]) -> tuple[Block, ...]:
             first=f.first,
             limit=_limit(f, planned),
         )
-        for f in found
+        for f in parts
     )
 
 
@@ -91,7 +94,7 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
     names = {leaf.node: leaf.name for leaf in planned.program.leaves}
     out = []
     for leaf in planned.program.leaves:
-        if leaf.kind != "parameter":
+        if not leaf.kind.trained:
             continue
         val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
         dim = layout.sharded_dim
@@ -112,22 +115,22 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
     return tuple(out)
 
 
-def _local(found: GraphPart, planned: Planned) -> str:
+def _local(part: GraphPart, planned: Planned) -> str:
     """What a rank has of an attention's heads."""
-    if found.heads is None:
+    if part.heads is None:
         return ""
-    heads = found.heads
-    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    heads = part.heads
+    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
     grouped = "" if heads.kv == heads.count else f", {counted(kv, 'kv head')}"
     return f"{counted(mine, 'head')}{grouped}"
 
 
-def _limit(found: GraphPart, planned: Planned) -> str:
+def _limit(part: GraphPart, planned: Planned) -> str:
     """What the number of heads forbids at this degree: heads are dealt whole."""
-    heads, tp = found.heads, planned.tp
+    heads, tp = part.heads, planned.tp
     if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
         return ""
-    mine, kv = _held(heads.count, heads.at, planned), _held(heads.kv, heads.kv_at, planned)
+    mine, kv = _local_count(heads.count, heads.at, planned), _local_count(heads.kv, heads.kv_at, planned)
     most = math.ceil(heads.count / tp)
     if mine == heads.count and most * (tp - 1) >= heads.count:
         without = tp - math.ceil(heads.count / most)
@@ -137,11 +140,11 @@ def _limit(found: GraphPart, planned: Planned) -> str:
         )
     uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
     shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
-    told = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
-    return "; ".join(x for x in told if x)
+    reasons = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
+    return "; ".join(x for x in reasons if x)
 
 
-def _held(count: Size, place: HeadDims, planned: Planned) -> Size:
+def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
     """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
     node, slot, dims = place
     layout = planned.decisions[node].ins[slot]
@@ -160,22 +163,22 @@ class _Collectives:
 
     planned: Planned
     builder: Builder
-    found: list[GraphPart]
+    parts: list[GraphPart]
 
     def __post_init__(self) -> None:
         self.names = {leaf.node: leaf.name for leaf in self.planned.program.leaves}
         self.order = {n: i for i, n in enumerate(self.planned.program.graph.nodes)}
         self.block: dict[fx.Node, int] = {}
-        for i, f in enumerate(self.found):
+        for i, f in enumerate(self.parts):
             for n in (*f.nodes, *f.parameters):
                 self.block.setdefault(n, i)
 
     def walk(self, sharded: Sharded) -> list[Collective]:
-        made = (self._collective(n, sharded) for n in sharded.graph.nodes if "conversion" in n.meta)
-        return [c for c in made if c is not None]
+        collectives = (self._collective(n, sharded) for n in sharded.graph.nodes if mark(n).conversion is not None)
+        return [c for c in collectives if c is not None]
 
     def _collective(self, node: fx.Node, sharded: Sharded) -> Collective | None:
-        (src, dst), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        (src, dst), (origin, _) = conversion_of(node), sharded.origin[node]
         there, back = primitive(src, dst), None
         if origin in self.planned.grads and self.builder.objective.training:
             back = primitive(dst.dual, src.dual)
@@ -187,7 +190,7 @@ class _Collectives:
         called = origin.op == "call_function"
         op = short_name(origin.target) if called else "parameter"
         module, source = (
-            _innermost(node.meta["path"]),
+            _innermost(moved_to(node)),
             _innermost(module_path(origin)) if called else self.names[origin],
         )
         block = self.place(node, sharded)
@@ -199,7 +202,7 @@ class _Collectives:
 
     def place(self, node: fx.Node, sharded: Sharded) -> int | None:
         """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
-        (src, _), (origin, _) = node.meta["conversion"], sharded.origin[node]
+        (src, _), (origin, _) = conversion_of(node), sharded.origin[node]
         own = self._maker(origin) if src.partial else self.block.get(origin)
         readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
         if src.partial or len(readers) != 1 or origin.op == "placeholder":
@@ -210,8 +213,8 @@ class _Collectives:
         """The block whose contraction left the partial sums, through the additions that delayed their reduction."""
         if origin in self.block or origin not in self.planned.ops:
             return self.block.get(origin)
-        made = [resolve(s) for s in self.planned.ops[origin].slots]
-        partial = [n for n, i in made if self.planned.decisions[n].outs[i].partial]
+        operands = [resolve(s) for s in self.planned.ops[origin].slots]
+        partial = [n for n, i in operands if self.planned.decisions[n].outs[i].partial]
         latest = sorted(partial, key=self.order.__getitem__, reverse=True)
         return next((b for n in latest if (b := self._maker(n)) is not None), None)
 
@@ -230,7 +233,7 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
 
 def _totals(
     planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
-    found: Sequence[GraphPart],
+    parts: Sequence[GraphPart],
 ) -> Totals:  # fmt: skip
     flops = local = 0.0
     for node in planned.ops:
@@ -240,7 +243,7 @@ def _totals(
         local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
-    hand = priced(hand_plan(planned, builder, found, summed), builder)
+    hand = priced(hand_plan(planned, builder, parts, summed), builder)
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
     nbytes, communication = priced(sent, builder)
     # A plan that sends more than Megatron's is held against its whole step, which costs a second solution.
@@ -254,12 +257,13 @@ def _totals(
         backward_bytes=sum(c.backward_bytes for c in collectives),
         seconds=solution.seconds if solution is not None else 0.0,
         bound=solution.bound if solution is not None else 0.0,
-        stored=solution.stored if solution is not None else 0.0,
-        least_stored=solution.least_stored if solution is not None else 0.0,
+        parameter_bytes=solution.parameter_bytes if solution is not None else 0.0,
+        least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
         communication=communication,
         megatron_bytes=hand[0],
         megatron_seconds=hand[1],
         megatron_step=hand_step(builder) if dearer else 0.0,
+        weights_read=weights_read(planned, builder.prices.hint),
         **_sizes(planned),
     )
 

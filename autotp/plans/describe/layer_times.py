@@ -14,9 +14,10 @@ from autotp.comm.conversions import primitive
 from autotp.cost.prices import BACKWARD
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
+from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
-from autotp.ir.scopes import module_path
+from autotp.ir.scopes import module_path, moved_to
 from autotp.passes.analysis.fold import INDEXED
 from autotp.passes.shard.planner import Builder
 from autotp.plans.estimates import OUTSIDE, PARTS, REST, Layer, Timed, sublayer
@@ -75,12 +76,12 @@ class Steps:
 
     Attributes:
         planned: the decisions; `builder`: has the prices.
-        found: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
+        parts: the blocks by pattern; `block`: operator -> index of its block; `place`: the same of a conversion.
     """
 
     planned: Planned
     builder: Builder
-    found: Sequence[GraphPart]
+    parts: Sequence[GraphPart]
     block: Mapping[fx.Node, int]
     place: BlockIndex
     known: dict[Any, Timed] = field(default_factory=dict)
@@ -90,7 +91,7 @@ class Steps:
         left = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]
-            if "conversion" in node.meta:
+            if mark(node).conversion is not None:
                 yield from self._conversion(node, sharded.origin[node])
             elif origin in left:
                 del left[origin]
@@ -102,11 +103,11 @@ class Steps:
         first = self.planned.same[node]
         if first not in self.known:
             self.known[first] = self._time(node)
-        made = self.known[first]
-        if made.seconds:
+        timed = self.known[first]
+        if timed.seconds:
             path = module_path(node)
             part = self._part(self.block.get(node))
-            yield replace(made, module=path[-1] if path else "", part=part), _indexed(path)
+            yield replace(timed, module=path[-1] if path else "", part=part), _indexed(path)
 
     def _time(self, node: fx.Node) -> Timed:
         decision, rule, prices = self.planned.decisions[node], self.planned.rules[node], self.builder.prices
@@ -117,15 +118,15 @@ class Steps:
         return Timed(short_name(node.target), "", "", forward, seconds - forward)
 
     def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
-        (origin, i), (a, b) = value, node.meta["conversion"]
+        (origin, i), (a, b) = value, conversion_of(node)
         key = self.planned.same[origin], i, a, b
         if key not in self.known:
             self.known[key] = self._convert(origin, i, a, b)
-        made = self.known[key]
-        if made.seconds:
-            index, path = self.place(node), node.meta["path"]
+        timed = self.known[key]
+        if timed.seconds:
+            index, path = self.place(node), moved_to(node)
             where = path[-1] if path else ""
-            yield replace(made, module=where, part=self._part(index)), _indexed(self._home(index) or path)
+            yield replace(timed, module=where, part=self._part(index)), _indexed(self._home(index) or path)
 
     def _convert(self, origin: fx.Node, i: int, a: Layout, b: Layout) -> Timed:
         trained = origin in self.planned.grads and self.builder.objective.training
@@ -140,12 +141,12 @@ class Steps:
         """The modules that hold a block: a sum of partials is taken where it is read, in the next layer maybe."""
         if index is None:
             return ()
-        paths = (module_path(n) for n in self.found[index].nodes)
-        own = self.found[index].module
+        paths = (module_path(n) for n in self.parts[index].nodes)
+        own = self.parts[index].module
         return next((path[: path.index(own) + 1] for path in paths if own in path), ())
 
     def _part(self, index: int | None) -> str:
-        return PARTS.get(self.found[index].kind, REST) if index is not None else REST
+        return PARTS.get(self.parts[index].kind, REST) if index is not None else REST
 
 
 def _indexed(path: Sequence[str]) -> tuple[str, ...]:

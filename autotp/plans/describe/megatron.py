@@ -40,32 +40,42 @@ class Sent:
     backward: bool
 
 
-def hand_plan(planned: Planned, builder: Builder, found: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
-    """The collectives of Megatron's plan; none where it has none: heads that tp does not divide, or a model that is not
-    mostly attention and feed-forward blocks. `sequence`: with sequence parallelism."""
+def hand_plan(planned: Planned, builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
+    """The collectives of Megatron's plan, for each block those of Shoeybi et al. 2019.
+
+    Args:
+        planned: the graph; its decisions are not read.
+        builder: gives sizes in bytes, and which values carry gradients.
+        parts: the named parts of the graph.
+        sequence: with sequence parallelism, under which the gradients of norms are sums over ranks.
+
+    Returns:
+        None of them where Megatron has no plan: heads that tp does not divide, or a model that is not mostly attention
+        and feed-forward blocks.
+    """
     counter = _Counter(planned, builder)
-    heads = [f.heads.count for f in found if f.heads is not None]
+    heads = [part.heads.count for part in parts if part.heads is not None]
     uneven = any(not isinstance(n, int) or n % planned.tp for n in heads)
-    if not heads or uneven or counter.covered(found) < COVERED:
+    if not heads or uneven or counter.covered(parts) < COVERED:
         return []
-    sparse = {layer(f.module) for f in found if f.kind == "experts"}
-    head = [f for f in found if f.kind == "head"]
-    rows = {counter.rows(f) for f in found if f.kind == "embedding"}
-    vocabulary = {planned.ops[f.nodes[-1]].outs[0][-1] for f in head} & rows or {max(rows, key=str, default=0)}
+    # Where a layer has experts, what looks like a feed-forward block beside them is a shared expert, counted with them.
+    sparse = {layer(part.module) for part in parts if part.kind == "experts"}
+    vocabulary = counter.vocabulary(parts)
     out: list[Sent] = []
-    for f in found:
-        mixture = f.kind in FEED_FORWARD and layer(f.module) in sparse
-        if f.kind == "attention" or f.kind == "mlp" and not mixture:
-            out += counter.block(f)
-        elif f.kind == "experts":  # with its router and shared expert: as much as an attention's
+    for part in parts:
+        shared_expert = part.kind in FEED_FORWARD and layer(part.module) in sparse
+        if part.kind == "attention" or part.kind == "mlp" and not shared_expert:
+            out += counter.block(part)
+        elif part.kind == "experts":  # with its router and shared expert: as much as an attention's
             out += [s for s in out if s.primitive == "all_reduce"][-2:]
-        elif f.kind == "embedding" and counter.rows(f) in vocabulary:
-            out.append(Sent("all_reduce", counter.size(f.nodes[0]), False))
-        elif f.kind == "head":
-            out += [s for s in counter.block(f) if s.backward]
-            out.append(Sent("all_gather", counter.size(f.nodes[-1]), False))
-        elif f.kind == "norm" and sequence:
-            out += [Sent("all_reduce", counter.size(p), True) for p in f.parameters]
+        elif part.kind == "embedding" and counter.rows(part) in vocabulary:
+            out.append(Sent("all_reduce", counter.size(part.nodes[0]), False))
+        elif part.kind == "head":
+            # Its scores are gathered, not summed: only the gradient of what it reads is a sum.
+            out += [s for s in counter.block(part) if s.backward]
+            out.append(Sent("all_gather", counter.size(part.nodes[-1]), False))
+        elif part.kind == "norm" and sequence:
+            out += [Sent("all_reduce", counter.size(p), True) for p in part.parameters]
     return out
 
 
@@ -90,8 +100,8 @@ def hand_step(builder: Builder) -> float:
 
 def layer(path: str) -> str:
     """The repeated layer that a module path or a parameter's name lies in: up to the first number; "" for none."""
-    found = LAYER.match(path)
-    return found.group(1) if found else ""
+    match = LAYER.match(path)
+    return match.group(1) if match else ""
 
 
 @dataclass
@@ -102,26 +112,38 @@ class _Counter:
     def size(self, node: fx.Node) -> float:
         return self.builder.prices.bytes(tensors(node)[0])
 
-    def rows(self, found: GraphPart) -> object:
-        return self.planned.ops[found.nodes[0]].ins[0][0]
+    def rows(self, part: GraphPart) -> object:
+        """How many rows an embedding's table has."""
+        return self.planned.ops[part.nodes[0]].ins[0][0]
 
-    def covered(self, found: Sequence[GraphPart]) -> float:
+    def vocabulary(self, parts: Sequence[GraphPart]) -> set[Any]:
+        """The rows of the token embedding: as many as the head has columns; without a head, of the largest table."""
+        rows = {self.rows(part) for part in parts if part.kind == "embedding"}
+        widths = {self.planned.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
+        return widths & rows or {max(rows, key=str, default=0)}
+
+    def covered(self, parts: Sequence[GraphPart]) -> float:
         """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
-        leaves = [x.node for x in self.planned.program.leaves if x.kind == "parameter"]
+        leaves = [x.node for x in self.planned.program.leaves if x.kind.trained]
         sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
 
-        def held(kinds: Sequence[str]) -> int:
-            return sum(sizes.get(n, 0) for n in {n for f in found if f.kind in kinds for n in f.parameters})
+        def elements(kinds: Sequence[str]) -> int:
+            """Elements of the matrices that parts of these kinds read, each once."""
+            weights = {n for part in parts if part.kind in kinds for n in part.parameters}
+            return sum(sizes.get(n, 0) for n in weights)
 
-        return held(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - held(("embedding", "head")), 1)
+        return elements(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - elements(("embedding", "head")), 1)
 
-    def block(self, found: GraphPart) -> list[Sent]:
-        """A sum over ranks of what the last products make, and of the gradients of what the first ones read."""
-        inside = set(found.nodes)
-        products = [n for n in found.nodes if n in self.planned.ops and self._product(n)]
+    def block(self, part: GraphPart) -> list[Sent]:
+        """A sum over ranks of what the last product computes, and of the gradients of what the first ones read."""
+        inside = set(part.nodes)
+        products = [n for n in part.nodes if n in self.planned.ops and self._product(n)]
         behind = {n: self._behind(n, inside) for n in products}
-        last = [n for n in products if not any(n in walked for walked, _ in behind.values())]
-        first = [n for n in products if not any(m in behind[n][0] for m in products)]
+        walked = set().union(*(nodes for nodes, _ in behind.values()))
+        # The last product is one that no other has behind it; the first ones have no other behind them.
+        last = [n for n in products if n not in walked]
+        first = [n for n in products if not behind[n][0] & set(products)]
+        # q, k and v read one value, whose gradient is summed once.
         read = dict.fromkeys(x for n in first for x in behind[n][1] if x in self.planned.grads)
         out = [Sent("all_reduce", self.size(n), False) for n in last[-1:]]
         return [*out, *(Sent("all_reduce", self.size(x), True) for x in read)]

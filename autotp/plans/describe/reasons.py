@@ -17,35 +17,40 @@ CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may
 
 def without_rule(planned: Planned) -> list[str]:
     """A note of the operators that make tensors of tensors and run whole because they have no rule."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for node, op in planned.ops.items():
         writes = getattr(getattr(node.target, "_schema", None), "is_mutable", False)
         whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
         if whole and not writes and not draws(node):
-            found[short_name(node.target)] += 1
-    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in found.items())
-    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if found else []
+            counts[short_name(node.target)] += 1
+    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in counts.items())
+    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if counts else []
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
     """What the field calls a split of dimension `dim` of this parameter, by what its readers do with it."""
-    found = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
-    return ", ".join(x for x in found if x) or "elementwise"
+    roles = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
+    return ", ".join(x for x in roles if x) or "elementwise"
 
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
+    """What one reader makes of a split of dimension `dim` of this operand; empty where its own split is another."""
     factor, rule, op = _factor(planned, user), planned.rules[user], planned.ops[user]
     carry = factor.ins[slot] if factor is not None else None
     if factor is None or rule is None or carry is None or carry.dim != dim:
         return ""
     if factor.label == EXPERTS:
         return "expert-parallel"
+    # A view or a cast says nothing by itself: the role is that of who reads it.
     if len(op.slots) == 1 and factor.outs[0] is not None:
         return role(planned, user, factor.outs[0].dim)
-    if _contracts(factor):
-        return "row-parallel" if sum(c is not None for c in factor.ins) > 1 else "vocabulary-parallel"
+    if factor.contracts:
+        # A table is looked up, not multiplied: nothing but the weight carries the vocabulary.
+        operands = sum(c is not None for c in factor.ins)
+        return "row-parallel" if operands > 1 else "vocabulary-parallel"
     others = [c for c, s, n in zip(factor.ins, op.slots, op.ins, strict=True) if n and not _weight(planned, s)]
-    if any(_contracts(f) for f in rule.factors):
+    if any(f.contracts for f in rule.factors):
+        # A batched product [experts, in, out]: the activations carry the loop too.
         return "expert-parallel" if any(others) else "column-parallel"
     return "column-parallel" if others and not any(others) else "elementwise"
 
@@ -91,14 +96,18 @@ def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
     carried: dict[int, Carry | None] = {}
     for f in rule.factors:
         carry = f.ins[slot]
-        if carry is not None and (f.contracted or not _contracts(f)):
+        # A loop that results lack and that may not be split is as good as none.
+        if carry is not None and (f.contracted or not f.contracts):
             carried[carry.dim] = f.outs[0]
-    if carried and len(op.slots) == 1:
-        readers = [(*_limit(planned, u, s),) for u, s in _users(planned, user)]
-        blamed = next((cause for dims, cause in readers if not dims), "")
-        kept = {d for d, out in carried.items() if out is None or all(out.dim in dims for dims, _ in readers)}
-        return kept, blamed or f"{name} leads to operators that cannot split the same dimension"
-    return set(carried), "" if carried else f"{name} {_whole(planned, user)}"
+    if not carried:
+        return set(), f"{name} {_whole(planned, user)}"
+    if len(op.slots) > 1:
+        return set(carried), ""
+    # A transposed weight is split where the product behind the transpose splits it, so its readers are asked.
+    readers = [_limit(planned, reader, at) for reader, at in _users(planned, user)]
+    blamed = next((cause for dims, cause in readers if not dims), "")
+    dims = {d for d, out in carried.items() if out is None or all(out.dim in can for can, _ in readers)}
+    return dims, blamed or f"{name} leads to operators that cannot split the same dimension"
 
 
 def _whole(planned: Planned, user: fx.Node) -> str:
@@ -128,7 +137,7 @@ def _weight(planned: Planned, node: fx.Node) -> bool:
     """Whether a value is a parameter, seen through views and casts."""
     node = resolve(node)[0]
     if node.op == "placeholder":
-        return any(leaf.node is node and leaf.kind == "parameter" for leaf in planned.program.leaves)
+        return any(leaf.node is node and leaf.kind.trained for leaf in planned.program.leaves)
     slots = planned.ops[node].slots if node in planned.ops else []
     return len(slots) == 1 and _weight(planned, slots[0])
 
@@ -136,7 +145,3 @@ def _weight(planned: Planned, node: fx.Node) -> bool:
 def _factor(planned: Planned, user: fx.Node) -> Factor | None:
     rule, index = planned.rules[user], planned.decisions[user].factor
     return rule.factors[index] if rule is not None and index is not None else None
-
-
-def _contracts(factor: Factor) -> bool:
-    return any(c is None for c in factor.outs)

@@ -183,7 +183,7 @@ class Boundaries:
         """One operand of an operator between modules."""
         have, want, leaf = self.made(value), self.wanted(node, slot), self.builder.leaves.get(value[0])
         port, split = ("op", node), self._split(node)
-        if leaf is not None and leaf.kind == "parameter":
+        if leaf is not None and leaf.kind.trained:
             if have is not None:
                 self.kept.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
                 self.regions.refuse(port, f"no style splits {leaf.name}")

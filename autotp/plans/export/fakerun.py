@@ -28,10 +28,10 @@ class FakeRun:
 
     def __init__(self, bare: nn.Module, inputs: Inputs, tp: int) -> None:
         self.tp, self.model = tp, bare
-        held = next(iter((*bare.parameters(), *bare.buffers())), None)
-        self.mode = compat.fake_mode() if held is None else held.fake_mode  # type: ignore[union-attr]
-        self.device = torch.device("cpu") if held is None else held.device
-        self.given = compat.tree_map_only(Tensor, self._fake, (inputs.args, dict(inputs.kwargs)))
+        tensor = next(iter((*bare.parameters(), *bare.buffers())), None)
+        self.mode = compat.fake_mode() if tensor is None else tensor.fake_mode  # type: ignore[union-attr]
+        self.device = torch.device("cpu") if tensor is None else tensor.device
+        self.arguments = compat.tree_map_only(Tensor, self._fake, (inputs.args, dict(inputs.kwargs)))
         self.path: list[str] = []
 
     def failing(self, boundaries: Iterable[Boundary]) -> tuple[str, str] | None:
@@ -69,12 +69,12 @@ class FakeRun:
         self._run()
         for hook in hooks:
             hook.remove()
-        found = {name: _place(calls[name], [calls[m] for m in modules]) for name, modules in groups.items()}
-        return {name: place for name, place in found.items() if place is not None}
+        places = {name: _place(calls[name], [calls[m] for m in modules]) for name, modules in groups.items()}
+        return {name: place for name, place in places.items() if place is not None}
 
     def _run(self) -> None:
         with self.mode, torch.no_grad():
-            self.model(*self.given[0], **self.given[1])
+            self.model(*self.arguments[0], **self.arguments[1])
 
     def _fake(self, tensor: Tensor) -> Tensor:
         return self.mode.from_tensor(tensor.detach().to(self.device), static_shapes=True)

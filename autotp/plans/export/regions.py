@@ -114,9 +114,9 @@ class Sums(Joined):
         for end in ends:
             wants[resolve(end)[0]].append(None)
         self.loose = [n for n in ops if n in partial and n not in modules and n not in self.passing]
-        found: dict[fx.Node, set[Any]] = defaultdict(set)
+        layouts: dict[fx.Node, set[Any]] = defaultdict(set)
         for maker, asked in wants.items():
-            found[self.root(maker)] |= set(asked)
-        one = {root: next(iter(asked)) for root, asked in found.items() if len(asked) == 1}
+            layouts[self.root(maker)] |= set(asked)
+        one = {root: next(iter(asked)) for root, asked in layouts.items() if len(asked) == 1}
         goals = {n: one.get(self.root(n)) for n in {*partial, *self.passing}}
         self.goals = {n: x for n, x in goals.items() if x is not None and x.sharded_dim is not None}

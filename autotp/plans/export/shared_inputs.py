@@ -13,14 +13,15 @@ from .boundaries import Boundaries, Boundary
 from .fakerun import FakeRun
 
 
-def once(of: Boundaries, found: list[Boundary], trial: FakeRun | None) -> list[Boundary]:
+def once(of: Boundaries, boundaries: list[Boundary], trial: FakeRun | None) -> list[Boundary]:
     """The boundaries, with one conversion for modules that read the same input of the module around them.
 
     Args:
         of: where the boundaries were read; of its `readers` those stay that convert by themselves.
-        found: the boundaries. trial: the model, whose calls tell how that module gets its input; None changes nothing.
+        boundaries: of the modules, as `of` reads them.
+        trial: the model, whose calls tell how that module gets its input; None changes nothing.
     """
-    by = {b.module: b for b in found}
+    by = {b.module: b for b in boundaries}
     groups = dict(_groups(of, by))
     places = trial.places({parent: modules for parent, (_, modules) in groups.items()}) if trial and groups else {}
     out, around = dict(by), []
@@ -37,15 +38,20 @@ def once(of: Boundaries, found: list[Boundary], trial: FakeRun | None) -> list[B
 
 def _groups(of: Boundaries, by: Mapping[str, Boundary]) -> Iterator[tuple[str, tuple[Value, list[str]]]]:
     """Parent -> a value and its modules that read it, where nothing else within the parent does."""
-    seen: dict[str, list[tuple[Value, list[str]]]] = defaultdict(list)
+    groups: dict[str, list[tuple[Value, list[str]]]] = defaultdict(list)
     for value, modules in of.readers.items():
         parents: dict[str, list[str]] = defaultdict(list)
-        for m in modules:
-            parents[m.rpartition(".")[0]].append(m)
+        for module in modules:
+            parents[module.rpartition(".")[0]].append(module)
         users = {user for user, _, _ in read(value[0], of.builder.ops)}
-        for parent, mine in parents.items():
+        for parent, siblings in parents.items():
+            # The parent has a style of its own already, or one reader converts as often as its parent would.
+            if not parent or parent in by or len(siblings) == 1:
+                continue
+            layouts = {(by[m].given, by[m].spread[0]) for m in siblings}
+            # Code of the parent that reads the value by itself, a gate or a residual, would get it whole as well.
             inside = {of.sites[n][0] if n in of.sites else "" for n in users if parent in module_path(n)}
-            same = len({(by[m].given, by[m].spread[0]) for m in mine}) == 1
-            if parent and parent not in by and len(mine) > 1 and same and inside == set(mine):
-                seen[parent].append((value, mine))
-    yield from ((parent, groups[0]) for parent, groups in seen.items() if len(groups) == 1)
+            if len(layouts) == 1 and inside == set(siblings):
+                groups[parent].append((value, siblings))
+    # Of two values, as queries and keys of a cross-attention, a style of the parent can convert only one.
+    yield from ((parent, values[0]) for parent, values in groups.items() if len(values) == 1)

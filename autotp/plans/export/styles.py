@@ -41,9 +41,9 @@ class Styles(dict[str, Any]):
 
 def to_parallelize_plan(plan: Plan) -> Styles:
     """The plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
-    found, cannot = _read(plan, "to_parallelize_plan", lambda name: name)
+    boundaries, cannot = _read(plan, "to_parallelize_plan", lambda name: name)
     return Styles(
-        _starred({b.module: _style(b) for b in found}, [p.name.split(".")[:-1] for p in plan.parameters]), cannot
+        _starred({b.module: _style(b) for b in boundaries}, [p.name.split(".")[:-1] for p in plan.parameters]), cannot
     )
 
 
@@ -51,13 +51,12 @@ def to_tp_plan(plan: Plan) -> Styles:
     """The plan as a `tp_plan` of transformers; see `Plan.to_tp_plan`."""
     # Its rules are looked up with a * for every number, and it knows no module that leaves the sequence split. It
     # lays them over the model's own rules, so what is whole is said too.
-    found, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
+    boundaries, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
     named = [name for p in plan.parameters for name in (p.name, *p.aliases)]
     owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in named)
     bare = dict.fromkeys(generic(name) for name in named if not name.endswith((".weight", ".bias")))
-    return Styles(
-        {name: "replicate" for name in (*owners, *bare) if name} | {generic(b.module): _name(b) for b in found}, cannot
-    )
+    whole = {name: "replicate" for name in (*owners, *bare) if name}
+    return Styles(whole | {generic(b.module): _name(b) for b in boundaries}, cannot)
 
 
 def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -> tuple[list[Boundary], list[str]]:
@@ -72,18 +71,18 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
     refused: dict[str, str] = {}
     while True:
         of = Boundaries(builder, plan.decisions, alike=alike, refused=refused, **limits)
-        found = of.read()
-        more = _differ(found, plan) if alike is generic else {}
-        if not more and trial is not None and (failed := trial.failing(found)) is not None:
+        boundaries = of.read()
+        more = _differ(boundaries, plan) if alike is generic else {}
+        if not more and trial is not None and (failed := trial.failing(boundaries)) is not None:
             more = _around(*failed, refused)
         if not more:
             break
         refused |= more
-    found = found if alike is generic else once(of, found, trial)
-    lines = [*_told(of), *untried]
+    boundaries = boundaries if alike is generic else once(of, boundaries, trial)
+    lines = [*_differences(of), *untried]
     if plan.batch.size > 1:
         lines.append(("", f"this is the tp axis alone; dp={plan.batch.size} is for fully_shard or DDP"))
-    return found, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
+    return boundaries, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
 
 
 def _trial(program: Capture, tp: int) -> tuple[FakeRun | None, list[tuple[str, str]]]:
@@ -104,9 +103,9 @@ def _around(path: str, error: str, refused: dict[str, str]) -> dict[str, str]:
     return next(({p: reason} for p in paths if p not in refused), {})
 
 
-def _differ(found: list[Boundary], plan: Plan) -> dict[str, str]:
+def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
     """Weights and modules of which one rule cannot say what all layers do."""
-    by = {b.module: _name(b) for b in found}
+    by = {b.module: _name(b) for b in boundaries}
     styles: dict[str, set[str | None]] = defaultdict(set)
     for p in plan.parameters:
         module = p.name.rpartition(".")[0]
@@ -115,32 +114,42 @@ def _differ(found: list[Boundary], plan: Plan) -> dict[str, str]:
     return {name: "the layers differ, and a rule is for all of them" for m in odd for name in (m, f"{m}.weight")}
 
 
-def _told(of: Boundaries) -> Iterator[tuple[str, str]]:
-    """Module and what is otherwise there than in the plan."""
+def _differences(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module, and what it does otherwise than the plan."""
     for name, why in of.kept.items():
         yield name, f"whole, and split in the plan: {why}"
+    yield from _converted(of)
+    for modules in of.readers.values():
+        # One reader gathers once, as the plan does.
+        if len(modules) > 1:
+            what = "gather their one input, or sum its gradient, each by itself; the plan does so once"
+            yield modules[0].rpartition(".")[0], f"{_last(modules)} {what}"
+    for node in of.sums.passing:
+        path = module_path(node)
+        parent = path[-1] if path else ""
+        yield parent, "every module takes its own sum over ranks; the plan adds here and takes one"
+
+
+def _converted(of: Boundaries) -> Iterator[tuple[str, str]]:
+    """Module, and where values between its modules are whole that the plan leaves split."""
     whys = of.regions.why
     for root, ports in of.regions.members().items():
-        if root not in whys or len(ports) == 1 and ports[0][0] != "op":  # a module alone does what the plan does
+        # A region of one module's side alone has no code between modules: the module does what the plan does.
+        alone = len(ports) == 1 and ports[0][0] != "op"
+        if root not in whys or alone:
             continue
         ends = [(side, *of.sites[n]) for side, n in ports if side != "op"]
         after = [module for side, module, _ in ends if side == "out"]
+        # A column-parallel module reads a whole input anyway.
         before = [module for side, module, kind in ends if side == "in" and kind == "row"]
-        does = [
-            f"{verb} {_last(names)}" for verb, names in (("gathered after", after), ("cut before", before)) if names
-        ]
-        if does:
+        verbs = []
+        if after:
+            verbs.append(f"gathered after {_last(after)}")
+        if before:
+            verbs.append(f"cut before {_last(before)}")
+        if verbs:
             parent = (after or before)[0].rpartition(".")[0]
-            yield parent, f"{' and '.join(does)}, where the plan leaves values split: {whys[root]}"
-    for modules in of.readers.values():
-        if len(modules) > 1:
-            told = (
-                f"{_last(modules)} gather their one input, or sum its gradient, each by itself; the plan does so once"
-            )
-            yield modules[0].rpartition(".")[0], told
-    for node in of.sums.passing:
-        path = module_path(node)
-        yield (path[-1] if path else ""), "every module takes its own sum over ranks; the plan adds here and takes one"
+            yield parent, f"{' and '.join(verbs)}, where the plan leaves values split: {whys[root]}"
 
 
 def _last(modules: Iterable[str]) -> str:
@@ -176,18 +185,19 @@ def _style(b: Boundary) -> ParallelStyle:
         assert b.given is not None
         return SequenceParallel(sequence_dim=b.given, use_local_output=not b.spread[1])
     kind = ColwiseParallel if b.kind == "column" else RowwiseParallel
-    given = Replicate() if b.given is None else Shard(b.given if b.spread[0] else -1)
+    layout_in = Replicate() if b.given is None else Shard(b.given if b.spread[0] else -1)
     left = Replicate() if b.left is None else Shard(b.left if b.spread[1] else -1)
-    return kind(input_layouts=given, output_layouts=left, use_local_output=not b.spread[1])
+    return kind(input_layouts=layout_in, output_layouts=left, use_local_output=not b.spread[1])
 
 
 def _input(b: Boundary) -> ParallelStyle:
     """One conversion for all that read an argument of a module; it is a DTensor within."""
-    given, whole = Replicate() if b.given is None else Shard(b.given), Replicate()
+    layout_in, whole = Replicate() if b.given is None else Shard(b.given), Replicate()
     if isinstance(b.place, str):
-        return PrepareModuleInput(input_kwarg_layouts={b.place: given}, desired_input_kwarg_layouts={b.place: whole})
+        name = b.place
+        return PrepareModuleInput(input_kwarg_layouts={name: layout_in}, desired_input_kwarg_layouts={name: whole})
     number, count = b.place
-    have, want = ([x if i == number else None for i in range(count)] for x in (given, whole))
+    have, want = ([x if i == number else None for i in range(count)] for x in (layout_in, whole))
     return PrepareModuleInput(input_layouts=tuple(have), desired_input_layouts=tuple(want))
 
 

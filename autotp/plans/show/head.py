@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
+from autotp.cost.decode import DecodeLimit
+from autotp.plans.decoding import decoding
 from autotp.text import amount
 
 from . import rows
@@ -72,12 +74,12 @@ def _would_fit(plan: Plan, most: float) -> str:
     """What would fit: the smallest degree that was tried, else what the peak says; and the largest part."""
     m, fitting = plan.memory, [d.tp for d in plan.degrees if d.fits]
     least = math.ceil(plan.tp * m.peak / most)
-    told = f"tp={min(fitting)} fits" if fitting else f"about tp={least}, if memory fell with tp (autotp.sweep tells)"
+    advice = f"tp={min(fitting)} fits" if fitting else f"about tp={least}, if memory fell with tp (autotp.sweep tells)"
     moving = m.activations + m.working
     if moving >= m.peak / 2:
-        return f"{told}; {moving / m.peak:.0%} are activations: a smaller batch, or checkpointing"
+        return f"{advice}; {moving / m.peak:.0%} are activations: a smaller batch, or checkpointing"
     shard = "" if plan.batch.fully_shard or plan.objective != "training" else ": fully_shard over dp splits those too"
-    return f"{told}; {m.steady / m.peak:.0%} are weights and what belongs to them{shard}"
+    return f"{advice}; {m.steady / m.peak:.0%} are weights and what belongs to them{shard}"
 
 
 def _step(plan: Plan) -> Iterator[Text]:
@@ -93,11 +95,26 @@ def _step(plan: Plan) -> Iterator[Text]:
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
         each = f", {rows.number(done / took / devices)} a device" if devices > 1 else ""
         said.append(f"{rows.number(done / took)} {unit}/s{each}")
+    decoded = decoding(plan)
+    if decoded is not None:
+        said.append(f"{decoded.share_of_limit:.0%} of the limit")
     if t.megatron_bytes:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         step = f"{t.seconds / t.megatron_step:.2f} of the step, " if t.megatron_step else ""
         said.append(f"{step}{sent / t.megatron_bytes:.2f} of the bytes of Megatron's plan")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
+    if decoded is not None:
+        yield from _limit(decoded.limit, decoded.most_tokens_per_second)
+
+
+def _limit(limit: DecodeLimit, tokens: float) -> Iterator[Text]:
+    """What no step of decoding can be below, and what it is made of."""
+    cache = f" and {amount(limit.cache)} of cache" if limit.cache else ""
+    read = f"{amount(limit.weights)} of weights{cache} at {limit.bandwidth / 1e12:.2f} TB/s"
+    said = [f"limit {rows.seconds(limit.seconds)}, {rows.number(tokens)} tokens/s: {read}"]
+    if limit.communication:
+        said.append(f"{rows.seconds(limit.communication)} of collectives")
+    yield from wrapped("; ".join(said), SCREEN, then="  ")
 
 
 def exposed_dp(plan: Plan) -> float:
@@ -107,11 +124,13 @@ def exposed_dp(plan: Plan) -> float:
 
 def _memory(plan: Plan) -> Iterator[Text]:
     """A bar as long as the device's memory, and what its letters are."""
-    held, most = rows.held(plan.memory), max(rows.capacity(plan), plan.memory.peak)
-    if not held:
+    sizes, most = rows.memory_parts(plan.memory), max(rows.capacity(plan), plan.memory.peak)
+    if not sizes:
         return
-    parts = [(name[0], size, f"{name} {amount(size)}") for name, size in held]
+    parts = [(name[0], size, f"{name} {amount(size)}") for name, size in sizes]
     yield from _bar("memory", parts, most, "|" if most > plan.memory.peak else "")
+    if carried := rows.cache(plan):
+        yield from wrapped(f"{'cache':{LABEL}}{carried}", SCREEN, then=" " * LABEL)
 
 
 def _time(plan: Plan) -> Iterator[Text]:
@@ -136,7 +155,7 @@ def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: s
         before += size
         drawn += letter * (round(BAR * before / most) - len(drawn))
     yield Text.assemble(f"{name:{LABEL}}", (drawn.ljust(BAR if end else 0) + end, "cyan"))
-    said = ", ".join(told.replace(" ", HOLD) for told in [*(told for *_, told in parts), more] if told)
+    said = ", ".join(text.replace(" ", HOLD) for text in [*(text for *_, text in parts), more] if text)
     yield from wrapped(said, SCREEN, " " * LABEL)
 
 
@@ -144,9 +163,9 @@ def _avoidable(plan: Plan) -> Iterator[Text]:
     """The largest cost that the user could take away, where one is worth a hundredth of the step."""
     t = plan.totals
     if t.seconds and plan.tp > 1:
-        found = max(_costs(plan), default=(0.0, ""))
-        if found[0] >= WORTH * t.seconds:
-            yield from wrapped(f"! up to {rows.seconds(found[0])} {found[1]}", SCREEN, "", "  ", "yellow")
+        dearest = max(_costs(plan), default=(0.0, ""))
+        if dearest[0] >= WORTH * t.seconds:
+            yield from wrapped(f"! up to {rows.seconds(dearest[0])} {dearest[1]}", SCREEN, "", "  ", "yellow")
 
 
 def _costs(plan: Plan) -> Iterator[tuple[float, str]]:

@@ -65,23 +65,23 @@ def _table(plan: Plan, room: int) -> Iterator[Text]:
     parts = [p for p in rows.parts(plan) if p.parameters or any(_bytes(c) >= least for c in p.collectives)]
     drawn = [list(_part(part, plan, least)) for part in parts]
     weight = [_weight(part, plan) for part in parts]
-    kept: set[int] = set()
+    shown: set[int] = set()
     for i in sorted(range(len(parts)), key=lambda i: (-weight[i], i)):
-        taken = sum(len(drawn[j]) for j in kept)
-        if taken + len(drawn[i]) <= room - (len(kept) + 1 < len(parts)) or not kept:
-            kept.add(i)
-    for i in sorted(kept):
+        taken = sum(len(drawn[j]) for j in shown)
+        if taken + len(drawn[i]) <= room - (len(shown) + 1 < len(parts)) or not shown:
+            shown.add(i)
+    for i in sorted(shown):
         yield from drawn[i]
-    if len(kept) < len(parts):
-        yield Text(f"and {len(parts) - len(kept)} smaller parts", style="dim")
+    if len(shown) < len(parts):
+        yield Text(f"and {len(parts) - len(shown)} smaller parts", style="dim")
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
     """What a part and its equals hold and send, as a share of all."""
     t = plan.totals
-    held = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
+    parameters = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
     sent = sum(map(_bytes, part.collectives))
-    return held + sent / max(t.forward_bytes + t.backward_bytes, 1.0)
+    return parameters + sent / max(t.forward_bytes + t.backward_bytes, 1.0)
 
 
 def _bytes(equal: Sequence[Collective]) -> float:

@@ -27,14 +27,14 @@ KINDS = {**{name: name for name in NAMED}, REST: "everything else", "communicati
 
 @dataclass(frozen=True)
 class TimelineBox:
-    """An event of the timeline as a rectangle; `kind` is its class, `text` what fits in, `told` its tooltip."""
+    """An event of the timeline as a rectangle; `kind` is its class, `text` what fits in, `tooltip` its words."""
 
     x: float
     y: float
     width: float
     kind: str
     text: str
-    told: str
+    tooltip: str
 
 
 def write_html(plan: Plan, path: str | Path) -> None:
@@ -90,15 +90,15 @@ def _joined(pairs: Sequence[tuple[str, str]]) -> list[tuple[str, list[str]]]:
 
 def _memory(m: Memory) -> Iterator[tuple[str, str, float]]:
     """Parts of the peak: a name, bytes in words, and percent of it."""
-    for name, size in rows.held(m):
+    for name, size in rows.memory_parts(m):
         yield name, amount(size), 100 * size / m.peak
 
 
 def _degree(row: Degree) -> tuple[str, ...]:
     batch = "fixed" if row.largest_batch is None else str(row.largest_batch)
-    held = amount(row.memory) + ("" if row.fits else " (too much)")
+    memory = amount(row.memory) + ("" if row.fits else " (too much)")
     return (
-        str(row.tp), rows.seconds(row.seconds), rows.seconds(row.exposed), amount(row.sent), held, batch,
+        str(row.tp), rows.seconds(row.seconds), rows.seconds(row.exposed), amount(row.sent), memory, batch,
         f"{rows.number(row.throughput)} {row.unit}/s/device",
     )  # fmt: skip
 
@@ -156,9 +156,9 @@ def _box(e: Event, scale: float, y: float) -> TimelineBox:
     width = scale * e.seconds
     short = e.label.split(" (")[0]
     text = next((x for x in (e.label, short) if len(x) * LETTER + 6 <= width), "")
-    told = f"{e.label}: {rows.seconds(e.seconds)}, {e.direction}, {e.step.part}"
+    tooltip = f"{e.label}: {rows.seconds(e.seconds)}, {e.direction}, {e.step.part}"
     change = f" ({e.step.change}, {amount(e.step.bytes)})" if e.step.converts else ""
-    return TimelineBox(LEFT + scale * e.start, y, width, _kind(e), text, told + change)
+    return TimelineBox(LEFT + scale * e.start, y, width, _kind(e), text, tooltip + change)
 
 
 def _kind(e: Event) -> str:

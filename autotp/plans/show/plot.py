@@ -86,16 +86,16 @@ def _panel(
     axis: PlotAxis, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
 ) -> dict[str, Any]:
     """One panel: marks, lines with their points, and the limit where it lies within."""
-    drawn = [axis.value(row) for _, found in series for row in found]
+    drawn = [axis.value(row) for _, degrees in series for row in degrees]
     marks = axis.marks([x for x in drawn if x > 0] or [1.0])
 
     def height(x: float) -> float:
         return top + PANEL * (1 - axis.place(x, marks))
 
     lines = []
-    for kind, found in series:
-        kept = [(row, axis.value(row)) for row in sorted(found, key=lambda row: row.tp)]
-        shown = [(row.tp, x) for row, x in kept if x or not axis.factors]
+    for kind, degrees in series:
+        values = [(row, axis.value(row)) for row in sorted(degrees, key=lambda row: row.tp)]
+        shown = [(row.tp, x) for row, x in values if x or not axis.factors]
         points = [(columns[tp], height(x), f"tp={tp}, {kind}: {axis.words(x)}") for tp, x in shown]
         lines.append((kind, points))
     inside = marks[0] < limit < marks[-1]
@@ -108,21 +108,21 @@ def _panel(
     }
 
 
-def _around(found: Sequence[float], candidates: Callable[[int], Iterator[float]], base: float) -> list[float]:
+def _around(values: Sequence[float], candidates: Callable[[int], Iterator[float]], base: float) -> list[float]:
     """Of the candidates of each power of `base` those between the values, and one on either side."""
-    low, high = math.floor(math.log(min(found), base)), math.ceil(math.log(max(found), base))
+    low, high = math.floor(math.log(min(values), base)), math.ceil(math.log(max(values), base))
     every = sorted(x for power in range(low - 1, high + 2) for x in candidates(power))
-    first = max(x for x in every if x <= min(found))
-    last = min(x for x in every if x >= max(found) and x > first)
+    first = max(x for x in every if x <= min(values))
+    last = min(x for x in every if x >= max(values) and x > first)
     return [x for x in every if first <= x <= last]
 
 
-def _decimal(found: Sequence[float]) -> list[float]:
-    return _around(found, lambda power: (x * 10.0**power for x in (1, 2, 5)), 10)
+def _decimal(values: Sequence[float]) -> list[float]:
+    return _around(values, lambda power: (x * 10.0**power for x in (1, 2, 5)), 10)
 
 
-def _binary(found: Sequence[float]) -> list[float]:
-    return _around(found, lambda power: iter((2.0**power,)), 2)
+def _binary(values: Sequence[float]) -> list[float]:
+    return _around(values, lambda power: iter((2.0**power,)), 2)
 
 
 def _round_size(nbytes: float, most: float) -> str:
@@ -133,8 +133,8 @@ def _round_each(x: float, most: float) -> str:
     return round_seconds(x, x)
 
 
-def _even(found: Sequence[float]) -> list[float]:
-    return ticks(max(found))
+def _even(values: Sequence[float]) -> list[float]:
+    return ticks(max(values))
 
 
 TIME = PlotAxis("step", lambda row: row.seconds, rows.seconds, _decimal, _round_each)

@@ -13,7 +13,8 @@ from torch import fx
 
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
-from autotp.ir.scopes import module_path
+from autotp.ir.marks import mark
+from autotp.ir.scopes import module_path, moved_to
 from autotp.plans.estimates import OUTSIDE
 from autotp.text import amount
 
@@ -50,8 +51,8 @@ def renderable(plan: Plan) -> RenderableType:
 def _body(plan: Plan, width: int) -> Iterator[Text]:
     head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
     yield from wrapped(head, width, style="bold")
-    for given in plan.inputs:
-        yield Text(f"captured with {given}", style="dim")
+    for shape in plan.inputs:
+        yield Text(f"captured with {shape}", style="dim")
     for part in rows.parts(plan):
         yield from _part(part, width)
     yield Text()
@@ -90,10 +91,10 @@ def _labelled(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
 
 def _layer(plan: Plan, width: int) -> Iterator[Text]:
     """What the sublayers of one of the repeated blocks take, and everything outside of those."""
-    if found := rows.sublayers(plan):
+    if sublayers := rows.sublayers(plan):
         assert plan.layer is not None
         pairs = [(f"one of {plan.layer.count} blocks", plan.layer.module)]
-        for name, compute, sent, share in found:
+        for name, compute, sent, share in sublayers:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
             pairs.append((label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else "")))
         yield Text()
@@ -109,8 +110,8 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     for r in degrees:
         batch = "fixed" if r.largest_batch is None else str(r.largest_batch)
         share = f"{rows.seconds(r.exposed)} ({r.exposed / r.seconds:.0%})" if r.seconds else "-"
-        held = "" if r.fits else "too much"
-        row = (str(r.tp), rows.seconds(r.seconds), share, amount(r.sent), amount(r.memory), held, batch)
+        fit = "" if r.fits else "too much"
+        row = (str(r.tp), rows.seconds(r.seconds), share, amount(r.sent), amount(r.memory), fit, batch)
         table.add_row(*row, rows.number(r.throughput))
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
@@ -134,7 +135,7 @@ def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = Non
 
     Args:
         graph: as `autotp.passes.shard.rewrite` made it.
-        layouts: of its nodes; otherwise read from each node's `meta["layout"]`.
+        layouts: of its nodes; otherwise read from each node's mark.
     """
     return "\n".join(_lines(graph, layouts or {})) + "\n"
 
@@ -142,7 +143,7 @@ def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = Non
 def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
     at = ""
     for node in graph.nodes:
-        path = node.meta.get("path") or module_path(node)
+        path = moved_to(node) or module_path(node)
         module = path[-1] if path else ""
         if node.op not in ("placeholder", "output") and module != at:
             at = module
@@ -150,7 +151,7 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
         if node.op == "output":
             yield f"\nreturn {_value(node.args[0])}"
             continue
-        layout = layouts.get(node, node.meta.get("layout"))
+        layout = layouts.get(node, mark(node).layout)
         shape = getattr(node.meta.get("val"), "shape", None)
         where = f" [{', '.join(map(str, shape))}]" if shape is not None else ""
         typed = f"{node.name}: {layout}{where}" if layout is not None else f"{node.name}{where}"
@@ -159,12 +160,12 @@ def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
 
 def _call(node: fx.Node) -> str:
     name = short_name(node.target)
-    if "conversion" in node.meta:
-        source, target = node.meta["conversion"]
+    if (conversion := mark(node).conversion) is not None:
+        source, target = conversion
         return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
-    given = [_value(a) for a in node.args]
-    given += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
-    return f"{name}({', '.join(given)})"
+    arguments = [_value(a) for a in node.args]
+    arguments += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
+    return f"{name}({', '.join(arguments)})"
 
 
 def _value(x: Any) -> str:

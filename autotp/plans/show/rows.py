@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
 from autotp.errors import InputError
+from autotp.ir.layouts import Layout
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
@@ -133,9 +135,11 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
         step = f"{t.seconds / t.megatron_step:.2f} of its step, " if t.megatron_step else ""
-        told = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
-        rows.append(("against Megatron's plan", step + told))
-    return [*rows, *_batch_axis(plan.batch), *_memory(plan.memory)]
+        ratio = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
+        rows.append(("against Megatron's plan", step + ratio))
+    states = cache(plan)
+    carried = [("cache", states)] if states else []
+    return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
 def over(plan: Plan) -> str:
@@ -158,13 +162,33 @@ def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     """What the fullest rank holds, the parts that are there, and where the peak is."""
     yield "memory per rank", f"{amount(m.peak)} at the peak, {m.phase} of {m.at}"
-    told = [f"{name} {amount(size)}" for name, size in held(m)]
-    for line in (told[:4], told[4:]):
+    shares = [f"{name} {amount(size)}" for name, size in memory_parts(m)]
+    for line in (shares[:4], shares[4:]):
         if line:
             yield "", ", ".join(line)
 
 
-def held(m: Memory) -> list[tuple[str, float]]:
+def cache(plan: Plan) -> str:
+    """What is carried from call to call: how many tensors, how they lie, and what a rank holds of them."""
+    if not plan.states:
+        return ""
+    counts = Counter(_placement(x, plan.tp) for x in plan.states.values())
+    tensors = [f"{n} tensor{'' if n == 1 else 's'}, {placed}" for placed, n in counts.items()]
+    m = plan.memory
+    grows = [f"{amount(m.cache_token)} per token and rank"] if m.cache_token else []
+    grows += [f"{amount(m.cache_sequence)} per sequence and rank"] if m.cache_sequence else []
+    return ", ".join([*tensors, *grows])
+
+
+def _placement(layout: Layout, tp: int) -> str:
+    """`Shard(1): 2 of 8`: the part of the dimension that the fullest rank has."""
+    dim, distribution = layout.sharded_dim, layout.distribution
+    if dim is None or distribution is None:
+        return "whole"
+    return f"Shard({dim}): {distribution.local(0, tp)} of {distribution.length}"
+
+
+def memory_parts(m: Memory) -> list[tuple[str, float]]:
     """The parts of what the fullest rank holds, in bytes, that are there."""
     parts = [
         ("parameters", m.parameters), ("buffers", m.buffers), ("gradients", m.gradients), (m.optimizer, m.states),

@@ -112,7 +112,7 @@ def write_trace(plan: Plan, path: str | Path) -> None:
         own = [e for e in events if e.direction == direction]
         rows.append(_span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
     for e in events:
-        rows.append(_span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _told(e)))
+        rows.append(_span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _arguments(e)))
     Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
 
 
@@ -126,6 +126,8 @@ def _span(name: str, start: float, took: float, thread: int, kind: str, args: di
     return {"name": name, "ph": "X", "cat": kind, "pid": 0, "tid": thread, **times, "args": args}
 
 
-def _told(e: Event) -> dict[str, Any]:
-    told = {"module": e.step.module, "sublayer": e.step.part, "direction": e.direction, "predicted": seconds(e.seconds)}
-    return {**told, "layouts": e.step.change, "bytes": e.step.bytes} if e.step.converts else told
+def _arguments(e: Event) -> dict[str, Any]:
+    """What a trace viewer shows of an event."""
+    of, took = e.step, seconds(e.seconds)
+    arguments = {"module": of.module, "sublayer": of.part, "direction": e.direction, "predicted": took}
+    return {**arguments, "layouts": of.change, "bytes": of.bytes} if of.converts else arguments

@@ -15,6 +15,7 @@ from autotp.errors import InputError
 from autotp.log import log
 from autotp.plans.plan import Plan
 from autotp.runtime import state
+from autotp.runtime.generation.carrying import Arguments
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Source
 
@@ -45,10 +46,13 @@ class ComparedModule(ShardedModule):
         """As the sharded module's; then the original's, and a CompareError where they differ (collective)."""
         if self.how == "first" and self.compared:
             return super().forward(*args, **kwargs)
+        arguments = Arguments(self._carriers, args, kwargs)
+        if arguments.given or kwargs.get("use_cache"):
+            raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
         call = _before(self, args, kwargs)
         with _listening(self) as call.heard:
             outputs = super().forward(*args, **kwargs)
-        found = self._match(*compat.tree_flatten((args, kwargs)))
+        found = self._match(arguments)
         assert found is not None  # it has just run
         original: Any = self._compared_with
         trial = Trial(self._shards, self._source, self._order, *found, original, call, self._note)

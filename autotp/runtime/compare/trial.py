@@ -23,8 +23,10 @@ from autotp.comm.ranks import together
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
+from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
-from autotp.passes.decompose.counter_random import SEEDS, base_seed
+from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.shard.rewrite import specialise
 from autotp.proof.numerics import largest, relative
 from autotp.proof.simulate import reference
@@ -124,14 +126,14 @@ class Trial:
         given = {}
         for leaf, node in zip(self.capture.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
             name, val = self.shards.aliases.get(leaf.name, leaf.name), leaf.node.meta.get("val")
-            if leaf.kind == "input":
+            if leaf.kind.passed:
                 given[node] = next(tensors) if isinstance(val, Tensor) else val
-            elif leaf.kind == SEEDS:
+            elif leaf.kind is SEEDS:
                 given[node] = seeds[0]
-            elif leaf.kind == "constant":
+            elif leaf.kind is CONSTANT:
                 given[node] = self.capture.constants[leaf.name]
             else:
-                given[node] = run.leaves[name] if leaf.kind == "parameter" else buffers[name]
+                given[node] = run.leaves[name] if leaf.kind.trained else buffers[name]
         self.given = {leaf.node: given[n] for leaf, n in zip(self.capture.leaves, given, strict=True)}
         autocast = self.capture.state[-1] is not None  # then the graph holds its casts
         with torch.autocast(self.call.device.type, enabled=False) if autocast else nullcontext():
@@ -181,8 +183,10 @@ class Trial:
         if origin.op == "placeholder" and leaf is not None:
             return f"{module_name(leaf.name.rpartition('.')[0])} (its {leaf.kind} {leaf.name})"
         path = module_path(origin)
-        made = short_name(origin.target) + (f", after {short_name(node.target)}" if "conversion" in node.meta else "")
-        return f"{module_name(module_of(path[-1]) if path else '')} ({origin.name} = {made})"
+        after = f", after {short_name(node.target)}" if mark(node).conversion is not None else ""
+        return (
+            f"{module_name(module_of(path[-1]) if path else '')} ({origin.name} = {short_name(origin.target)}{after})"
+        )
 
     def _outputs(self, outputs: Sequence[Any]) -> Gap | None:
         """An output of the call that is not the original's; by the first part that gave what its program does not."""
@@ -277,7 +281,7 @@ class Trial:
             node = self.nodes[at]
             local, origin = self.here.values.get(node), self.sharded.origin.get(node)
             whole = self.whole.values.get(origin) if origin is not None else None
-            if local is None or whole is None or whole.grad is None or "conversion" in node.meta:
+            if local is None or whole is None or whole.grad is None or mark(node).conversion is not None:
                 continue  # a converted value has the gradients of some readers, the value itself has all
             mine = local.grad if local.grad is not None else torch.zeros_like(local)
             error = self._error(node, mine, whole.grad, self.sharded.layouts[node].dual, self.most)

@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from autotp.comm.symmetric import Fused
+from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
 
 Function = Callable[..., Any]
@@ -72,7 +73,7 @@ class Compiler:
             f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions",
         )
         if self.fused is not None:
-            yield "micro_pipeline", self.fused.told()
+            yield "micro_pipeline", self.fused.summary()
 
 
 def _function(graph: fx.Graph, name: str) -> Function:
@@ -93,7 +94,7 @@ def flow(node: fx.Node) -> Any:
     """What flows along an edge, as far as a compiled function depends on it."""
     val = node.meta.get("val")
     whole = (tuple(map(str, val.shape)), val.dtype) if isinstance(val, Tensor) else type(val).__name__
-    return whole, str(node.meta.get("layout"))
+    return whole, str(mark(node).layout)
 
 
 def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:

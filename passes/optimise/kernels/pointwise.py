@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autotp.ir.marks import mark, write
 from autotp.ir.op import aten, sizes
 from autotp.kernels.common import DTYPES
 from autotp.passes.optimise.matching import (
@@ -20,7 +21,6 @@ from autotp.passes.optimise.matching import (
     calls,
     closed,
     find,
-    placed,
     put,
     scope_of,
     summable,
@@ -88,7 +88,7 @@ def _halved(x: fx.Node, y: fx.Node) -> fx.Node | None:
 def _alike(x: fx.Node, like: fx.Node) -> bool:
     """Whether both are of one shape and dtype, as wholes and on this rank."""
     a, b = value_of(x), value_of(like)
-    return sizes(a) == sizes(b) and a.dtype == b.dtype and x.meta.get("layout") == like.meta.get("layout")
+    return sizes(a) == sizes(b) and a.dtype == b.dtype and mark(x).layout == mark(like).layout
 
 
 def bias_then_gelu(node: fx.Node) -> fx.Node | None:
@@ -116,7 +116,7 @@ def _biased(product: Any) -> bool:
 def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node, ...], tanh: bool) -> fx.Node:
     """Take the bias off the product and put the kernel at the end."""
     out = max(nodes)
-    where = placed(scope_of([product, *between, *nodes]))
+    scope = scope_of([product, *between, *nodes])
     if calls(product, aten.linear):
         x, weight, bias = product.args[:3]
         product.args = (x, weight)
@@ -124,7 +124,7 @@ def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node,
         bias, x, weight = product.args[:3]
         product.target, product.args = aten.mm.default, (x, weight)
     for kept in (product, *between):
-        kept.meta = {**kept.meta, **where}
+        write(kept, scope=scope)
     new = put(OPS.bias_gelu.default, ((between or (product,))[-1], bias, tanh), nodes, out)
-    new.meta = {**new.meta, **where}
+    write(new, scope=scope)
     return new

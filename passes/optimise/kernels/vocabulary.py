@@ -9,11 +9,12 @@ from torch import fx
 
 from autotp.comm import conversions as convert
 from autotp.ir.layouts import Partial, spans
+from autotp.ir.marks import conversion_of, inherit, mark
 from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
 from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE
-from autotp.passes.optimise.matching import CASTS, calls, erase, placed, put, value_of
+from autotp.passes.optimise.matching import CASTS, calls, erase, put, value_of
 from autotp.rules.lookup import vocabulary_embedding
 
 OPS: Any = torch.ops.autotp
@@ -53,20 +54,20 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
     chain = _maximum(scores, most, node)
     if chain is None or value_of(scores).dtype not in DTYPES:
         return None
-    graph, place = node.graph, placed(scope_path(node))
+    graph, scope = node.graph, scope_path(node)
     with graph.inserting_before(node):
-        scores = _before_cast(scores, node, place)
+        scores = _before_cast(scores, node, scope)
         cut = graph.call_function(aten.detach.default, (scores,))
-        cut.meta = {**scores.meta, **place}
+        inherit(cut, scores, scope=scope, conversion=None, axis=None)
         terms = graph.call_function(OPS.class_terms.default, (cut, target, total))
         value = value_of(node)
-        terms.meta = {**_unlaid(node), **place, "val": value.new_empty((value.shape[0] + 1, value.shape[1]))}
+        _unlaid(terms, node, scope, value.new_empty((value.shape[0] + 1, value.shape[1])))
         found = graph.call_function(aten.select.int, (terms, 0, 0))
-        found.meta = {**_unlaid(most), **place, "val": value.new_empty(value.shape[1:])}
+        _unlaid(found, most, scope, value.new_empty(value.shape[1:]))
         for old in reversed(chain):
-            found = _again(old, found, place)
+            found = _again(old, found, scope)
         new = graph.call_function(OPS.class_sums_of.default, (scores, found, target, terms, total))
-    new.meta = dict(node.meta)
+    inherit(new, node)
     node.replace_all_uses_with(new)
     erase([node])
     return new
@@ -92,7 +93,7 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
     return chain if calls(of, aten.detach) and of.args[0] is scores else None
 
 
-def _before_cast(scores: fx.Node, reader: fx.Node, place: dict[str, Any]) -> fx.Node:
+def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx.Node:
     """The scores in half precision, where nothing else reads what they were cast to; otherwise as they are.
 
     The kernels compute in float32 and round a gradient once, as the cast's own gradient does: no number changes.
@@ -111,22 +112,25 @@ def _before_cast(scores: fx.Node, reader: fx.Node, place: dict[str, Any]) -> fx.
         value = value_of(old)
         with scores.graph.inserting_before(reader):
             new = scores.graph.call_function(old.target, (found, *old.args[1:]), old.kwargs)
-        new.meta = {**old.meta, **place, "val": value.new_empty(value.shape, dtype=value_of(found).dtype)}
+        inherit(new, old, scope=scope)
+        new.meta["val"] = value.new_empty(value.shape, dtype=value_of(found).dtype)
         found = new
     return found
 
 
-def _again(old: Any, value: fx.Node, place: dict[str, Any]) -> fx.Node:
+def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
     """A conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
-    target, args, meta = old.target, old.args[1:], {**old.meta, **place, "val": value_of(value)}
+    target, args, conversion = old.target, old.args[1:], mark(old).conversion
     if value_of(old).ndim == 2:
         args = (PartialSpec(MAX), args[1])
-        target, meta["conversion"] = convert.function_for(*args), (Partial(MAX), old.meta["conversion"][1])
+        target, conversion = convert.function_for(*args), (Partial(MAX), conversion_of(old)[1])
     new = value.graph.call_function(target, (value, *args), old.kwargs)
-    new.meta = meta
+    inherit(new, old, scope=scope, conversion=conversion)
+    new.meta["val"] = value_of(value)
     return new
 
 
-def _unlaid(node: fx.Node) -> dict[str, Any]:
-    """A node's meta data without how its value lies, for one that lies otherwise."""
-    return {k: v for k, v in node.meta.items() if k not in ("layout", "conversion")}
+def _unlaid(new: fx.Node, source: fx.Node, scope: tuple[str, ...], val: torch.Tensor) -> None:
+    """`new` belongs where `source` does, and its value lies otherwise."""
+    inherit(new, source, scope=scope, layout=None, conversion=None, axis=None)
+    new.meta["val"] = val

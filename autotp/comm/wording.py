@@ -23,8 +23,8 @@ def rank_list(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    told = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {told}"
+    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges}"
 
 
 def _short(text: str) -> str:

@@ -1,0 +1,53 @@
+"""Forwards that are given objects which hold their state between calls, and give them back changed."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
+
+
+@contextmanager
+def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
+    """Within this context `bare` is called through `forward`, with this signature."""
+    forward.__signature__ = signature  # type: ignore[attr-defined]
+    held = vars(bare).get("forward")
+    bare.forward = forward
+    try:
+        yield
+    finally:
+        del bare.forward
+        if held is not None:
+            bare.forward = held
+
+
+def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether a call is given such objects, or asks for one."""
+    return kwargs.get("use_cache") is True or any(isinstance(x, Carried) for x in (*args, *kwargs.values()))
+
+
+@contextmanager
+def carrying(bare: nn.Module) -> Iterator[None]:
+    """Within this context the module takes and gives such objects as their tensors."""
+    own = bare.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Returned:
+        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
+        objects = [rebuilt(x) for x in given]
+        made = {id(x): obj for x, obj in zip(given, objects, strict=True)}
+        outputs = own(*(made.get(id(x), x) for x in args), **{k: made.get(id(x), x) for k, x in kwargs.items()})
+        numbers = {id(obj): i for i, obj in enumerate(objects)}
+
+        def described(obj: Any, name: str) -> Any:
+            return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, name)
+
+        after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(given, objects, strict=True)]
+        return Returned(replaced(outputs, described), after)
+
+    with forwarding(bare, forward, inspect.signature(own)):
+        yield

@@ -1,0 +1,289 @@
+"""Objects that a model keeps its state in between calls, such as a key/value cache, as tensors and a description.
+
+An object among a call's arguments that is no container of tensors by itself is walked through its attributes, lists
+and dictionaries. Its tensors become leaves of the call by their path; the rest is a `Shape` (classes, flags, numbers),
+by which a program recognises it and from which an object of the same classes is made for a trace. What the object holds
+after the forward is described in the same way, and set on the caller's own object.
+"""
+
+from __future__ import annotations
+
+import enum
+import sys
+import types
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp import compat
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+SHIFT = 2  # a number n travels as a tensor of size [n + SHIFT, 0]: torch takes sizes of 0 and 1 for constants
+
+
+@dataclass(frozen=True)
+class Held:
+    """Stands for a tensor: this one of those that the object holds."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Count:
+    """Stands for a whole number that changes from call to call: this one of the tensors that the object holds."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Again:
+    """Stands for what is held in another place too, which was described as the n-th."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Stands for a tensor that the object held before the call: this one of those."""
+
+    index: int
+
+
+@dataclass(frozen=True)
+class Fixed:
+    """A value that is a part of what the program is for. `text` stands for it where processes compare."""
+
+    token: Hashable = field(repr=False)
+    text: str
+    value: Any = field(compare=False, repr=False)
+
+
+@dataclass(frozen=True)
+class Compound:
+    """An object, list, tuple or dictionary: its class, and what is in it by name, place or key."""
+
+    kind: type
+    items: tuple[tuple[Any, Any], ...]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What an object is but for its tensors; equal for objects that one program serves.
+
+    Attributes:
+        name: of the argument or output. tree: the description. names: of the tensors, in order.
+        counts: which of the tensors are whole numbers.
+    """
+
+    name: str
+    tree: Any
+    names: tuple[str, ...]
+    counts: frozenset[int] = frozenset()
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.names))
+
+
+class Carried:
+    """An object as its shape and tensors: a node of nested containers, whose leaves are the tensors."""
+
+    def __init__(self, shape: Shape, tensors: Iterable[Any]) -> None:
+        self.shape, self.tensors = shape, list(tensors)
+
+
+class Returned:
+    """What a forward with such objects gives: its outputs, and each object among the arguments as it is afterwards."""
+
+    def __init__(self, outputs: Any, after: Sequence[Carried]) -> None:
+        self.outputs, self.after = outputs, list(after)
+
+
+class Same:
+    """In the outputs of a trace: the n-th object among the arguments."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+compat.register_node(Carried, lambda x: (x.tensors, x.shape), lambda tensors, shape: Carried(shape, tensors))
+compat.register_node(Returned, lambda x: ([x.outputs, x.after], None), lambda xs, _: Returned(*xs))
+compat.register_node(Same, lambda x: ([], x.index), lambda _, index: Same(index))
+
+
+def is_carrier(value: Any) -> bool:
+    """Whether a value is an object that may hold tensors, and that nested containers do not open.
+
+    Transformers' caches are such objects also where somebody registered them as containers.
+    """
+    if isinstance(value, (Tensor, Carried, Returned, Same, nn.Module, Mapping, list, tuple, set, frozenset, *PLAIN)):
+        return False
+    if not hasattr(value, "__dict__") or callable(value) or isinstance(value, (type, types.ModuleType)):
+        return False
+    caches = getattr(sys.modules.get("transformers.cache_utils"), "Cache", ())
+    return isinstance(value, caches) or not compat.is_node(value)
+
+
+class Walk:
+    """Describes objects; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
+
+    def __init__(self, name: str, moving: Iterable[tuple[type, str]], known: Sequence[Tensor] = ()) -> None:
+        self.name, self.moving = name, frozenset(moving)
+        self.tensors: list[Any] = []
+        self.names: list[str] = []
+        self.counts: set[int] = set()
+        self.met: dict[int, int] = {}
+        self.kept: list[Any] = []  # so that no id is used twice
+        self.known = {id(t): i for i, t in enumerate(known)}
+
+    def shape(self, value: Any) -> Shape:
+        tree = self.walk(value, self.name)
+        return Shape(self.name, tree, tuple(self.names), frozenset(self.counts))
+
+    def walk(self, value: Any, path: str, owner: type | None = None, name: str = "") -> Any:
+        number = isinstance(value, int) and not isinstance(value, bool) and (owner, name) in self.moving
+        if isinstance(value, torch.SymInt) or number:
+            self.counts.add(len(self.tensors))
+            return Count(self._hold(counted(value), path))
+        if isinstance(value, PLAIN):
+            return Fixed((type(value), value), repr(value), value)
+        if id(value) in self.met:
+            return Again(self.met[id(value)])
+        self.met[id(value)] = len(self.met)
+        self.kept.append(value)
+        if isinstance(value, Tensor):
+            kept = self.known.get(id(value))
+            return Held(self._hold(value, path)) if kept is None else Kept(kept)
+        if isinstance(value, Mapping) and type(value) is dict:
+            return self._compound(value, dict, value.items(), path)
+        if type(value) in (list, tuple):
+            return self._compound(value, type(value), enumerate(value), path)
+        if is_carrier(value):
+            return self._compound(value, type(value), vars(value).items(), path)
+        return Fixed((type(value), id(value)), type(value).__name__, value)
+
+    def _compound(self, value: Any, kind: type, items: Iterable[tuple[Any, Any]], path: str) -> Compound:
+        return Compound(kind, tuple((key, self.walk(x, f"{path}.{key}", kind, str(key))) for key, x in items))
+
+    def _hold(self, tensor: Tensor, path: str) -> int:
+        self.tensors.append(tensor)
+        self.names.append(path)
+        return len(self.tensors) - 1
+
+
+def counted(number: Any) -> Tensor:
+    """An empty tensor that carries a whole number in its size."""
+    return torch.empty((number + SHIFT, 0), dtype=torch.uint8)
+
+
+def describe(value: Any, name: str, moving: Iterable[tuple[type, str]] = (), known: Sequence[Tensor] = ()) -> Carried:
+    """An object as its shape and tensors.
+
+    Args:
+        name: of the argument or output that it is; the names of its tensors begin with it.
+        moving: attributes whose whole numbers change from call to call, as (class, attribute).
+        known: tensors that it held before the call; those are not held again.
+    """
+    walk = Walk(name, moving, known)
+    shape = walk.shape(value)
+    return Carried(shape, walk.tensors)
+
+
+def rebuilt(carried: Carried) -> Any:
+    """A new object of the same classes that holds the tensors of `carried`; no constructor runs."""
+    return Builder(carried).value(carried.shape.tree)
+
+
+def assign(target: Any, carried: Carried, before: Sequence[Tensor]) -> Any:
+    """Set what an object holds after a call on the caller's own object, and on the objects in it, in place.
+
+    Args:
+        before: the tensors that it held before the call.
+    """
+    return Builder(carried, before).value(carried.shape.tree, target)
+
+
+class Builder:
+    """Makes or updates objects by a description."""
+
+    def __init__(self, carried: Carried, before: Sequence[Tensor] = ()) -> None:
+        self.tensors, self.before = carried.tensors, before
+        self.made: list[Any] = []
+
+    def value(self, tree: Any, now: Any = None) -> Any:
+        """What a description stands for; `now` is what is in its place, and is updated where it is of that class."""
+        if isinstance(tree, Fixed):
+            if not isinstance(tree.value, PLAIN):
+                self.made.append(tree.value)
+            return tree.value
+        if isinstance(tree, Count):
+            held = self.tensors[tree.index]
+            return held.shape[0] - SHIFT if isinstance(held, Tensor) else held
+        if isinstance(tree, Again):
+            return self.made[tree.index]
+        if isinstance(tree, Held | Kept):
+            self.made.append(self.tensors[tree.index] if isinstance(tree, Held) else self.before[tree.index])
+            return self.made[-1]
+        return self._compound(tree, now)
+
+    def _compound(self, tree: Compound, now: Any) -> Any:
+        if tree.kind is tuple:
+            at = len(self.made)
+            self.made.append(None)
+            old = now if isinstance(now, tuple) and len(now) == len(tree.items) else (None,) * len(tree.items)
+            self.made[at] = made = tuple(self.value(x, was) for (_, x), was in zip(tree.items, old, strict=True))
+            return made
+        made: Any = now if type(now) is tree.kind else object_of(tree.kind)
+        self.made.append(made)
+        if tree.kind is list:
+            old = [*made, *[None] * len(tree.items)]
+            made[:] = [self.value(x, was) for (_, x), was in zip(tree.items, old, strict=False)]
+            return made
+        holder = made if tree.kind is dict else vars(made)
+        for key, x in tree.items:
+            holder[key] = self.value(x, holder.get(key))
+        return made
+
+
+def object_of(kind: Any) -> Any:
+    """A new object of a class, without its constructor."""
+    return kind.__new__(kind)
+
+
+def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
+    """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
+
+    Returns: (class, attribute, whether it was there before, as a number that does not change).
+    """
+    number = isinstance(before, Fixed) and type(before.value) is int
+    if isinstance(after, Count):
+        return {(owner, name, number)}
+    if isinstance(after, Fixed) and number and type(after.value) is int:
+        return {(owner, name, True)} if before != after else set()
+    if not isinstance(after, Compound):
+        return set()
+    was = dict(before.items) if isinstance(before, Compound) and before.kind is after.kind else {}
+    return set().union(*(moved(was.get(key), x, after.kind, str(key)) for key, x in after.items))
+
+
+def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:
+    """Nested containers with every object that `is_carrier` says replaced; `function` gets the object and its place."""
+    leaves, spec = compat.tree_flatten(tree, is_leaf=is_carrier)
+    if not any(is_carrier(x) for x in leaves):
+        return tree
+    names = compat.named_leaves(tree, is_carrier)
+    new = [function(x, name) if is_carrier(x) else x for name, x in names.items()]
+    return compat.tree_unflatten(new, spec)
+
+
+def states_of(spec: compat.TreeSpec) -> dict[int, str]:
+    """The leaves of a call or of its results that are states: position -> name."""
+    found: dict[int, str] = {}
+    tree = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
+    for x in compat.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Carried)):
+        if isinstance(x, Carried):
+            pairs = enumerate(zip(x.tensors, x.shape.names, strict=True))
+            found |= {at: name for i, (at, name) in pairs if i not in x.shape.counts}
+    return found

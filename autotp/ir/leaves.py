@@ -1,0 +1,41 @@
+"""The leaves of a program, by kind, each with what may be done with a tensor of that kind."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The policy of the leaves of one kind.
+
+    Attributes:
+        name: what messages call it.
+        splits: the solver may split it.
+        trained: it has a gradient and an optimizer's states.
+        passed: a call passes it; the others are the module's own.
+        steady: a rank holds it all the time.
+        carried: what the program makes of it comes back in the next call, so that its layout is the same going in and
+            out, and in every program of a plan.
+        written: a forward may write to it. What it writes goes to the module's own tensor, or to the caller's.
+        saved: it is in a checkpoint, under its own name.
+    """
+
+    name: str
+    splits: bool = False
+    trained: bool = False
+    passed: bool = False
+    steady: bool = False
+    carried: bool = False
+    written: bool = False
+    saved: bool = False
+
+
+PARAMETER = Kind("parameter", splits=True, trained=True, steady=True, saved=True)
+BUFFER = Kind("buffer", steady=True, written=True, saved=True)
+CONSTANT = Kind("constant", steady=True)
+INPUT = Kind("input", passed=True, written=True)
+STATE = Kind("state", splits=True, passed=True, carried=True, written=True)  # a cached key or value, a convolution's
+SEEDS = Kind("seeds")  # what counter-based random numbers come from
+
+KINDS = {kind.name: kind for kind in (PARAMETER, BUFFER, CONSTANT, INPUT, STATE, SEEDS)}

@@ -1,0 +1,125 @@
+"""States that a user names: which output of a model comes back as which input of the next call."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from autotp import compat
+from autotp.errors import InputError
+from autotp.inputs import Inputs, bind
+from autotp.text import listed
+
+from .graph import Capture
+from .leaves import STATE
+
+Path = tuple[int | str, ...]  # of an output, or of a container of some: places and keys, from the outside in
+Names = tuple[tuple[Path, str], ...]  # and the argument of forward that takes it
+
+FORM = "give a mapping such as {1: 'past_k', 2: 'past_v'}: the place or key of an output, and the name of an argument"
+
+
+def read_carried(carried: Any) -> Names:
+    """`carried` of the public functions, checked.
+
+    Raises:
+        InputError: it is no mapping of places to names, or two outputs come back as one input.
+    """
+    if carried is None:
+        return ()
+    if not isinstance(carried, Mapping):
+        raise InputError(f"carried is {type(carried).__name__}; {FORM}.")
+    found: dict[Path, str] = {}
+    for key, name in carried.items():
+        path = key if isinstance(key, tuple) else (key,)
+        odd = [x for x in path if not isinstance(x, int | str) or isinstance(x, bool)]
+        if odd or not path or not isinstance(name, str):
+            raise InputError(f"carried has {key!r}: {name!r}; {FORM}.")
+        found[path] = name
+    twice = [name for name in found.values() if list(found.values()).count(name) > 1]
+    if twice:
+        raise InputError(f"carried lets two outputs come back as {twice[0]!r}; {FORM}.")
+    return tuple(found.items())
+
+
+def places_of(forward: Callable[..., Any], spec: compat.TreeSpec, names: Iterable[str]) -> dict[int, str]:
+    """The leaves of a call that are states: their flat position -> the state's name.
+
+    Args:
+        forward: says which argument is where. spec: of `(args, kwargs)`.
+        names: of the arguments that are states, or containers of some.
+    """
+    args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
+    passed = {**bind(forward, Inputs(*args, **kwargs)).arguments, **kwargs}
+    return {at: place for name in names if name in passed for place, at in _leaves(name, passed[name])}
+
+
+def check_names(forward: Callable[..., Any], names: Iterable[str]) -> None:
+    """Refuse arguments that `forward` has not.
+
+    Raises:
+        InputError: it names one.
+    """
+    accepted = list(inspect.signature(forward).parameters)
+    unknown = [name for name in names if name not in accepted]
+    if unknown:
+        raise InputError(f"carried names {unknown[0]!r}, and forward has no such argument; it has {listed(accepted)}.")
+
+
+def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> None:
+    """Tell a capture which of its inputs and outputs are states.
+
+    Raises:
+        InputError: there is no such output, or it has other parts than the input that it comes back as.
+    """
+    taken = places_of(forward, program.in_spec, [name for _, name in names])
+    for at, leaf in enumerate(program.inputs):
+        if at in taken and isinstance(leaf.node.meta.get("val"), Tensor):
+            leaf.kind, leaf.name = STATE, taken[at]
+    states = {leaf.name for leaf in program.inputs if leaf.kind is STATE}
+    positions = iter(i for i in range(_count(program)) if i not in program.mutations)
+    outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
+    for path, name in names:
+        left = dict(_leaves(name, _follow(outputs, path)))
+        before = {x for x in states if x == name or x.startswith((name + "[", name + "."))}
+        if before and before != set(left):
+            odd = min(before ^ set(left))
+            raise InputError(
+                f"carried says that the output {_text(path)} comes back as {name!r}, and only one of them has {odd!r}. "
+                "Name outputs that have the parts of the input."
+            )
+        program.carried |= {at: place for place, at in left.items()}
+
+
+def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of an argument or output, each with a name that begins with the argument's."""
+    pairs = [(place, leaf) for place, leaf in compat.named_leaves(tree).items() if leaf is not None]
+    if len(pairs) == 1 and pairs[0][1] is tree:
+        return [(name, tree)]
+    return [(f"{name}{place}" if place.startswith("[") else f"{name}.{place}", leaf) for place, leaf in pairs]
+
+
+def _follow(outputs: Any, path: Path) -> Any:
+    """What lies at this place of a model's outputs."""
+    found = outputs
+    for key in path:
+        whole = len(path) == 1 and key == 0 and isinstance(found, int)
+        try:
+            found = found if whole else found[key]
+        except (KeyError, IndexError, TypeError):
+            known = listed(compat.named_leaves(outputs))
+            raise InputError(
+                f"carried names the output {_text(path)}, and the model gives none there; it gives {known}."
+            ) from None
+    return found
+
+
+def _text(path: Path) -> str:
+    return repr(path[0] if len(path) == 1 else path)
+
+
+def _count(program: Capture) -> int:
+    return len(compat.tree_leaves(program.graph.output_node().args[0]))

@@ -1,0 +1,204 @@
+"""Objects that hold state between calls, such as a key/value cache, in the calls of a sharded module.
+
+The caller's object stays what it is, and holds this rank's tensors: what reorders, crops or selects its rows acts on
+them. A call is recognised by the object's shape and sizes; afterwards what the program says it holds is set on it.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp import compat
+from autotp.errors import InputError
+from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
+from autotp.ir.graph import Capture
+from autotp.ir.layouts import Distribution, Layout
+from autotp.ir.named_states import places_of
+
+FOREIGN = (
+    "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
+    "the unsharded model, or under another plan. Pass what this module gave."
+)
+
+
+@dataclass
+class Carriers:
+    """What a sharded module knows of the objects that it is given.
+
+    Attributes:
+        names: of the positional arguments.
+        rank, tp: this rank among how many.
+        layouts: of the states that programs have met, by name.
+        moving: attributes whose whole numbers change from call to call, as (class, attribute).
+        named: arguments that the user named as states.
+    """
+
+    names: tuple[str, ...]
+    rank: int = 0
+    tp: int = 1
+    layouts: dict[str, Layout] = field(default_factory=dict)
+    moving: set[tuple[type, str]] = field(default_factory=set)
+    named: tuple[str, ...] = ()
+    forward: Callable[..., Any] | None = None
+    places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
+
+    @classmethod
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: tuple[str, ...] = ()) -> Carriers:
+        """For a module of which this is the skeleton."""
+        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, named=named, forward=bare.forward)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
+        return replace(self, layouts=dict(self.layouts), moving=set(self.moving))
+
+    def named_places(self, spec: Any) -> dict[int, str]:
+        """Where in a call's leaves the states lie that the user named."""
+        if not self.named or self.forward is None:
+            return {}
+        if spec not in self.places:
+            self.places[spec] = places_of(self.forward, spec, self.named)
+        return self.places[spec]
+
+    def told(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
+        """The arguments with every such object as its tensors, and which those are."""
+        given: Given = []
+
+        def one(value: Any, name: str) -> Any:
+            if not is_carrier(value):
+                return value
+            given.append((value, describe(value, name, self.moving)))
+            return given[-1][1]
+
+        positional = [one(x, self.names[i] if i < len(self.names) else str(i)) for i, x in enumerate(args)]
+        return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, given
+
+    def learn(self, captured: Capture) -> bool:
+        """Take note of numbers that a capture shows to change from call to call.
+
+        Returns: whether the captured call had one of them as it was, so that it must be read again.
+        """
+        args, kwargs = compat.tree_unflatten([None] * captured.in_spec.num_leaves, captured.in_spec)
+        before = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
+        returned = compat.tree_unflatten([None] * captured.out_spec.num_leaves, captured.out_spec)
+        if not isinstance(returned, Returned):
+            return False
+        pairs = list(zip(before, returned.after, strict=True))
+        found = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
+        new = {(owner, name) for owner, name, _ in found} - self.moving
+        self.moving |= new
+        return any(was and (owner, name) in new for owner, name, was in found)
+
+    def partition(self, name: str) -> tuple[int, Distribution] | None:
+        """The dimension that a state is split in, and how; None where it is whole."""
+        layout = self.layouts.get(name)
+        if layout is None or layout.sharded_dim is None or layout.distribution is None or self.tp == 1:
+            return None
+        return layout.sharded_dim, layout.distribution
+
+    def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
+        """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
+        is wrong with it."""
+        split = self.partition(name)
+        shape = list(tensor.shape)
+        wrong = ""
+        if split is not None and split[0] < tensor.ndim:
+            dim, partition = split
+            mine, have, length = partition.local(self.rank, self.tp), shape[dim], int(partition.length)
+            if have != max(mine, 1):
+                wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
+            else:
+                tensor, shape[dim] = tensor if mine else tensor.narrow(dim, 0, 0), length
+        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+
+    def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
+        """Likewise of a state that the user named, which may be passed whole: then the rank takes its part."""
+        split = self.partition(name)
+        if split is None or split[0] >= tensor.ndim:
+            return tensor, torch.empty_like(tensor, device="meta"), ""
+        dim, partition = split
+        mine, have, length = partition.local(self.rank, self.tp), tensor.shape[dim], int(partition.length)
+        wrong = ""
+        if have == length:
+            tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
+        elif have != mine:
+            wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
+        shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
+        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+
+    def held(self, name: str, tensor: Any) -> Any:
+        """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
+
+        An empty tensor means to many that there is no state yet.
+        """
+        split = self.partition(name)
+        if split is None or not isinstance(tensor, Tensor) or tensor.shape[split[0]]:
+            return tensor
+        shape = [1 if d == split[0] else n for d, n in enumerate(tensor.shape)]
+        return tensor.new_zeros(()).expand(shape)
+
+
+Given = list[tuple[Any, Carried]]
+
+
+class Arguments:
+    """The arguments of one call.
+
+    Attributes:
+        flat, spec: the arguments as leaves, states as this rank's part.
+        whole: the same leaves, in place of states tensors without memory that have the whole's shape.
+        given: the caller's objects that hold state, each with its tensors.
+        wrong: why a state cannot be this module's.
+    """
+
+    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+        self.carriers, self.args, self.kwargs = carriers, args, kwargs
+        self.read()
+
+    def read(self) -> None:
+        """Read the arguments, again where more is known by now."""
+        self.wrong = ""
+        args, kwargs, self.given = self.carriers.told(self.args, self.kwargs)
+        self.flat, self.spec = compat.tree_flatten((args, kwargs))
+        self.whole = self.flat
+        named = self.carriers.named_places(self.spec)
+        if not self.given and not named:
+            return
+        self.whole = list(self.flat)
+        ways = ((states_of(self.spec) if self.given else {}, self.carriers.whole), (named, self.carriers.part))
+        for places, read in ways:
+            for at, name in places.items():
+                if isinstance(self.flat[at], Tensor):
+                    self.flat[at], self.whole[at], wrong = read(name, self.flat[at])
+                    self.wrong = self.wrong or wrong
+
+    def check(self) -> None:
+        """Refuse a state that is not this module's.
+
+        Raises:
+            InputError: it says which.
+        """
+        if self.wrong:
+            raise InputError(self.wrong)
+
+    def settle(self, outputs: Any) -> Any:
+        """The outputs, after the caller's objects hold what they hold after the call."""
+        if not isinstance(outputs, Returned):
+            return outputs
+        pairs = zip(self.given, outputs.after, strict=True)
+        objects = [assign(obj, self._held(after), was.tensors) for (obj, was), after in pairs]
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, Same):
+                return objects[value.index]
+            return rebuilt(self._held(value)) if isinstance(value, Carried) else value
+
+        return compat.tree_map(whole, outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
+
+    def _held(self, after: Carried) -> Carried:
+        held = [self.carriers.held(*pair) for pair in zip(after.shape.names, after.tensors, strict=True)]
+        return Carried(after.shape, held)

@@ -1,0 +1,99 @@
+"""`generate()` of a sharded module: the original class's own, on an object of that class whose forward is sharded."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp.comm.ranks import Ranks, broadcast
+from autotp.errors import StateError
+
+NO_GENERATE = (
+    "{name} has no generate(): its class brings none. Those of transformers that end in a language model's head do; "
+    "for others call the sharded module itself, with the cache that it gave."
+)
+
+
+class Shell(nn.Module):
+    """Stands for the original where its class generates: all but the forward is the class's own.
+
+    Its modules are the skeleton's, without weights.
+    """
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Nothing: the original's classes may keep a register of what derives from them."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The sharded module's."""
+        return self.__dict__["_sharded"](*args, **kwargs)
+
+    __call__ = nn.Module.__call__
+
+    def get_compiled_call(self, compile_config: Any = None) -> Any:
+        """The plain call: what runs is compiled by autotp or not at all."""
+        return self.__call__
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return False
+
+
+@functools.lru_cache(256)
+def shell_class(original: type[nn.Module]) -> type[Shell]:
+    """The class of shells of models of this class."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Shell, *args: Any, **kwargs: Any) -> Any:
+        return Shell.forward(self, *args, **kwargs)
+
+    body = {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"forward": forward}
+    kind: Any = type(original)
+    return kind(original.__name__, (Shell, original), body)
+
+
+def shell(sharded: nn.Module, bare: nn.Module) -> Any:
+    """An object of the original's class that calls the sharded module.
+
+    Args:
+        sharded: what was set on it counts, such as its generation_config.
+        bare: the original's skeleton.
+
+    Raises:
+        StateError: the class has no `generate`.
+    """
+    if not callable(getattr(type(bare), "generate", None)):
+        raise StateError(NO_GENERATE.format(name=type(bare).__name__))
+    kind = shell_class(type(bare))
+    made = kind.__new__(kind)
+    made.__dict__.update(bare.__dict__)
+    plain = set(bare.__dict__) - set(nn.Module().__dict__)
+    made.__dict__.update({n: sharded.__dict__[n] for n in plain if n in sharded.__dict__})
+    made.__dict__.update(_sharded=sharded, training=sharded.training)
+    return made
+
+
+@contextlib.contextmanager
+def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
+    """Within this context every rank draws from rank 0's random numbers; those of the others go on as they were."""
+    if ranks is None or ranks.tp == 1:
+        yield
+        return
+    cuda = device.type == "cuda"
+    own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
+    common: Any = broadcast(ranks, own)
+    try:
+        _draw_from(common, device)
+        yield
+    finally:
+        if ranks.rank:
+            _draw_from(own, device)
+
+
+def _draw_from(state: Any, device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)

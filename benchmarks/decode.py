@@ -1,0 +1,177 @@
+"""CPU seconds of one decoded token on local gloo ranks: `python -m benchmarks.decode [--write]`.
+
+Two processes of one thread each hold the same Llama (`benchmarks.helpers.megatron`), made tensor-parallel by hand, by
+transformers' `tp_plan` and by autotp, and call it for the token after a prompt, with a cache that holds the prompt: the
+module's call alone, without what `generate` does around it. All must give the same logits; then each takes a step in
+turn. Where a step runs eagerly, the bytes of the storages that its operators read and that were there before it are
+counted: the weights and the cache, once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from transformers.utils import logging as messages
+
+from benchmarks.helpers.command import made
+from benchmarks.helpers.decode_legs import legs
+from benchmarks.helpers.interleaved import Times, interleaved
+from benchmarks.helpers.isolate import Record
+from benchmarks.helpers.measure import reason
+from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.storages import Storages
+from benchmarks.helpers.together import together
+
+HEADING = "A decoded token beside a hand-written module"
+SHAPE, PROMPT, RANKS, ROUNDS = Shape(), 128, 2, 15
+CLOSE = 2e-4  # of the largest logit: float32 sums in another order
+
+
+def measure(rank: int, shape: Shape, prompt: int, rounds: int, only: Sequence[str], folder: str) -> None:
+    """One of the ranks; rank 0 writes what all found to the folder."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    messages.set_verbosity_error()
+    messages.disable_progress_bar()
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    with torch.no_grad():
+        found = compared(shape, prompt, rounds, only)
+    everyone: list[Any] = [None] * RANKS
+    dist.all_gather_object(everyone, found)
+    if rank == 0:
+        Path(folder, "found.json").write_text(json.dumps(everyone))
+    dist.destroy_process_group()
+    time.sleep(0.2)  # gloo's threads
+
+
+def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -> Record:
+    """This rank's times of every leg, its first call's, how far its logits are off, and the bytes that it reads."""
+    model = untouched(shape).eval()
+    ids = torch.randint(shape.vocabulary, (1, prompt + 1), generator=torch.Generator().manual_seed(1))
+    steps: dict[str, Any] = {}
+    found: Record = {"first": {}, "off": {}, "read": {}, "refused": {}}
+    wanted = model(ids)[:, -1:]
+    for name, (base, make) in legs().items():
+        if only and name not in only and base != name:
+            continue
+        try:
+            began = time.perf_counter()
+            step = make(model, shape, ids)
+            logits = step()
+        except Exception as error:
+            found["refused"][name] = reason(error)
+            continue
+        found["first"][name] = time.perf_counter() - began
+        found["off"][name] = max(difference(x, wanted) for x in (logits, step())) if logits.numel() else 0.0
+        found["read"][name] = None if "compiled" in name else bytes_read(step)
+        steps[name] = step
+    found["times"] = {k: t._asdict() for k, t in interleaved(steps, rounds, before=dist.barrier).items()}
+    return found
+
+
+def difference(logits: Tensor, wanted: Tensor) -> float:
+    """The largest difference, as a part of the largest logit."""
+    return float((logits - wanted).abs().max() / wanted.abs().max())
+
+
+def bytes_read(step: Any) -> tuple[int, int]:
+    """How many storages, and their bytes, reach operators in a step and were there before it."""
+    with Storages() as storages:
+        step()
+    return len(storages.read), storages.nbytes
+
+
+def run(shape: Shape = SHAPE, prompt: int = PROMPT, rounds: int = ROUNDS, only: Sequence[str] = ()) -> Record:
+    """What all ranks found, put together: a row for every leg."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, args=(shape, prompt, rounds, only, folder), nprocs=RANKS)  # type: ignore[attr-defined]
+        everyone = json.loads(Path(folder, "found.json").read_text())
+    return {"rows": rows(everyone), "refused": everyone[0]["refused"]}
+
+
+def rows(everyone: Sequence[Record]) -> dict[str, Record]:
+    """By leg: CPU seconds of all ranks together, seconds of the slowest, and what each is of the hand-written one's."""
+    times = {name: [Times(**found["times"][name]) for found in everyone] for name in everyone[0]["times"]}
+    bases = {name: base for name, (base, _) in legs().items()}
+    out: dict[str, Record] = {}
+    for name, mine in times.items():
+        read = everyone[0]["read"][name]
+        out[name] = together(mine, times[bases[name]]) | {
+            "first_s": round(max(found["first"][name] for found in everyone), 1),
+            "off": float(f"{max(found['off'][name] for found in everyone):.1e}"),
+            "storages": read and read[0],
+            "bytes": read and read[1],
+        }
+    return out
+
+
+def check(found: Record) -> None:
+    """Refuse figures of what does not compute the same.
+
+    Raises:
+        RuntimeError: logits differ.
+    """
+    for name, row in found["rows"].items():
+        if row["off"] > CLOSE:
+            raise RuntimeError(f"{name} computes something else: logits are {row['off']} off")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.decode", description=__doc__)
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, and the hand-written ones")
+    given = parser.parse_args(arguments)
+    before = os.getloadavg()[0]
+    found = run(rounds=given.rounds, only=given.only)
+    record = {"benchmark": "decode", **made("benchmarks.decode", arguments), "cores": os.cpu_count()}
+    record |= {"rounds": given.rounds, "load_before": round(before, 1), "shape": asdict(SHAPE), **found}
+    print(page(record))
+    print(json.dumps(record))
+    check(found)
+    if given.write:
+        write_section(HEADING, page(record))
+
+
+def page(record: Mapping[str, Any]) -> str:
+    """The section of docs/performance.md."""
+    head = ["", "CPU, ms a token", "ratio", "wall, ms", "ratio", "first call, s", "storages", "read, MB"]
+    cells = [
+        [name, f"{1e3 * r['cpu_s']:.1f}", f"{r['cpu_ratio']:.3f}", f"{1e3 * r['wall_s']:.1f}",
+         f"{r['wall_ratio']:.3f}", f"{r['first_s']:.1f}", str(r["storages"] or "-"),
+         f"{r['bytes'] / 1e6:.1f}" if r["bytes"] else "-"]
+        for name, r in record["rows"].items()
+    ]  # fmt: skip
+    refused = "".join(f"\nNot measured: {name}: {why}.\n" for name, why in record["refused"].items())
+    s = SHAPE
+    return f"""\
+`{record["command"]}`: one token after a prompt of {PROMPT}, by a Llama (hidden {s.hidden}, {s.layers} layers,
+{s.heads} heads with {s.kv_heads} of keys and values, feed-forward {s.wide}, {s.vocabulary} words), float32, over
+{RANKS} gloo processes of one thread each; the module's call with a cache, whose logits are whole on every rank and are
+compared before anything is timed. All split by Megatron's plan. CPU seconds of both ranks together, clock of the
+slower one: medians of {record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module,
+eager or compiled, in the same round. *read*: bytes of the storages that reach operators on rank 0 and were there before
+the step. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers
+{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before.
+
+{table(head, cells)}{refused}"""
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,105 @@
+"""The limit of decoding: for every token a rank reads its weights and its cache once, and the ranks communicate.
+
+seconds of a step >= (weights + cache read on a rank) / memory bandwidth + collectives. Arithmetic is far below that for
+the few sequences that are decoded together, and launches of kernels can be recorded away, so neither is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import fx
+
+from autotp.ir.graph import tensors
+from autotp.ir.layouts import Size
+from autotp.ir.op import EXPERTS, Op
+from autotp.ir.program import Planned
+
+from .prices import LOOKUPS, is_free, nbytes
+
+
+@dataclass(frozen=True)
+class DecodeLimit:
+    """The least seconds of a decode step on one rank.
+
+    Attributes:
+        weights, cache: bytes of each that a rank reads for one token of every sequence.
+        bandwidth: of the device's memory, B/s.
+        communication: seconds of the step's collectives.
+    """
+
+    weights: float
+    cache: float
+    bandwidth: float
+    communication: float
+
+    @property
+    def reading(self) -> float:
+        """Seconds of reading weights and cache."""
+        return (self.weights + self.cache) / self.bandwidth
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of a step."""
+        return self.reading + self.communication
+
+
+def weights_read(planned: Planned, hint: Callable[[Size], int]) -> float:
+    """Bytes of parameters, buffers and constants that the fullest rank reads in a forward.
+
+    A table of which rows are looked up counts by those rows, weights of experts by at most one expert for each row.
+
+    Args:
+        planned: the graph with its decisions. hint: the sizes to count with.
+    """
+    reads = _Reads(planned, hint)
+    return sum(reads.of_leaf(leaf.node) for leaf in planned.program.leaves if leaf.kind.steady)
+
+
+def experts_read(op: Op, hint: Callable[[Size], int]) -> dict[int, float]:
+    """Operand slots with weights of experts -> the largest part of them that this call's rows can need."""
+    if len(op.ins) < 2 or len(op.ins[1]) != 3 or not op.ins[0]:
+        return {}
+    return {1: min(1.0, hint(op.ins[0][0]) / max(hint(op.ins[1][0]), 1))}
+
+
+class _Reads:
+    """How much of a leaf the operators read that use it, through views of it."""
+
+    def __init__(self, planned: Planned, hint: Callable[[Size], int]) -> None:
+        self.planned, self.hint = planned, hint
+
+    def of_leaf(self, leaf: fx.Node) -> float:
+        """Bytes of a leaf that a rank reads: those of the reader that needs most of it."""
+        if not tensors(leaf):
+            return 0.0
+        share_read = self._most(leaf)
+        layout = self.planned.decisions[leaf].outs[0]
+        own = nbytes(tensors(leaf)[0], self.hint) * layout.share(self.planned.tp, self.hint)
+        return own * share_read
+
+    def _most(self, node: fx.Node) -> float:
+        return max((self._by(user, node) for user in node.users), default=0.0)
+
+    def _by(self, user: fx.Node, node: fx.Node) -> float:
+        """The part of a value that one of its users reads."""
+        op = self.planned.ops.get(user)
+        if op is None:
+            return 0.0
+        if is_free(op):
+            return self._most(user)
+        slot = op.slots.index(node) if node in op.slots else 0
+        if slot == 0 and getattr(op.target, "overloadpacket", None) in LOOKUPS:
+            return self._rows(op)
+        rule = self.planned.rules[user]
+        by_expert = rule is not None and any(f.label == EXPERTS for f in rule.factors)
+        return experts_read(op, self.hint).get(slot, 1.0) if by_expert else 1.0
+
+    def _rows(self, op: Op) -> float:
+        """The part of a table that a lookup reads: its result, of which a rank may have all that it holds rows for."""
+        decision = self.planned.decisions[op.node]
+        table, result = op.slots[0].meta["val"], tensors(op.node)[0]
+        own = nbytes(table, self.hint) * decision.ins[0].share(self.planned.tp, self.hint)
+        result_bytes = nbytes(result, self.hint) * decision.outs[0].share(self.planned.tp, self.hint)
+        return min(1.0, result_bytes / own) if own else 0.0

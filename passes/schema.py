@@ -1,0 +1,180 @@
+"""What a program must say of itself between passes: `verify` reads the marks and layouts that each stage has to write.
+
+It runs after every pass and rewrite where `AUTOTP_VERIFY=1` is set, as in all tests, so a mark that a pass forgot is an
+error that names the pass and the node. Otherwise it does not run: it takes some percent of planning.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Set
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from autotp.comm import conversions, symmetric
+from autotp.errors import SchemaError
+from autotp.ir.graph import Capture, resolve
+from autotp.ir.marks import Mark, mark
+from autotp.ir.program import Planned, Sharded
+
+CONVERSIONS = frozenset({*conversions.FUNCTIONS.values(), *symmetric.FORMS.values()})
+
+ADVICE = {
+    "no_grad": "Without it the planner would take a value that carries no gradient for one that does, or the reverse. "
+    "Write it (`write(node, no_grad=...)`), or take it over from the node that this one stands for (`inherit`).",
+    "batch": "Tensor parallelism would take the conversion over dp for an operator of the model.",
+    "layout": "What reads the value must know which part of it a rank has.",
+    "conversion": "The plan would not count it, and the simulation would run it as an operator of the model.",
+    "axis": "`specialise` fills in rank and size of the axis that is written there.",
+    "scope": "The module tree would run it in another module, or outside of its checkpointed region.",
+    "flops": "It is remembered of another size, and would be priced with that.",
+    "saved": "It is remembered of another size, and would be counted with that.",
+}
+
+
+class Fault(NamedTuple):
+    """What is wrong with one field of one node's mark."""
+
+    node: fx.Node
+    field: str
+    what: str
+
+
+def enabled() -> bool:
+    """Whether programs are verified between passes."""
+    return os.environ.get("AUTOTP_VERIFY", "0") not in ("", "0")
+
+
+def verify(program: Capture | Sharded | fx.Graph, step: str, **known: Any) -> None:
+    """Check marks and layouts of a program, where `AUTOTP_VERIFY` asks for it.
+
+    Args:
+        program: a captured program, the program of all ranks, or one rank's graph.
+        step: the pass or rewrite that has just run, for the message.
+        known: of a captured program `priced` (whether it may have been planned before), of all ranks' program
+            `planned`, its decisions, of a rank's graph `before`, the nodes that it had before the step.
+
+    Raises:
+        SchemaError: a node lacks what its stage must have written, or says what cannot be; step, node and field are in
+            the message.
+    """
+    if not enabled():
+        return
+    if isinstance(program, Capture):
+        faults = captured(program, **known)
+    elif isinstance(program, Sharded):
+        faults = sharded(program, **known)
+    else:
+        faults = of_rank(program, **known)
+    for node, field, what in faults:
+        raise SchemaError(
+            f"after {step}: {node.format_node()}: its mark's {field!r} {what}. {ADVICE[field]} "
+            "This is a fault of that step; please report it with the model."
+        )
+
+
+def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
+    """What is wrong in a captured program, of the whole batch or of one data-parallel rank."""
+    calls = [n for n in program.graph.nodes if n.op == "call_function" and isinstance(n.meta.get("val"), Tensor)]
+    stated = any(mark(n).no_grad is not None for n in calls)  # from the first canonical form on
+    for node in calls:
+        own = mark(node)
+        if stated and own.no_grad is None:
+            yield Fault(node, "no_grad", "is not written")
+        yield from _on_axis(node, own, "dp")
+        if (node.target in CONVERSIONS) != (own.batch is not None):
+            yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
+        for field in ("layout", "conversion"):
+            if getattr(own, field) is not None:
+                yield Fault(node, field, "is left from another program")
+        for field in ("flops", "saved"):
+            if getattr(own, field) is not None and not priced:
+                yield Fault(node, field, "is left from another program")
+
+
+def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
+    """What is wrong in the program of all ranks: marks, and whether each value lies as it was decided."""
+    for node in program.graph.nodes:
+        own = mark(node)
+        yield from _on_axis(node, own, "dp" if own.batch is not None else "tp")
+        yield from _conversion(node, own)
+        if node not in program.origin:
+            continue
+        layout = program.layouts.get(node)
+        if own.layout is None or own.layout != layout:
+            yield Fault(node, "layout", f"is {own.layout or 'not written'}, and the program has {layout}")
+        elif own.conversion is not None:
+            source = program.layouts.get(node.args[0])  # type: ignore[call-overload]
+            if own.conversion != (source, layout):
+                yield Fault(node, "conversion", f"is {_told(own)}, and it reads {source} and gives {layout}")
+        else:
+            yield from _decided(node, program, planned)
+
+
+def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Fault]:
+    """Whether an operator's result lies as it was decided, and so do the operands that its call reads directly."""
+    maker, index = program.origin[node]
+    decision = planned.decisions[maker]
+    if program.layouts[node] != decision.outs[index]:
+        yield Fault(node, "layout", f"is {program.layouts[node]}, decided is {decision.outs[index]}")
+    if maker not in planned.ops:
+        return
+    slots = [resolve(slot) for slot in planned.ops[maker].slots]
+    for read in resolve(node)[0].all_input_nodes:
+        if read not in program.origin:
+            continue
+        wanted = {x for x, value in zip(decision.ins, slots, strict=True) if value == program.origin[read]}
+        if wanted and program.layouts[read] not in wanted:
+            text = " or ".join(map(str, wanted))
+            yield Fault(read, "layout", f"is {program.layouts[read]}, and {maker.name} was decided to read {text}")
+
+
+def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fault]:
+    """What is wrong in one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
+    for node in graph.nodes:
+        own = mark(node)
+        yield from _on_axis(node, own, "dp" if own.batch is not None else "tp")
+        yield from _conversion(node, own)
+        if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
+            yield Fault(node, "axis", "is written, and the call has no rank")
+        if own.conversion is not None and own.layout != own.conversion[1]:
+            yield Fault(node, "layout", f"is {own.layout}, and the conversion is {_told(own)}")
+        fresh = before is not None and node not in before and node.op == "call_function"
+        if fresh and own.scope is None:
+            yield Fault(node, "scope", "is not written")
+
+
+def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
+    """A call of a conversion over tp says so, with the layouts of its arguments and where it belongs; no other does."""
+    converts = node.target in CONVERSIONS and own.batch is None
+    if converts != (own.conversion is not None):
+        yield Fault(node, "conversion", "is not written" if converts else "stands on no conversion")
+    elif own.conversion is not None:
+        given: Any = node.args[1:3]
+        kinds = tuple(x.mark for x in own.conversion)
+        if kinds != tuple(spec.mark for spec in given):
+            yield Fault(node, "conversion", f"is {_told(own)}, and the call has {given}")
+        if own.scope is None:
+            yield Fault(node, "scope", "is not written")
+
+
+def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
+    """A call that takes its rank says on which axis; no other does."""
+    wanted = axis if node.op == "call_function" and _takes_rank(node.target) else None
+    if own.axis not in (wanted, "dp" if wanted else None):
+        yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {wanted or 'empty'}")
+
+
+def _told(own: Mark) -> str:
+    assert own.conversion is not None
+    source, target = own.conversion
+    return f"{source} -> {target}"
+
+
+@cache
+def _takes_rank(target: Any) -> bool:
+    """Whether a function has an argument for its rank."""
+    code = getattr(target, "__code__", None)
+    return code is not None and "rank" in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]

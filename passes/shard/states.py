@@ -1,0 +1,199 @@
+"""States of a program: what is carried from call to call, as items of the decision problem.
+
+A state is one item that reads what the program leaves of it and makes what it begins with, both in one layout: a slice
+of any dimension that neither grows nor is the batch's, or all of it. So what a rank holds can be reordered, cropped and
+selected by the batch and the length as the whole could. What a call begins with is never gathered.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import fx
+
+from autotp.cost.prices import Prices
+from autotp.cost.solver.problem import Choice, Item, Problem
+from autotp.errors import PlanError
+from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
+from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
+from autotp.ir.op import sizes
+
+from .strategies import Candidates, penalty
+
+CarriedItem = tuple[Item, tuple[str, ...]]  # and the names of its states
+
+# Operators that only move what a state holds, by name: their results are as large as the state.
+MOVES = {
+    "view", "reshape", "_unsafe_view", "unflatten", "flatten", "transpose", "permute", "movedim", "t", "mT", "slice",
+    "select", "narrow", "expand", "expand_as", "unsqueeze", "squeeze", "contiguous", "clone", "alias", "to", "_to_copy",
+    "cat", "stack", "repeat", "repeat_interleave", "index_copy", "index_put", "index_select", "slice_scatter", "roll",
+    "copy", "detach", "flip", "where", "masked_fill",
+}  # fmt: skip
+
+
+@dataclass
+class States:
+    """The states of one program.
+
+    Attributes:
+        same: node -> representative of its class of equal nodes.
+        grads: nodes whose values carry gradients.
+        fixed: layouts of states that another program of the plan decided.
+        ignored: plan inputs and outputs as if none was a state.
+    """
+
+    program: Capture
+    tp: int
+    same: Mapping[fx.Node, fx.Node]
+    grads: set[fx.Node]
+    fixed: Mapping[str, Layout]
+    ignored: bool = False
+
+    def __post_init__(self) -> None:
+        kept = [] if self.ignored else [x for x in self.program.leaves if x.kind.carried and tensors(x.node)]
+        self.leaves = {x.name: x.node for x in kept}
+        self.results: dict[str, fx.Node] = {}  # state -> what the program leaves of it
+        self.left: list[tuple[int, fx.Node]] = []  # outputs that become no state, with their positions
+        for position, node in placed_outputs(self.program):
+            name = None if self.ignored else self.program.becomes(position)
+            if name is None:
+                self.left.append((position, node))
+            else:
+                self.results[name] = node
+        self.members: dict[fx.Node, list[str]] = defaultdict(list)
+        for name, node in self.leaves.items():
+            self.members[same_of(self.same, node)].append(name)
+
+    def value(self, node: fx.Node) -> Value:
+        """The class of a value."""
+        maker, index = resolve(node)
+        return same_of(self.same, maker), index
+
+    # ---- what may be split -----------------------------------------------------------------------------------------
+
+    def dims(self, name: str, lengths: set) -> tuple[int, ...]:
+        """Dimensions of a state that may be split: of one size for ever, and not the first one, the batch.
+
+        Args:
+            name: of the state. lengths: sizes that inputs have along their sequence.
+        """
+        shapes = [sizes(tensors(n)[0]) for n in (self.leaves.get(name), self.results.get(name)) if n is not None]
+        if len({len(shape) for shape in shapes}) != 1:
+            return ()
+        free = name not in self.leaves
+        fits = []
+        for d, each in enumerate(zip(*shapes, strict=True)):
+            one = isinstance(each[0], int) and each[0] > 1 and len(set(each)) == 1
+            if d > 0 and one and not (free and each[0] in lengths):
+                fits.append(d)
+        return tuple(fits)
+
+    def seed(self, candidates: Candidates, lengths: set) -> None:
+        """The partitions that states suggest by themselves."""
+        for name, node in self.leaves.items():
+            value, layout = self.value(node), self.fixed.get(name)
+            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
+                candidates.add((value, layout.sharded_dim), layout.distribution)
+                continue
+            shape = sizes(tensors(node)[0])
+            for d in self.dims(name, lengths):
+                candidates.add((value, d), Partition.plain(shape[d], self.tp))
+        for name, node in self.results.items():
+            layout = self.fixed.get(name)
+            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
+                candidates.add((self.value(node), layout.sharded_dim), layout.distribution)
+
+    # ---- the problem -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def groups(self) -> dict[tuple[str, ...], Value | None]:
+        """States that share one decision -> what they begin with; None for those that only begin here."""
+        found: dict[tuple[str, ...], Value | None] = {tuple(names): (n, 0) for n, names in self.members.items()}
+        begun: dict[tuple[Value, Layout | None], list[str]] = defaultdict(list)
+        for name, node in self.results.items():
+            if name not in self.leaves:
+                begun[self.value(node), self.fixed.get(name)].append(name)
+        return found | {tuple(names): None for names in begun.values()}
+
+    def items(self, candidates: Candidates, prices: Prices) -> Iterator[CarriedItem]:
+        """The items, each with the names of its states."""
+        for names, leaf in self.groups.items():
+            made = frozenset(self.value(self.results[n]) for n in names if n in self.results)
+            yield self._item(names, leaf, made, candidates, prices), names
+
+    def _item(
+        self, names: tuple[str, ...], leaf: Value | None, made: frozenset[Value], candidates: Candidates, prices: Prices
+    ) -> Item:
+        values = [*([leaf] if leaf is not None else []), *sorted(made, key=str)]
+        val = tensors(values[0][0])[values[0][1]]
+        size, choices = prices.bytes(val), []
+        for layout in self._layouts(names, values, candidates, prices.second_sizes):
+            ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(made, key=str)[:1])
+            outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
+            part = size * prices.share(layout)
+            choices.append(Choice(ins, outs, saved=part, held=part, penalty=penalty([layout], self.tp)))
+        outs = [leaf] if leaf is not None else []
+        return Item(names[0], choices, [made] if made else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
+
+    def _layouts(
+        self, names: tuple[str, ...], values: list[Value], candidates: Candidates, lengths: set
+    ) -> list[Layout]:
+        """All of it, or a slice of a dimension as some operator may have it."""
+        fixed = self.fixed.get(names[0])
+        allowed = set.intersection(*(set(self.dims(n, lengths)) for n in names))
+        if fixed is not None:
+            if fixed.sharded_dim not in (None, *allowed) and names[0] in self.leaves:
+                raise PlanError(
+                    f"the plan splits the state {names[0]!r} along dimension {fixed.sharded_dim}, which grows or is the batch "
+                    "in this call. Plan with example inputs that pass the state, so that this is known."
+                )
+            return [fixed]
+        found: dict[Layout, None] = {R: None}
+        for d in sorted(allowed):
+            for partition in (p for v in values for p in candidates.of.get((v, d), ())):
+                if not partition.by_data and partition.static:
+                    found[dealt_by(d, partition)] = None
+        return list(found)
+
+    def consumers(self, names: tuple[str, ...]) -> list[Value]:
+        """The program's values, not their classes, that these states are left as."""
+        return [resolve(self.results[n]) for n in names if n in self.results]
+
+    def cached(self) -> set[fx.Node]:
+        """Nodes whose values hold what a call began with: what only moves a state, and what is left of it."""
+        found = set(self.leaves.values())
+        for node in self.program.graph.nodes:
+            name = short_name(node.target).removeprefix("aten.").split(".")[0]
+            if node.op == "call_function" and name in MOVES and any(i in found for i in node.all_input_nodes):
+                found.add(node)
+        return found | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
+
+    def marks(self) -> dict[fx.Node, str]:
+        """What tells states that lie differently from their equals in other blocks."""
+        return {node: repr(self.fixed[name]) for name, node in self.leaves.items() if name in self.fixed}
+
+
+def decided(items: Sequence[CarriedItem], problem: Problem, chosen: Sequence[int]) -> dict[str, Layout]:
+    """How each state lies by the solver's choices: Replicate, or Shard."""
+    place = {id(item): i for i, item in enumerate(problem.items)}
+    found: dict[str, Layout] = {}
+    for item, names in items:
+        choice = item.choices[chosen[place[id(item)]]]
+        layout = (*choice.ins, *choice.outs)[0]
+        found |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
+    return found
+
+
+def same_of(same: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """The representative of a node's class."""
+    return same.get(node, node)
+
+
+def as_read(layout: Layout, graded: bool) -> Layout:
+    """A state's layout as that of a value that carries a gradient, or of one that does not."""
+    if layout.sharded_dim is not None:
+        return layout
+    return I if graded else R

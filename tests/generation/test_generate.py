@@ -1,0 +1,107 @@
+"""`generate()` on ranks gives token for token what the unsharded model's gives, and the cache lies sharded."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+import autotp
+from autotp.errors import AutoTPError
+from autotp.runtime import module
+from tests.helpers.compare import mesh_of
+from tests.helpers.doubled import doubled
+
+EXACT = 1e-9
+
+
+def llama() -> Any:
+    """Two layers with two key/value heads, with weights large enough that tokens change."""
+    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    torch.manual_seed(0)
+    model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)).double().eval()
+    for p in model.parameters():
+        p.data += 0.3 * torch.randn_like(p)
+    return model
+
+
+def padded() -> dict[str, Tensor]:
+    """Two prompts, the first padded on the left."""
+    torch.manual_seed(1)
+    ids, mask = torch.randint(3, 30, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
+    ids[0, :2] = mask[0, :2] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def refused(call: Any) -> str:
+    try:
+        call()
+    except AutoTPError as error:
+        return str(error)
+    return ""
+
+
+def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
+    with doubled(), torch.no_grad(), patch.object(module, "prepare", wraps=module.prepare) as captures:
+        model, batch = llama(), padded()
+        sharded: Any = autotp.compile(model, example_inputs=batch, mesh=mesh_of(group))
+        options = {"max_new_tokens": 8, "output_logits": True, "return_dict_in_generate": True}
+
+        def both(seed: int = 0, **more: Any) -> tuple[bool, float, Any]:
+            torch.manual_seed(5)
+            wanted = model.generate(**batch, **(options | more))
+            torch.manual_seed(5 + seed)
+            got = sharded.generate(**batch, **(options | more))
+            gaps = [float((a - b).abs().max()) for a, b in zip(got.logits, wanted.logits, strict=True)]
+            return bool((got.sequences == wanted.sequences).all()), max(gaps), got
+
+        found: dict[str, Any] = {}
+        *found["greedy"], got = both()
+        found["captures"] = captures.call_count
+        found["heads"] = got.past_key_values.layers[0].keys.shape[1]
+        found["more"] = both(max_new_tokens=30)[:2]
+        found["sampled"] = both(seed=rank, do_sample=True, temperature=2.0)[:2]
+        found["beams"] = bool((sharded.generate(**batch, num_beams=3) == model.generate(**batch, num_beams=3)).all())
+        found["captures after"] = captures.call_count
+        found["control"] = control(sharded, model)
+
+        wrong = DynamicCache(config=model.config)
+        model(**batch, past_key_values=wrong)
+        step = {"input_ids": batch["input_ids"][:, :1], "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
+        found["foreign"] = refused(lambda: sharded(**step, past_key_values=wrong, use_cache=True))
+        other = {**batch, "input_ids": batch["input_ids"] + rank}
+        found["prompts"] = refused(lambda: sharded.generate(**other, max_new_tokens=2))
+        return found
+
+
+def control(sharded: Any, model: Any) -> tuple[float, float]:
+    """How far a step is off with the cache as it is, and with one entry of one rank's part changed."""
+    ids, mask = torch.arange(3, 15).view(2, 6), torch.ones(2, 7, dtype=torch.int64)
+    wanted = model(input_ids=ids).logits[:, -1]
+    gaps = []
+    for change in (0.0, 1e-3):
+        cache = DynamicCache(config=model.config)
+        sharded(input_ids=ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache, use_cache=True)
+        cache.layers[0].values[1, 0, 2, 0] += change
+        out = sharded(input_ids=ids[:, 5:], attention_mask=mask[:, :6], past_key_values=cache, use_cache=True)
+        gaps.append(float((out.logits[:, -1] - wanted).abs().max()))
+    return gaps[0], gaps[1]
+
+
+@pytest.mark.ranks
+def test_llama_generates_the_same_tokens_on_two_ranks(pool):
+    for found in pool.run(generating, world=2):
+        for name in ("greedy", "more", "sampled"):
+            same, gap = found[name]
+            assert same and gap < EXACT, (name, found[name])
+        assert found["beams"] and found["heads"] == 1
+        assert found["captures"] == 2 and found["captures after"] == 2  # without a past, and with one
+        exact, changed = found["control"]
+        assert exact < EXACT < changed
+        assert "unsharded model" in found["foreign"]
+        assert "do not agree on the values of the inputs" in found["prompts"]
