@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .api import Plan, Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
     from .inputs import Inputs
+    from .pretrained import from_pretrained
 
 # Public name -> its home, imported when the name is first used: torch takes two seconds.
 HOMES = {
@@ -28,6 +29,7 @@ HOMES = {
     "Sweep": "autotp.api",
     "calibrate": "autotp.cost.machines.calibrate",
     "compile": "autotp.api",
+    "from_pretrained": "autotp.pretrained",
     "parallelize": "autotp.api",
     "plan": "autotp.api",
     "prove_rule": "autotp.proof.prove",
@@ -60,6 +62,7 @@ __all__ = [
     "__version__",
     "calibrate",
     "compile",
+    "from_pretrained",
     "parallelize",
     "plan",
     "prove_rule",

@@ -106,8 +106,8 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
     for name in CACHES:
         if given.get(name) is not None and not (running and compat.is_node(given[name])):
             raise InputError(
-                f"The input {name!r} is a cache ({type(given[name]).__name__}). A cache passed in is not supported "
-                f"yet: capture a whole sequence, without {name!r}."
+                f"The input {name!r} is a cache ({type(given[name]).__name__}), and plans are made for calls without "
+                f"one. Leave {name!r} out of the example inputs; the sharded module and its generate() take it."
             )
     parameter = signature.parameters.get("use_cache")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())

@@ -15,7 +15,7 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers.utils import logging as messages
 
 from benchmarks.helpers.command import made
-from benchmarks.helpers.decode_legs import legs
+from benchmarks.helpers.decode_legs import Step, legs
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.measure import reason
@@ -69,12 +69,10 @@ def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -
     for name, (base, make) in legs().items():
         if only and name not in only and base != name:
             continue
-        try:
-            began = time.perf_counter()
-            step = make(model, shape, ids)
-            logits = step()
-        except Exception as error:
-            found["refused"][name] = reason(error)
+        began = time.perf_counter()
+        step, logits, why = begun(lambda: make(model, shape, ids))  # noqa: B023  called at once
+        if why:
+            found["refused"][name] = why
             continue
         found["first"][name] = time.perf_counter() - began
         found["off"][name] = max(difference(x, wanted) for x in (logits, step())) if logits.numel() else 0.0
@@ -84,12 +82,25 @@ def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -
     return found
 
 
+def begun(make: Callable[[], Step]) -> tuple[Step, Tensor, str]:
+    """A leg's step, its first logits, and why there are none, on any of the ranks: all ranks take the same steps."""
+    step, logits, why = Tensor, torch.empty(0), ""
+    try:
+        step = make()
+        logits = step()
+    except Exception as error:
+        why = reason(error)
+    whys: list[Any] = [None] * RANKS
+    dist.all_gather_object(whys, why)
+    return step, logits, next(filter(None, whys), "")
+
+
 def difference(logits: Tensor, wanted: Tensor) -> float:
     """The largest difference, as a part of the largest logit."""
     return float((logits - wanted).abs().max() / wanted.abs().max())
 
 
-def bytes_read(step: Any) -> tuple[int, int]:
+def bytes_read(step: Step) -> tuple[int, int]:
     """How many storages, and their bytes, reach operators in a step and were there before it."""
     with Storages() as storages:
         step()

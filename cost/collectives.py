@@ -163,6 +163,11 @@ def tree_seconds(nbytes: float, group: RankGroup) -> float:
 def hierarchical_seconds(primitive: str, nbytes: float, group: RankGroup) -> float:
     """First inside each node, then between the nodes over every device's own adapter, and back where need be.
 
+    Args:
+        primitive: one of all_reduce, all_gather, reduce_scatter, all_to_all.
+        nbytes: bytes of the whole tensor.
+        group: the ranks, with the links inside a node and between nodes.
+
     Raises:
         InputError: the nodes do not hold equally many of the group's ranks.
     """

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, fx
 
@@ -28,6 +28,18 @@ BACKWARD = 2  # times the forward's arithmetic and bytes
 LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
+class Surcharge(Protocol):
+    """Seconds that a mesh axis adds, to keep what it wants apart from what is merely dear."""
+
+    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
+        """For an operator whose results lie so."""
+        ...
+
+    def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
+        """For a conversion of so many bytes."""
+        ...
+
+
 @dataclass
 class Prices:
     """Seconds and bytes of one captured graph's operators and conversions.
@@ -38,6 +50,7 @@ class Prices:
         sequence: True or False forces or forbids sequence parallelism by ruling conversions out.
         objective: inference counts the forward alone. Layouts stay those of training, so gradients stay right.
         keepers: say what is kept for the backward.
+        surcharge: of the mesh axis that is planned for, if it has one.
         cached: nodes whose values hold what a call began with, which no rank gathers.
     """
 
@@ -49,6 +62,7 @@ class Prices:
     sequence: bool | None = None
     objective: Objective = TRAINING
     keepers: Keepers | None = None
+    surcharge: Surcharge | None = None
     cached: set[fx.Node] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -115,7 +129,20 @@ class Prices:
     def operator(
         self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
     ) -> tuple[float, float]:
-        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split."""
+        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split.
+
+        Args:
+            op: the call, with whole shapes.
+            ins, outs: layouts of its operands and results.
+            split: the loop of its rule that is split; None where it runs whole or passes sums.
+        """
+        seconds, activation_bytes = self._operator(op, ins, outs, split)
+        extra = 0.0 if self.surcharge is None else self.surcharge.operator(op, outs, self.bytes)
+        return seconds + extra, activation_bytes
+
+    def _operator(
+        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
+    ) -> tuple[float, float]:
         results = tensors(op.node)
         if is_free(op):
             return 0.0, 0.0
@@ -164,7 +191,18 @@ class Prices:
         return math.ceil(own / tile) / own * columns / math.ceil(columns / tile)
 
     def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
-        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none."""
+        """Seconds of a conversion of a value (node, result), forward and backward; None where there is none.
+
+        Args:
+            value: node and number of its result.
+            a, b: the layouts before and after.
+        """
+        seconds = self._convert(value, a, b)
+        if seconds is None or self.surcharge is None:
+            return seconds
+        return seconds + self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]]))
+
+    def _convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         node, i = value
         if node in self.weights and a.sharded_dim is not None:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's

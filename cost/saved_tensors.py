@@ -173,7 +173,11 @@ class Keepers:
         return saved_by(self.ops[self.same[node]], self.grads)
 
     def of(self, node: fx.Node) -> list[SavedPart]:
-        """What this call answers for: values, and bytes of its own."""
+        """What this call answers for: values, and bytes of its own.
+
+        Args:
+            node: a call of `ops`.
+        """
         saved, op = self.saved(node), self.ops[node]
         first: dict[Value, SavedPart] = {}
         for slot in sorted(saved.slots):

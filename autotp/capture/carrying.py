@@ -51,3 +51,18 @@ def carrying(bare: nn.Module) -> Iterator[None]:
 
     with forwarding(bare, forward, inspect.signature(own)):
         yield
+
+
+@contextmanager
+def entering(bare: nn.Module, path: str) -> Iterator[None]:
+    """Within this context the module's forward is that of its module at this path."""
+    if not path:
+        yield
+        return
+    part = bare.get_submodule(path)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return part(*args, **kwargs)
+
+    with forwarding(bare, forward, inspect.signature(part.forward)):
+        yield

@@ -128,7 +128,7 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=_is_carried)
+        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
         passed = signature.bind(*self.args, **self.kwargs).arguments
         grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
@@ -152,13 +152,11 @@ def _states(program: ExportedProgram) -> dict[str, int]:
     return {name: i for i, name in enumerate(tensors) if name in states}
 
 
-def _is_carried(value: Any) -> bool:
-    return isinstance(value, Carried)
-
-
 def _dims(value: Any) -> Any:
     if isinstance(value, Carried):  # which dimensions grow is not known
         return [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors]
+    if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
+        return [compat.tree_map(_dims, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
     if not isinstance(value, Tensor):
         return None
     free = 2 if value.ndim <= 3 else 1

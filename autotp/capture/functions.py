@@ -93,21 +93,39 @@ def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[
     """
     mode, env, values = _symbolic(like)
 
-    def whole(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Any], list[Any]]:
-        xs = [x.detach().requires_grad_() if x.is_floating_point() or x.is_complex() else x for x in xs]
-        with torch.enable_grad():
-            outs = function(*xs)
-        asked, wanted = [x for x in xs if x.requires_grad], [i for i, y in enumerate(outs) if y.requires_grad]
-        if not toward or not asked or not wanted:
-            return outs, [None] * len(xs)
-        given = [toward[i] for i in wanted]
-        found = iter(torch.autograd.grad([outs[i] for i in wanted], asked, given, allow_unused=True))
-        return [y.detach() for y in outs], [next(found) if x.requires_grad else None for x in xs]
+    def both(xs: list[Tensor], toward: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        return _with_gradient(function, xs, toward)
 
     with mode:
-        toward = [torch.empty_like(y) for y in whole(values, [])[0]]
-        made = make_fx(whole)(values, toward)
-    return made.graph, len(toward), [g.expr for g in env.guards]
+        outs, _ = both(values, [])
+        toward = [torch.empty_like(y) for y in outs]
+        traced = make_fx(both)(values, toward)
+    return traced.graph, len(toward), [g.expr for g in env.guards]
+
+
+def _with_gradient(
+    function: Callable[..., list[Tensor]], xs: list[Tensor], toward: list[Tensor]
+) -> tuple[list[Any], list[Any]]:
+    """The outputs of a function, and its operands' gradients, None where there is none.
+
+    Args:
+        xs: the operands. toward: gradients of the outputs, of their shapes; without them no gradients are computed.
+    """
+    operands: list[Tensor] = []
+    for x in xs:
+        graded = x.is_floating_point() or x.is_complex()
+        operands.append(x.detach().requires_grad_() if graded else x)
+    with torch.enable_grad():
+        outs = function(*operands)
+    sources = [x for x in operands if x.requires_grad]
+    wanted = [i for i, y in enumerate(outs) if y.requires_grad]
+    # An argmax has no gradient, and torch refuses to compute one of nothing.
+    if not toward or not sources or not wanted:
+        return outs, [None] * len(xs)
+    ends = [outs[i] for i in wanted]
+    computed = iter(torch.autograd.grad(ends, sources, [toward[i] for i in wanted], allow_unused=True))
+    gradients = [next(computed) if x.requires_grad else None for x in operands]
+    return [y.detach() for y in outs], gradients
 
 
 def _symbolic(like: list[Tensor]) -> tuple[Any, ShapeEnv, list[Tensor]]:

@@ -30,7 +30,11 @@ def doctor(screen: Screen) -> int:
 
 
 def uses(facts: dict[str, Any]) -> dict[str, Any]:
-    """What `autotp.compile` and the commands would take on this machine."""
+    """What `autotp.compile` and the commands would take on this machine.
+
+    Args:
+        facts: as `gather` gives them.
+    """
     cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
     ranks = len(cuda) or max(1, facts["devices"][-1]["cores"] or 1)
     backend = "nccl" if cuda else "gloo"
@@ -46,7 +50,11 @@ def uses(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is not there, and what it would be good for; `required` where autotp does not work without it."""
+    """What is not there, and what it would be good for; `required` where autotp does not work without it.
+
+    Args:
+        facts: as `gather` gives them, with `uses`.
+    """
 
     def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
         return {"what": what, "why": why, "required": required}

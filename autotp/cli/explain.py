@@ -52,7 +52,11 @@ def explain(
 
 
 def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
-    """What a plan says of a parameter by itself, without the problem that it was solved from."""
+    """What a plan says of a parameter by itself, without the problem that it was solved from.
+
+    Args:
+        plan: a saved one. name: of a parameter.
+    """
     from autotp.text import near  # noqa: PLC0415  it needs torch
 
     parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)

@@ -6,7 +6,7 @@ import importlib
 import math
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,16 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.capture.selfcheck import LARGEST
+from autotp.driver.configs import first_line, from_config
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, for_model, normalise
 from autotp.plans.plan import Plan
 
 from .options import ModelOptions
-from .paths import config_path, read_json
-
-# Which of transformers' tables to ask, in this order, for a config that does not name its class.
-TABLES = ("PreTraining", "CausalLM", "Seq2SeqLM", "MaskedLM", "ImageClassification", "AudioClassification")
+from .paths import config_path
 
 
 @dataclass(frozen=True)
@@ -83,70 +80,12 @@ def read_plan(path: Path) -> Plan:
         raise InputError(str(error)) from error
 
 
-def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any], real: bool = False) -> Any:
-    """A model of the transformers library from its config: on the meta device, or `real` with random weights where
-    they take less than 1 GB."""
-    os.environ.setdefault("USE_HUB_KERNELS", "0")  # transformers reads it when it is imported
-    try:
-        import transformers  # noqa: PLC0415  only where a config is read
-    except ImportError as error:
-        raise InputError(f"{path}: reading a config needs transformers ({error}). pip install transformers.") from error
-    transformers.logging.set_verbosity_error()
-    data = read_json(path)
-    if "model_type" not in data:
-        raise InputError(f"{path} is no config of transformers: it has no model_type.")
-    _refuse_fetched(path, {**data, **fields})
-    try:
-        config = transformers.AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-        for name, value in fields.items():
-            getattr(config, name)  # a field that it has
-            setattr(config, name, value)
-        build = _builder(transformers, config, dtype)
-        with torch.device("meta"):
-            model = build()
-        if real and sum(p.numel() * p.element_size() for p in model.parameters()) < LARGEST:
-            torch.manual_seed(0)
-            model = build()
-    except Exception as error:  # whatever a config of another version, or of code of its own, lacks
-        own = " It names code of its own (auto_map), which is not run: build the model in a factory."
-        raise InputError(
-            f"{path}: transformers {transformers.__version__} cannot build it: {_line(error)}"
-            f"{own if 'auto_map' in data else ''}"
-        ) from error
-    return model
-
-
-def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
-    """What makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
-    wanted = {} if dtype is None else {"dtype": dtype}
-    classes = [getattr(transformers, str(n), None) for n in config.architectures or ()]
-    models = (c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel))
-    named = next(models, None)
-    if named is not None:
-        return lambda: named._from_config(config, **wanted)
-    classes = [getattr(transformers, f"AutoModelFor{name}") for name in TABLES]
-    known = next((c for c in classes if type(config) in c._model_mapping), transformers.AutoModel)
-    return lambda: known.from_config(config, trust_remote_code=False, **wanted)
-
-
-def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
-    """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
-    todo: list[tuple[str, Any, bool]] = [("", data, False)]
-    while todo:
-        name, value, chosen = todo.pop()
-        if isinstance(value, Mapping):
-            todo += [(str(k) or name, v, chosen or "implementation" in str(k)) for k, v in value.items()]
-        elif isinstance(value, list):
-            todo += [(name, v, chosen) for v in value]
-        elif chosen and isinstance(value, str) and ("/" in value or "flash" in value):
-            raise InputError(
-                f"{path}: {name} is {value!r}, for which transformers may fetch code from a hub: nothing that a config "
-                "names is fetched or run. Set it to 'sdpa' or 'eager', or build the model in a factory."
-            )
-
-
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
-    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable."""
+    """The module, and example inputs or None, of `package.module:factory`; the working directory is importable.
+
+    Args:
+        text: `module:function`. dtype: of the weights, or None to leave them.
+    """
     where, _, name = text.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
@@ -156,7 +95,7 @@ def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:
             value = getattr(value, part)
         value = value if isinstance(value, nn.Module) else value()
     except Exception as error:
-        raise InputError(f"{text}: {type(error).__name__}: {_line(error)} (--debug shows where)") from error
+        raise InputError(f"{text}: {type(error).__name__}: {first_line(error)} (--debug shows where)") from error
     model, example = value if isinstance(value, tuple) and len(value) == 2 else (value, None)
     if not isinstance(model, nn.Module):
         kind = type(value).__name__
@@ -176,6 +115,9 @@ def resized(inputs: Inputs, batch: int | None, seq: int | None) -> Inputs:
 
     The batch is the first dimension of the first tensor, and of all others where it is as large. The length is the
     second dimension of the first tensor that has two or three; other ids keep their ratio to it.
+
+    Args:
+        inputs: the example. batch, seq: the sizes wanted of the first and second dimension, or None.
 
     Raises:
         InputError: no tensor has such a dimension.
@@ -229,8 +171,3 @@ def _too_long(model: nn.Module, seq: int | None) -> str:
     if seq is None or not isinstance(most, int) or not 0 < most < seq:
         return ""
     return f"--seq {seq} is more than the config's max_position_embeddings, {most}"
-
-
-def _line(error: Exception) -> str:
-    """The first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

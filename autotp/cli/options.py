@@ -174,7 +174,11 @@ def read_mesh(text: str) -> tuple[int, int]:
 
 
 def read_pins(texts: list[str]) -> dict[str, Any]:
-    """`NAME=shard:0` and `NAME=replicate` as pins with torch's placements."""
+    """`NAME=shard:0` and `NAME=replicate` as pins with torch's placements.
+
+    Args:
+        texts: each `name=placement`.
+    """
     from torch.distributed.tensor import Replicate, Shard  # noqa: PLC0415  only where there are pins
 
     pins: dict[str, Any] = {}

@@ -36,7 +36,11 @@ class Screen:
     out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
 
     def result(self, shown: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
-        """Print the result: `shown` for people, or what `data` gives as JSON: the text, or plain data."""
+        """Print the result: `shown` for people, or what `data` gives as JSON: the text, or plain data.
+
+        Args:
+            shown: for people. data: for --json; computed only then.
+        """
         if rank() != 0:
             return
         if self.json:
@@ -64,7 +68,11 @@ class Screen:
 
     @contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Shows on a terminal that work goes on, once it takes longer than a second, and goes away."""
+        """Shows on a terminal that work goes on, once it takes longer than a second, and goes away.
+
+        Args:
+            what: is going on.
+        """
         console = _stderr()
         if rank() != 0 or not console.is_terminal:
             yield

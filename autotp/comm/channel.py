@@ -48,7 +48,7 @@ class Channel:
         doing: what this rank is about to do or does, in words; since when; and in which thread.
         running: whether it does that by now.
         asks: connections to the other ranks for questions and answers.
-        modules: how many sharded modules use it. group: the name of its process group.
+        modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
         gone: ranks whose process has ended.
     """
 
@@ -57,7 +57,7 @@ class Channel:
         self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
         self.running = False
         self.modules = 0
-        self.group = ""
+        self.group, self.axes = "", "tp"
         self.gone: set[int] = set()
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         self._peers, self._read = peers, {rank: bytearray() for rank in peers}
@@ -175,7 +175,7 @@ class Channel:
 
     def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
         """The error for ranks that are not there."""
-        names = f"tp rank {ranks[0]}" if len(ranks) == 1 else f"tp ranks {', '.join(map(str, ranks))}"
+        names = f"{self.axes} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         doing, at = "" if how == "ended" else f"\n  {self.answers(ranks)}", "in" if self.running else "at"
         return RankError(
             f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it {at} the {what}.{doing}\n"

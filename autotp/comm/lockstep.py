@@ -36,15 +36,20 @@ LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
     "All ranks of a tp group must make the same calls in the same order, with inputs of the same shapes, in the same "
     "mode, and update the weights together. Usual causes: a batch that is skipped on one rank (a try/except, an empty "
-    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`."
+    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`. "
+    "With dp this holds for all ranks, but for lengths and values of the inputs; each passes as many examples."
 )
 
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 _named: dict[str, Channel] = {}
 
 
-def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> Channel | None:
+def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, axes: str = "tp") -> Channel | None:
     """The channel of a group; made, a collective call, where there is none yet.
+
+    Args:
+        group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
+        device: of this rank, for collectives where ranks cannot connect.
 
     Returns: None for a group that is too large for one, and for torch's fake groups, whose other ranks do not exist.
     """
@@ -56,13 +61,13 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device) 
             return None
         timeout, peers = _timeout(weakref.ref(group), device), connected(group, rank, size)
         if peers is None:
-            log.warning("the tp ranks cannot connect to each other: none will say which one it waits for")
+            log.warning("the ranks cannot connect to each other: none will say which one it waits for")
             channel = Collective(rank, size, timeout, group, device)
         else:
             channel = Channel(rank, size, timeout, *peers)
             waiting.watch(channel)
         _open[group] = _named[group.group_name] = channel
-        channel.group = group.group_name
+        channel.group, channel.axes = group.group_name, axes
         weakref.finalize(group, channel.close)
     return channel
 
@@ -92,7 +97,7 @@ def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
     if any(other != text for other in said):
         channel.leave()
         differences = by_value([x.decode(errors="replace") for x in said])
-        raise RankError(f"The {channel.size} tp ranks have parted: {differences}.\n{CAUSES}")
+        raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
     return [message[HEAD.size + len(text) :] for message in everyone]
 
 

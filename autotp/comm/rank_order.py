@@ -33,6 +33,9 @@ def signatures(program: Capture) -> list[Row]:
     """Every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
 
     Operators that draw random numbers are told apart by their place among those, which must be the same.
+
+    Args:
+        program: the captured graph.
     """
     leaves = {leaf.node: f"{leaf.kind} {leaf.name}" for leaf in program.leaves}
     hashes: dict[fx.Node, str] = {}
@@ -48,7 +51,12 @@ def signatures(program: Capture) -> list[Row]:
 
 
 def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
-    """The program with its nodes in this order and under these names; as it is where it has other nodes."""
+    """The program with its nodes in this order and under these names; as it is where it has other nodes.
+
+    Args:
+        program: this rank's graph.
+        wanted: rank 0's rows, as `signatures` gives them.
+    """
     own = signatures(program)
     if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
         return program

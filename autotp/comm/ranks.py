@@ -34,6 +34,9 @@ SETTLE = 0.1  # seconds at exit for gloo's threads
 def check_degree(tp: object, world: int | None = None) -> int:
     """`tp`, where it is a tensor-parallel degree that a world of `world` ranks (None: no ranks yet) can have.
 
+    Args:
+        tp: what the user gave. world: how many ranks there are, where that is known.
+
     Raises:
         InputError: not an int, less than 1, or not a divisor of the world.
     """
@@ -85,8 +88,10 @@ class Ranks:
 
     @property
     def channel(self) -> Channel | None:
-        """By which the tp ranks keep in step; a collective call where it is the first."""
-        return channel_of(self.group, self.rank, self.tp, self.device) if self.axes == "tp" else None
+        """By which the ranks keep in step, those of dp alone aside; a collective call where it is the first."""
+        if self.axes == "dp":
+            return None
+        return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
     def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:

@@ -29,6 +29,9 @@ Peers = dict[int, socket.socket]
 def connected(group: ProcessGroup, rank: int, size: int) -> list[Peers] | None:
     """The connections of this rank, for each role one to each other rank. A collective call.
 
+    Args:
+        group: of the tp ranks. rank, size: this rank's place in it, and how many there are.
+
     Returns: None, on all ranks, where some rank could not connect: one behind a firewall, for instance.
     """
     hosts = _gathered(group, size, _host())

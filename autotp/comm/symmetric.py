@@ -81,7 +81,11 @@ FORMS = {conversions.g: gather, conversions.g_star: scatter}
 
 
 def unavailable(device: torch.device, tp: int) -> str:
-    """Why symmetric memory cannot serve these ranks here; empty where it can."""
+    """Why symmetric memory cannot serve these ranks here; empty where it can.
+
+    Args:
+        device: of this rank. tp: how many ranks share memory.
+    """
     if device.type != "cuda":
         return f"it is for CUDA devices linked by NVLink, and this is {device.type}"
     if not compat.has_symmetric_memory():

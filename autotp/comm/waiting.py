@@ -78,7 +78,11 @@ class Asking:
         self.stuck: tuple[object, float, float] = (None, 0.0, 0.0)
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What these ranks are doing; those that do not answer at once are absent."""
+        """What these ranks are doing; those that do not answer at once are absent.
+
+        Args:
+            ranks: whom to ask.
+        """
         with self.heard:
             for rank in ranks:
                 self.replies.pop(rank, None)
@@ -103,7 +107,11 @@ class Asking:
         return dict(self.replies)
 
     def read(self, rank: int) -> bool:
-        """Take a question or an answer; whether there can be more of them."""
+        """Take a question or an answer; whether there can be more of them.
+
+        Args:
+            rank: whose connection to read.
+        """
         try:
             kind, length = HEAD.unpack(_exactly(self.peers[rank], HEAD.size))
             text = _exactly(self.peers[rank], length).decode(errors="replace")
@@ -173,7 +181,11 @@ def _place(thread: int) -> str:
 
 
 def collective(thread: int, group: str) -> tuple[object, str] | None:
-    """A mark of the collective of this group that a thread is in, and the collective and its module in words."""
+    """A mark of the collective of this group that a thread is in, and the collective and its module in words.
+
+    Args:
+        thread: identity of the thread that may wait. group: name of its process group.
+    """
     primitive, words, steps = None, "", []
     for frame in _stack(thread):
         file, inner = frame.f_code.co_filename, frame.f_locals

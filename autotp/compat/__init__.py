@@ -54,7 +54,9 @@ from .running import (
 )
 from .trees import (
     TreeSpec,
+    children,
     is_node,
+    is_user_node,
     know_records,
     named_leaves,
     register_node,
@@ -67,11 +69,12 @@ from .trees import (
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "compile_whole",
-    "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
-    "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "know_records", "like_dtensor",
-    "local_of", "mode_of", "module_stack", "named_leaves", "operator", "operator_handlers", "operators_named",
-    "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference", "recorded_regions", "register_node",
-    "replicate", "shape_env", "sym_size", "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "undecided", "use_symmetric_memory", "vmapped", "without_torch_functions", "wraps_tensors",
+    "VARIANTS", "after_backward", "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children",
+    "compile_whole", "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake",
+    "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
+    "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
+    "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
+    "recorded_regions", "register_node", "replicate", "shape_env", "sym_size", "told_by_data", "tree_flatten",
+    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided", "use_symmetric_memory", "vmapped",
+    "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -105,3 +105,13 @@ def register_node(kind: type, flatten: Any, unflatten: Any) -> None:
 def is_node(value: Any) -> bool:
     """Whether nested containers open such a value."""
     return pytree._get_node_type(value) in pytree.SUPPORTED_NODES
+
+
+def is_user_node(value: Any) -> bool:
+    """Whether nested containers open such a value because somebody registered its class."""
+    return is_node(value) and pytree._get_node_type(value) not in pytree.BUILTIN_TYPES
+
+
+def children(value: Any) -> list[Any]:
+    """What a node holds, in order."""
+    return list(pytree.SUPPORTED_NODES[pytree._get_node_type(value)].flatten_fn(value)[0])

@@ -149,7 +149,7 @@ class Partition(Distribution):
         return (not self.even(tp), len(self.segments), self.repeat != 1, str(self))
 
     def penalty(self, tp: int) -> int:
-        """Segments, repetition, unevenness."""
+        """A point for each further segment and for repetition, two for unevenness."""
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
     def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:

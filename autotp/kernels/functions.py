@@ -64,7 +64,11 @@ CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
 
 
 def enter(called: Called) -> str:
-    """The key of a call: the Function's name and its arguments, and a number where those are not enough."""
+    """The key of a call: the Function's name and its arguments, and a number where those are not enough.
+
+    Args:
+        called: the Function with its other arguments.
+    """
     kinds = (str(d).removeprefix("torch.") for d in called.dtypes)
     arguments = []
     for x in called.leaves:
@@ -114,14 +118,15 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     leaves: list[Any] = []
     for x in called.leaves:
         if isinstance(x, Slot):
-            leaves.append(next(tensors if x.tensor else numbers))
+            of_kind = tensors if x.tensor else numbers
+            leaves.append(next(of_kind))
         else:
             leaves.append(x)
     args, kwargs = compat.tree_unflatten(leaves, called.spec)
     outs, spec = compat.tree_flatten(apply(called.function, *args, **kwargs))
     results = [x for x in outs if isinstance(x, Tensor)]
     if called.out_spec is None:
-        called.outs, called.out_spec = [TENSOR if isinstance(x, Tensor) else x for x in outs], spec
+        called.outs, called.out_spec = list(map(_kind_of, outs)), spec
         memories = {x.untyped_storage()._cdata for x in xs}
         called.copied = [x.untyped_storage()._cdata in memories for x in results]
     # An operator of torch.library may not return its operand, as a Function that returns `x.view_as(x)` does.
@@ -130,8 +135,15 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
             results[i] = results[i].clone()
     # In a proof operands are float64, and a Function that says `.half()` would give back the precision of the capture.
     if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):
-        results = [x.to(torch.float64) if x.is_floating_point() else x for x in results]
+        for i, x in enumerate(results):
+            if x.is_floating_point():
+                results[i] = x.to(torch.float64)
     return results
+
+
+def _kind_of(x: Any) -> Any:
+    """What stands for an output of a Function in its record: any tensor is the same one."""
+    return TENSOR if isinstance(x, Tensor) else x
 
 
 _changed: Any = torch.autograd.Function.apply.__func__
@@ -144,6 +156,9 @@ def functions_as(call: Callable[..., Any]) -> Iterator[None]:
     """Within this context `SomeFunction.apply(...)` is `call(SomeFunction, ...)`.
 
     The code is exchanged, not the method: many keep `reverse = Reverse.apply` from when their module was imported.
+
+    Args:
+        call: takes the Function's class, then its arguments.
     """
 
     def with_cell(__class__: Any) -> Callable[..., Any]:  # code with as many free variables as the original's

@@ -192,7 +192,14 @@ def _block(columns: int, most: int) -> tuple[bool, dict[str, int]]:
 def forward(
     x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The normalised value, the sum (x itself where nothing is added), and mean and scale of every row."""
+    """The normalised value, the sum (x itself where nothing is added), and mean and scale of every row.
+
+    Args:
+        x: [rows, width]; residual: of the same shape, added first, or None.
+        weight, bias: [width], or None.
+        eps: added to the variance.
+        centred: subtract the mean (layer norm), or not (RMS norm).
+    """
     out, total, rows = empty_like(x), x if residual is None else empty_like(x), as_rows(x)
     other = rows if residual is None else as_rows(residual)
     n, columns = rows.shape
@@ -210,7 +217,13 @@ def forward(
 def backward(
     grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: bool, centred: bool
 ) -> tuple[Tensor, Tensor]:
-    """The gradient for x, and where there are weight or bias theirs in float32, [1 + bias, columns]."""
+    """The gradient for x, and where there are weight or bias theirs in float32, [1 + bias, columns].
+
+    Args:
+        grad: of the result, [rows, width]; extra: of the sum with the residual, or None.
+        x: what was normalised. stats: what `forward` gave for its rows.
+        weight: [width], or None. bias: whether there is one. centred: as in `forward`.
+    """
     to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
     other = d if extra is None else as_rows(extra)
     n, columns = rows.shape

@@ -91,7 +91,12 @@ def _beside(a: Alternative, base: float) -> str:
 
 
 def explain(plan: Plan, name: str) -> Explanation:
-    """Why a parameter of a plan made in this process lies as it does; see `Plan.explain`."""
+    """Why a parameter of a plan made in this process lies as it does; see `Plan.explain`.
+
+    Args:
+        plan: one that was made in this process.
+        name: of a parameter, or an alias of one.
+    """
     parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")

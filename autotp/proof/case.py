@@ -11,7 +11,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.graph import Capture, Leaf, differentiable, short_name
-from autotp.ir.layouts import Layout, Partition, Segment, divide
+from autotp.ir.layouts import Distribution, Layout, Partition, Segment, divide
 from autotp.ir.leaves import BUFFER, PARAMETER
 from autotp.ir.op import Factor, Op, Rule
 from autotp.ir.program import Decision, Planned
@@ -117,20 +117,32 @@ def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
     candidates = Candidates(tp)
     slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
     results: list[ValueId] = [("out", i) for i in range(len(p.op.outs))]
-    values = [*(v for s in slots for v in s), *results]
+    values: list[ValueId] = [*(v for s in slots for v in s), *results]
     for factor in p.rule.factors if p.rule else ():
+        # A loop of one step has nothing to split.
         for loop in loops_to_try(factor, tp) if factor.size != 1 else ():
-            for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
-                part = place(carry, factor, loop, tp, slots) if carry is not None else None
-                if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
-                    candidates.of[value, carry.dim].append(part)
+            _seed(candidates, factor, loop, slots, values)
     grads = p.planned.grads
+    graded = [s in grads for s in p.op.slots]
     carries = [p.node in grads] * len(p.op.outs)
-    found: dict[Any, tuple[Decision, Factor | None]] = {}
-    for ins, outs, k, loop in signatures(p.rule, [s in grads for s in p.op.slots], carries, slots, results, candidates):
+    decisions: dict[Any, tuple[Decision, Factor | None]] = {}
+    for ins, outs, k, loop in signatures(p.rule, graded, carries, slots, results, candidates):
         factor = p.rule.factors[k] if p.rule and k is not None else None
-        found.setdefault((ins, outs), (Decision(ins, outs, k, loop), factor))
-    return list(found.values())
+        decisions.setdefault((ins, outs), (Decision(ins, outs, k, loop), factor))
+    return list(decisions.values())
+
+
+def _seed(
+    candidates: Candidates, factor: Factor, loop: Distribution, slots: list[frozenset[ValueId]], values: list[ValueId]
+) -> None:
+    """Every value that carries the factor may have the partition that the loop gives it.
+
+    Not by `Candidates.add`, which keeps the simplest few: a proof tries all.
+    """
+    for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
+        part = place(carry, factor, loop, candidates.tp, slots) if carry is not None else None
+        if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
+            candidates.of[value, carry.dim].append(part)
 
 
 def required(p: RuleProgram) -> set[Any]:

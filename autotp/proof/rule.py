@@ -7,15 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor
 
 from autotp import compat
 from autotp.errors import RuleError
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.op import Factor, Rule
-from autotp.ir.program import Decision
+from autotp.ir.program import Decision, Planned
 from autotp.ir.specs import Spec
+from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.rules.core import rule_of
 from autotp.rules.notation import letters, notation
@@ -26,15 +27,12 @@ from .case import TOLERANCE, Case, RuleOf, RuleProgram, choices, program, requir
 __all__ = ["Case", "RuleProgram", "choices", "program", "prove", "required"]
 
 
-class _Forced(Rewriter):
-    """The rewriting of one call whose operands lie as the choice wants them, and whose results stay as produced."""
+class _AsProduced(TensorWriter):
+    """Every result of one call leaves as the choice produces it."""
 
-    def _routes(self) -> dict[Any, Any]:
-        return {}
-
-    def _outputs(self, node: fx.Node) -> Any:
-        call: fx.Node = node.args[0]  # type: ignore[assignment]
-        return [self.held[(call, i), x] for i, x in enumerate(self.planned.decisions[call].outs)]
+    def results(self, planned: Planned) -> list[Result]:
+        (call,) = planned.ops
+        return [Result(call, (call, i), x) for i, x in enumerate(planned.decisions[call].outs)]
 
 
 def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
@@ -143,7 +141,7 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     leaves = [leaf.node for leaf in p.planned.program.leaves]
     p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}
     p.planned.decisions[p.node] = decision
-    sharded = _Forced(p.planned, None, "full").run()
+    sharded = Rewriter(p.planned, None, _AsProduced()).run()
     held = [
         [part.clone().requires_grad_(s in grads) for part in _summands(p, x, layout, i)]
         for i, (x, layout, s) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True))

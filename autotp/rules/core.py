@@ -88,18 +88,26 @@ Label = Any
 def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]], **rule_fields: Any) -> Rule:
     """The rule of an operator whose slots' dimensions are labelled: equal labels are one loop, None is no loop.
 
-    A label that no result carries is contracted; `frozenset` in `whole` names labels that must not be split.
+    A label that no result carries is contracted.
+
+    Args:
+        op: the call. ins, outs: a label for each dimension of each operand and result.
+        rule_fields: of `Rule`; and `whole`, labels that must not be split.
     """
     whole = rule_fields.pop("whole", frozenset())
-    labels = dict.fromkeys(x for labelled in (*ins, *outs) for x in labelled if x is not None and x not in whole)
+    every = [x for labelled in (*ins, *outs) for x in labelled]
+    labels = dict.fromkeys(x for x in every if x is not None and x not in whole)
     factors = []
     for label in labels:
-        places = [[Carry(s.index(label)) if label in s else None for s in side] for side in (ins, outs)]
-        slots = zip([*places[0], *places[1]], [*op.ins, *op.outs], strict=True)
+        carries = [Carry(s.index(label)) if label in s else None for s in (*ins, *outs)]
+        slots = zip(carries, [*op.ins, *op.outs], strict=True)
         lengths = dict.fromkeys(shape[carry.dim] for carry, shape in slots if carry is not None)
-        if sum(isinstance(n, int) for n in lengths) < 2:  # of two lengths it is no loop, but broadcast
-            letter = label if isinstance(label, str) and len(label) == 1 else ""
-            factors.append(Factor(next(iter(lengths)), tuple(places[0]), tuple(places[1]), label=letter))
+        # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
+        if sum(isinstance(n, int) for n in lengths) > 1:
+            continue
+        letter = label if isinstance(label, str) and len(label) == 1 else ""
+        sides = tuple(carries[: len(ins)]), tuple(carries[len(ins) :])
+        factors.append(Factor(next(iter(lengths)), *sides, label=letter))
     return Rule(tuple(factors), **rule_fields)
 
 

@@ -68,62 +68,78 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
             the operands' gradients, None where there is none.
         operands: how many there are. outs: how many outputs. guards: what had to hold of its sizes.
     """
-    found = _Classes()
+    classes = _Classes()
     for guard in guards:
-        found.read_sizes |= set() if _says_equal(guard) else guard.free_symbols
+        # `s0 == s1` makes two dimensions one loop; `s0 > 4` reads a size as a number, and such a loop is not split.
+        if not _says_equal(guard):
+            classes.read_sizes |= guard.free_symbols
     for node in graph.nodes:
         if node.op == "call_function" and tensors(node):
-            found.read(node)
+            classes.read(node)
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    results = list(graph.output_node().args[0])  # type: ignore[arg-type]
-    given, toward = placeholders[:operands], placeholders[operands : operands + outs]
-    made, back = results[:outs], results[outs:]
-    for a, b in [*zip(made, toward, strict=True), *((x, g) for x, g in zip(given, back, strict=True) if g is not None)]:
-        found.equal(a, b)
-    return tuple(x for members in found.classes() if (x := _loop(found, members, given, made, back)) is not None)
+    returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
+    results, back = returned[:outs], returned[outs:]
+    for result, gradient in zip(results, toward, strict=True):
+        classes.equal(result, gradient)
+    for operand, gradient in zip(inputs, back, strict=True):
+        if gradient is not None:
+            classes.equal(operand, gradient)
+    loops = [_loop(classes, members, inputs, results, back) for members in classes.classes()]
+    return tuple(loop for loop in loops if loop is not None)
 
 
-def _loop(found: _Classes, members: set[Dim], given: list[Any], made: list[Any], back: list[Any]) -> Loop | None:
+def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list[Any], back: list[Any]) -> Loop | None:
     """The loop that these dimensions are; None where it may not be split."""
     at: dict[fx.Node, int] = {}
     for node, d in members:
-        if node in at or not isinstance(_size(node, d), sympy.Expr) or _size(node, d).free_symbols & found.read_sizes:  # type: ignore[union-attr]
+        size = _size(node, d)
+        # Two dimensions of one value in one loop are a diagonal: a rank's share of it is no slice.
+        if node in at or not isinstance(size, sympy.Expr) or size.free_symbols & classes.read_sizes:
             return None
         at[node] = d
-    if members & found.whole or not any(x in at for x in given) or not all(x in at for x in made):
+    if members & classes.whole or not any(x in at for x in inputs) or not all(x in at for x in results):
         return None
-    partial = _partial(found, at)
+    partial = _partial(classes, at)
     if partial is None:
         return None
-    for x, gradient in zip(given, back, strict=True):
+    for x, gradient in zip(inputs, back, strict=True):
         if gradient is not None and (x in at) == (gradient in partial):  # a shard's gradient is a shard, else a summand
             return None
-    if partial - set(back) - found.onward:
+    # A sum that is neither a gradient nor summed on, as a norm over the batch that the backward divides by.
+    if partial - set(back) - classes.onward:
         return None
-    return tuple(at.get(x) for x in given), tuple(at.get(x) for x in made)
+    return tuple(at.get(x) for x in inputs), tuple(at.get(x) for x in results)
 
 
 def _size(node: fx.Node, d: int) -> Any:
     return expression(tensors(node)[0].shape[d])
 
 
-def _partial(found: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
+def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
     """The values that are sums over the ranks where these dimensions are split; None where that cannot be."""
     partial: set[fx.Node] = set()
-    found.onward = set()
-    for node, (op, rule) in found.ops.items():
-        summed = {i for i, x in enumerate(op.slots) if x in partial}
+    classes.onward = set()
+    for node, (op, rule) in classes.ops.items():
+        sums = {i for i, x in enumerate(op.slots) if x in partial}
         carried = {i for i, x in enumerate(op.slots) if x in at}
-        if summed:
-            if rule is None or carried or node in at or summed not in [set(s) for s in rule.linear]:
+        if sums:
+            # A summand passes only where the operator is linear in all of them together: the square of a sum is not
+            # the sum of squares, and a summand times a slice is neither.
+            linear = [set(s) for s in rule.linear] if rule is not None else []
+            if carried or node in at or sums not in linear:
                 return None
-            found.onward |= {op.slots[i] for i in summed}
+            classes.onward |= {op.slots[i] for i in sums}
             partial.add(node)
         elif carried or node in at:
-            factors = [f for f in (rule.factors if rule else ()) if _splits(f, op, node, at)]
-            if not any(node in at or (f.contracted and f.reduction == "sum") for f in factors):
+            factors = rule.factors if rule is not None else ()
+            splits = [f for f in factors if _splits(f, op, node, at)]
+            # The loop ends here: only a sum over it gives summands, a maximum or a mean by its own count does not.
+            sums_up = any(f.contracted and f.reduction == "sum" for f in splits)
+            if node not in at and sums_up:
+                partial.add(node)
+            elif node not in at or not splits:
                 return None
-            partial |= set() if node in at else {node}
     return partial
 
 
@@ -169,23 +185,30 @@ class _Classes:
             self.parent[self.root((a, d))] = self.root((b, d))
 
     def read(self, node: fx.Node) -> None:
+        """Take an operator's loops into the classes, and note dimensions and sizes that forbid a split."""
         op = Op.of(node)
+        # A Function within a Function is read by itself, and says nothing of its loops here.
         rule = rule_of(op) if len(op.outs) == 1 and node.target is not CALL else None
         self.ops[node] = op, rule
-        dims = [*((x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))), *_dims(node)]
+        operands = [(x, d) for x in op.slots for d in range(len(tensors(x)[0].shape))]
         carried: set[Dim] = set()
         for f in rule.factors if rule is not None else ():
-            places = [(x, c) for x, c in zip([*op.slots, node], [*f.ins, *f.outs], strict=True) if c is not None]
+            slots = zip([*op.slots, node], [*f.ins, *f.outs], strict=True)
+            places = [(x, c) for x, c in slots if c is not None]
             own = [(x, c.dim) for x, c in places]
-            carried |= set(own) if all(_plain(c) for _, c in places) else set()
+            # In units or pieces, as heads in a hidden size, a dimension is not the loop itself.
+            if all(_plain(c) for _, c in places):
+                carried |= set(own)
             for a, b in zip(own, own[1:], strict=False):
                 self.parent[self.root(a)] = self.root(b)
-        self.whole |= set(dims) - carried
+        self.whole |= {*operands, *_dims(node)} - carried
+        # Operators that take a shape are given sizes as shapes; any other one reads them as numbers: x / x.shape[0].
         if getattr(node.target, "overloadpacket", None) not in SHAPED:
             numbers = [x.meta["val"] for x in node.all_input_nodes if not is_tensor(x) and "val" in x.meta]
             for n in compat.tree_leaves(numbers):
-                found = expression(n) if hasattr(n, "node") else None
-                self.read_sizes |= found.free_symbols if isinstance(found, sympy.Expr) else set()
+                size = expression(n) if hasattr(n, "node") else None
+                if isinstance(size, sympy.Expr):
+                    self.read_sizes |= size.free_symbols
 
     def classes(self) -> list[set[Dim]]:
         groups: dict[Dim, set[Dim]] = defaultdict(set)

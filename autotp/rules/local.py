@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,8 @@ class Sizes:
     graph: fx.Graph
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
     known: dict[Any, fx.Node] = field(default_factory=dict)
+    formulas: dict[sympy.Symbol, Callable[[Sizes], fx.Node]] = field(default_factory=dict)  # of further symbols
+    equal: Callable[[Sizes, Distribution], Any] | None = None  # what every rank owns of it, where known
 
     def note(self, node: fx.Node) -> None:
         """Remember a node whose value is a size."""
@@ -50,11 +52,13 @@ class Sizes:
             self.known[size] = self._compute(size)
         return self.known[size]
 
-    def share(self, partition: Distribution) -> fx.Node | None:
+    def share(self, partition: Distribution) -> Any:
         """What every rank owns of a symbolic partition, where it is known to be the same for all."""
-        return None
+        return None if self.equal is None else self.equal(self, partition)
 
     def _compute(self, size: sympy.Expr) -> fx.Node:
+        if isinstance(size, sympy.Symbol) and size in self.formulas:
+            return self.formulas[size](self)
         if isinstance(size, sympy.Symbol) and size in self.symbols:
             return self.graph.call_function(compat.sym_size, self.symbols[size])
         function = ARITHMETIC.get(type(size).__name__)

@@ -87,19 +87,34 @@ def index(op: Op) -> Rule:
 
 
 def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | None:
-    """Labels of the indexed tensor, of its indices (of these shapes), and of what is looked up; None for masks."""
+    """Labels of a lookup by several indices, `table[:, i, j]`.
+
+    Args:
+        op: its first operand is the table, of any shape; `indices` has None for each dimension that is taken whole.
+        shapes: of the indices, which are broadcast together.
+
+    Returns:
+        Labels of the table's dimensions, of each index's, and of the result's; None for masks, whose result is as long
+        as the data says.
+    """
     if any(s.meta["val"].dtype in (torch.bool, torch.uint8) for s in op.slots[1 : 1 + len(shapes)]):
         return None
     at = [d for d, i in enumerate(op.args["indices"]) if i is not None]
     free = [d for d in range(len(op.ins[0])) if d not in at]
+    # The indices' dimensions stand where the looked-up ones stood, or first where those are apart: x[:, i, j] has
+    # them second, x[i, :, j] first.
     together = at == list(range(at[0], at[-1] + 1))
-    before = [d for d in free if together and d < at[0]]
+    before = [d for d in free if d < at[0]] if together else []
     wide = [f"i{k}" for k in range(max(len(s) for s in shapes))]
-    long = {wide[k] for s in shapes for k in range(-len(s), 0) if s[k] != 1}  # the others have size 1 in every index
     ends = [wide[len(wide) - len(s) :] for s in shapes]
-    labelled = [
-        [x if n != 1 or x not in long else None for x, n in zip(end, shape, strict=True)]
-        for end, shape in zip(ends, shapes, strict=True)
-    ]
+    # A dimension of size 1 is broadcast, and no loop; but where it has size 1 in every index, it is the loop.
+    long: set[str] = set()
+    for end, shape in zip(ends, shapes, strict=True):
+        long |= {x for x, n in zip(end, shape, strict=True) if n != 1}
+    indices = []
+    for end, shape in zip(ends, shapes, strict=True):
+        pairs = zip(end, shape, strict=True)
+        indices.append([None if n == 1 and x in long else x for x, n in pairs])
     table = [d if d in free else None for d in range(len(op.ins[0]))]
-    return table, labelled, [*before, *wide, *(d for d in free if d not in before)]
+    after = [d for d in free if d not in before]
+    return table, indices, [*before, *wide, *after]

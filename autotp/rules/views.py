@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from autotp.ir.layouts import Size, divide, simplify
@@ -17,7 +17,11 @@ THROUGH = (frozenset({0}),)
 
 
 def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
-    """(size, dimension of `a`, dimension of `b`) of the loops that both shapes of one row-major array share."""
+    """(size, dimension of `a`, dimension of `b`) of the loops that both shapes of one row-major array share.
+
+    Args:
+        a, b: shapes with equally many elements, the last dimension varying fastest.
+    """
     out: list[tuple[Size, int, int]] = []
     i = j = -1
     left: Size = 1
@@ -109,20 +113,27 @@ def _local_expand(op: Op, local: ShardCall):
     aten.adjoint, aten.mT,
 )  # fmt: skip
 def permute(op: Op) -> Rule:
+    """The same dimensions in another order."""
     n = len(op.ins[0])
     order = list(range(n))
     if "dims" in op.args:
         order = [d % n for d in op.args["dims"]]
     elif "source" in op.args:
-        source, target = ([x % n for x in _many(op.args[k])] for k in ("source", "destination"))
-        rest = iter(d for d in range(n) if d not in source)
-        order = [source[target.index(d)] if d in target else next(rest) for d in range(n)]
+        order = _moved(n, _many(op.args["source"]), _many(op.args["destination"]))
     elif op.target is aten.numpy_T.default:
         order.reverse()
-    elif n >= 2:
-        i, j = op.args.get("dim0", op.args.get("axis0", -2)) % n, op.args.get("dim1", op.args.get("axis1", -1)) % n
+    elif n >= 2:  # of a vector `t` is the vector
+        i = op.args.get("dim0", op.args.get("axis0", -2)) % n
+        j = op.args.get("dim1", op.args.get("axis1", -1)) % n
         order[i], order[j] = order[j], order[i]
     return loops(op, [list(range(n))], [order], linear=THROUGH)
+
+
+def _moved(n: int, source: Sequence[int], destination: Sequence[int]) -> list[int]:
+    """The order of `n` dimensions after some are moved: the others keep theirs and fill what is left."""
+    to = {target % n: d % n for d, target in zip(source, destination, strict=True)}
+    rest = iter(d for d in range(n) if d not in to.values())
+    return [to[d] if d in to else next(rest) for d in range(n)]
 
 
 def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
@@ -217,14 +228,18 @@ def _local_split(op: Op, local: ShardCall):
 
 @rule(aten.cat, aten.concat, aten.concatenate, aten.hstack, aten.vstack)
 def cat(op: Op) -> Rule:
-    d = op.args.get("dim", op.args.get("axis", 1 if op.target is aten.hstack.default else 0)) % len(op.outs[0])
+    """Other dimensions are loops; that of the concatenation is one that is cut into the operands' lengths."""
+    default = 1 if op.target is aten.hstack.default else 0
+    d = op.args.get("dim", op.args.get("axis", default)) % len(op.outs[0])
     full = [len(s) == len(op.outs[0]) for s in op.ins]  # torch lets an empty vector stand among larger tensors
+    # `vstack` of vectors and `hstack` of numbers make a dimension that no operand has.
     if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
     labels = [i if i != d else None for i in range(len(op.outs[0]))]
     together = (frozenset(range(len(op.ins))),)
     base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
     pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
+    # A cache of a length that is a symbol beside one new token: nobody can say which rank the token falls to.
     if not all(isinstance(p, int) for p in pieces):
         return base
     ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))

@@ -1,8 +1,9 @@
-"""A module's calls, each held against those of the other tp ranks before it begins.
+"""A module's calls, each held against those of the other ranks before it begins.
 
 Every forward and every backward begins with a turn in which ranks say what they are about to do (`comm/lockstep.py`).
 With a forward go the shapes and the mode, which parameters are trained, whether weights were written since the forward
-before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all.
+before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all. With dp
+all ranks of both axes take that turn together (`said.py`).
 """
 
 from __future__ import annotations
@@ -24,18 +25,16 @@ from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, lost, meet
 from autotp.comm.ranks import agree, broadcast
-from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 
 from . import state
 from .changes import Changes
 from .programs import Program
-from .samples import NOTHING, SAMPLES, alike, sampled
+from .said import NEW, WRITTEN, Said, kind_of, parted, valued_apart, written_apart
+from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
-BODY = struct.Struct(f"!8sIBq8sI{SAMPLES}d")
-NEW, WRITTEN = 1, 2
 DIGESTS = 256
 
 
@@ -90,7 +89,7 @@ class Calls:
     place: int = 1
     number: int = 0
     versions: int | None = None
-    digests: dict[Any, bytes] = field(default_factory=dict)
+    digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.channel is not None:
@@ -106,7 +105,13 @@ class Calls:
 
     @property
     def channel(self) -> Channel | None:
-        """By which the ranks keep in step; None for one rank alone."""
+        """By which the ranks of all axes keep in step; None for one rank alone."""
+        ranks = self.shards.ranks
+        return (ranks.planners.channel or ranks.channel) if ranks is not None else None
+
+    @property
+    def own(self) -> Channel | None:
+        """By which the tp ranks alone do."""
         return self.shards.ranks.channel if self.shards.ranks is not None else None
 
     @property
@@ -132,20 +137,23 @@ class Calls:
         self.versions = versions
         flags = NEW * (program is None) + WRITTEN * written
         exact, near = sampled(flat) if self.values else NOTHING
-        mine = BODY.pack(self._digest(key), trained, flags, *self._numbers(program), exact, *near)
-        everyone = [BODY.unpack(one) for one in meet(channel, f"forward, {self.what}", mine)]
-        if len({one[:2] for one in everyone}) > 1:
-            self._differ(key, flat, spec)
-        self._compare(everyone)
-        return any(one[2] & NEW for one in everyone), _drawn(everyone) if program is not None else None
+        mine = Said(*self._digest(key, flat), trained, flags, *self._numbers(program), exact, near).packed()
+        everyone = [Said.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
+        slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
+        if how := parted(slices):
+            self._differ(key, flat, spec, how)
+        self._compare(slices)
+        own = slices[channel.rank // self.shards.tp]
+        return any(said.flags & NEW for said in own), _drawn(own) if program is not None else None
 
     def numbers(self, program: Program) -> Drawn:
         """What the random numbers of a forward come from, where its program was not known before. Collective."""
-        mine = struct.pack("!q8s", *self._numbers(program))
-        if self.channel is None or not (program.seeds or program.draws):
-            return _drawn([(*[None] * 3, *struct.unpack("!q8s", mine))])
-        everyone = meet(self.channel, f"random numbers of {self.what}", mine)
-        return _drawn([(*[None] * 3, *struct.unpack("!q8s", one)) for one in everyone])
+        seed, generator = self._numbers(program)
+        if self.own is None or not (program.seeds or program.draws):
+            return Drawn(seed)
+        everyone = meet(self.own, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
+        told = [struct.unpack("!q8s", one) for one in everyone]
+        return Drawn(told[0][0], len({one[1] for one in told}) > 1)
 
     @contextlib.contextmanager
     def running(self, drawn: Drawn) -> Iterator[None]:
@@ -161,7 +169,7 @@ class Calls:
             yield
         except RuntimeError as error:
             if ranks is not None:
-                lost(error, ranks.group_name)
+                lost(error, ranks.planners.group_name)
             raise
         finally:
             if own is not None and ranks is not None and ranks.rank:
@@ -169,13 +177,13 @@ class Calls:
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """Within this context all ranks do this with the module. A collective call."""
-        meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}")
+        """Within this context all tp ranks do this with the module. A collective call."""
+        meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}")
         try:
             yield
         finally:
-            if self.channel is not None:
-                self.channel.leave()
+            if self.own is not None:
+                self.own.leave()
 
     def end(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""
@@ -205,18 +213,21 @@ class Calls:
                     versions += 0 if p.is_inference() else p._version
         return zlib.crc32(flags) if torch.is_grad_enabled() else 0, versions
 
-    def _digest(self, key: Any) -> bytes:
-        """What the call is of, as text of the same meaning in every process, in short."""
+    def _digest(self, key: Any, flat: Sequence[Any]) -> tuple[bytes, bytes]:
+        """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""
         key = (torch.is_grad_enabled(), key)
         if key not in self.digests:
             if len(self.digests) >= DIGESTS:
                 self.digests.clear()
-            self.digests[key] = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
+            kind = (*key[:1], *key[1][:3], kind_of(flat)) if self.shards.axis.size > 1 else ()
+            self.digests[key] = _short(key), _short(kind)
         return self.digests[key]
 
-    def _differ(self, key: Any, flat: Sequence[Any], spec: Any) -> None:
-        """Say in what the calls differ."""
-        told = {**state.input_text(flat, spec, False), **self.changes.told()}
+    def _differ(self, key: Any, flat: Sequence[Any], spec: Any, how: str) -> None:
+        """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
+        inputs = state.input_text(flat, spec, False)
+        told = {**inputs, **self.changes.told()}
+        told |= kind_of(flat) if how == "kind" else {}
         for i, v in enumerate(flat):
             if isinstance(v, Tensor) and v.requires_grad:
                 told[f"gradient of input {i}"] = "wanted"
@@ -227,18 +238,15 @@ class Calls:
         )
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
         told["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
-        agree(self.shards.ranks, f"the inputs of this call ({self.what}), or its mode", told)
+        ranks = self.shards.ranks
+        agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", told)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")
 
-    def _compare(self, everyone: Sequence[Any]) -> None:
+    def _compare(self, slices: Sequence[Sequence[Said]]) -> None:
         """Refuse weights that were written on some ranks only, and other values of the inputs."""
-        written = [bool(one[2] & WRITTEN) for one in everyone]
-        if len(set(written)) > 1:
-            told = by_value(["weights written" if w else "weights as they were" for w in written])
-            raise RankError(f"Since the call before {self.what} the tp ranks have parted: {told}.\n{CAUSES}")
-        values = [(one[5], one[6:]) for one in everyone]
-        if not alike(values):
-            told = by_value([f"{exact:08x} {', '.join(f'{x:g}' for x in near[:4])}" for exact, near in values])
+        if told := written_apart(slices):
+            raise RankError(f"Since the call before {self.what} the ranks have parted: {told}.\n{CAUSES}")
+        if told := valued_apart(slices):
             raise RankError(
                 f"The tp ranks do not agree on the values of the inputs of {self.what} (a sum of whole numbers, and "
                 f"some others): {told}.\n{CAUSES} With check=False values of inputs are not looked at."
@@ -256,5 +264,9 @@ def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:
     return torch.get_rng_state()
 
 
-def _drawn(everyone: Sequence[Any]) -> Drawn:
-    return Drawn(everyone[0][3], len({one[4] for one in everyone}) > 1)
+def _drawn(everyone: Sequence[Said]) -> Drawn:
+    return Drawn(everyone[0].seed, len({said.state for said in everyone}) > 1)
+
+
+def _short(value: Any) -> bytes:
+    return hashlib.blake2b(repr(value).encode(), digest_size=8).digest()

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from autotp import compat
 from autotp.capture.capture import skeleton
+from autotp.capture.carrying import entering
 from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import agree, no_ranks_error, together
 from autotp.driver.pipeline import Mode, mode_of, prepare
@@ -34,7 +35,7 @@ from . import data_parallel, state
 from .call_key import form, signature
 from .calls import Calls, Drawn
 from .part import Part, watch
-from .programs import Known, Program, Source, taken, train_as
+from .programs import Known, Program, Programs, Source, taken, train_as
 from .shard_state import ShardState
 from .storage import Storage
 from .tree import Assembler
@@ -57,7 +58,7 @@ class ShardedModule(Refusals, Part):
         self.config = getattr(source.bare, "config", None)
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
-        self._programs_made: list[Program] = []
+        self._programs_made = Programs()
         self._known = Known()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
@@ -82,9 +83,13 @@ class ShardedModule(Refusals, Part):
 
         With dp each dp rank passes its slice of the batch, and gets the outputs of its slice.
         """
+        return self._call("", args, kwargs)
+
+    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run the model, or the module of it at this path by itself, such as an encoder."""
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
-        call = Arguments(self._carriers, args, kwargs)
+        call = Arguments(self._carriers, args, kwargs, entry)
         key = self._key(call)
         known = self._known.get(key)
         new, drawn = self._calls.begin(key, call.whole, call.spec, known and known[0])
@@ -99,7 +104,7 @@ class ShardedModule(Refusals, Part):
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order]))
 
     def _key(self, call: Arguments) -> Hashable:
-        return self._mode(), self._changes.key(), call.wrong, *signature(call.whole, call.spec)
+        return self._mode(), self._changes.key(), (call.entry, call.wrong), *signature(call.whole, call.spec)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
@@ -118,6 +123,7 @@ class ShardedModule(Refusals, Part):
         # A capture under autocast holds its casts already.
         cast = program.capture.state[-1] is not None
         plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        self._programs_made.run(program)
         with plain, self._calls.running(drawn):
             return self._programs[program.key](*inputs, *program.random(self._shards, drawn.seed))
 
@@ -148,7 +154,7 @@ class ShardedModule(Refusals, Part):
             captured = in_one_order(source.ranks, caught)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
             made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
-            self._install(captured, made, self._changes.key())
+            self._install(captured, made, self._changes.key(), call.entry)
             found = self._match(call)
             if found is None:
                 raise StateError(
@@ -160,9 +166,9 @@ class ShardedModule(Refusals, Part):
         """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self._shards)
         call.check()
-        called, _ = form(self._source.bare, call.whole, call.spec)
-        mode = self._mode()
-        fitting = (p for p in self._programs_made if p.changes == self._changes.key())
+        called, _ = form(self._source.bare.get_submodule(call.entry), call.whole, call.spec)
+        mode, of = self._mode(), (self._changes.key(), call.entry)
+        fitting = (p for p in self._programs_made if (p.changes, p.entry) == of)
         orders = ((program, program.order(called, call.whole, mode)) for program in fitting)
         return next(((program, order) for program, order in orders if order is not None), None)
 
@@ -181,14 +187,15 @@ class ShardedModule(Refusals, Part):
         for module, part in zip(bare.modules(), self._order, strict=True):
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
-        inputs = form(source.bare, call.whole, call.spec)[1]
-        captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
-        if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+        inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+        with entering(bare, call.entry):
             captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
-        return captured
+            if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
+                captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+            return captured
 
-    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = ()) -> None:
-        source, key = self._source, len(self._programs_made)
+    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
+        source, key = self._source, self._programs_made.key()
         places = source.places()
         graph = specialise(sharded, places)
         fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
@@ -198,12 +205,13 @@ class ShardedModule(Refusals, Part):
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
-        called, _ = form(source.bare, [x.node.meta.get("val") for x in captured.inputs], captured.in_spec)
+        called, _ = form(
+            source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
+        )
         random = any(map(draws, graph.nodes))
         self._carriers.layouts |= getattr(sharded, "states", {})
-        self._programs_made.append(
-            Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes)
-        )
+        program = Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes, entry)
+        self._programs_made.add(program, self._order, self._known)
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
@@ -343,12 +351,12 @@ class ShardedModule(Refusals, Part):
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {id(self._programs_made): [], id(self._known): Known()}  # made again, on the copied parts
+        memo |= {id(self._programs_made): Programs(), id(self._known): Known()}  # made again, on the copied parts
         for part in self._order:
             memo |= {id(held): {} for held in (part._programs, part._turns)} if isinstance(part, Part) else {}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
-            new._install(program.capture, program.sharded, program.changes)
+            new._install(program.capture, program.sharded, program.changes, program.entry)
         rehearsal.watch(new._shards)
         return new
 

@@ -27,9 +27,10 @@ from .storage import wrap
 from .tree import Read
 
 MOST_KNOWN = 4096  # signatures of calls
+MOST_PROGRAMS = 64  # of one module: attributes may be set to ever other values
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """One captured graph made runnable on this rank: for one mode, dtype and autocast state.
 
@@ -39,6 +40,7 @@ class Program:
         draws: whether others draw as torch does.
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
+        entry: path of the module that it is the forward of.
     """
 
     capture: Capture
@@ -51,6 +53,8 @@ class Program:
     fired: Fired = ()
     compiler: Compiler | None = None
     changes: Hashable = ()
+    entry: str = ""
+    used: int = 0  # when it last ran, counted in runs of all
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
@@ -73,6 +77,38 @@ class Program:
             return value
         layout, whole = self.sharded.result(position)
         return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
+
+
+class Programs(list[Program]):
+    """A module's programs, as they were made: the `MOST_PROGRAMS` that ran last.
+
+    One that was let go is captured again when a call wants it, on all ranks at the same call: they make the same calls.
+    """
+
+    made = runs = 0
+
+    def key(self) -> int:
+        """A name for another program."""
+        self.made += 1
+        return self.made - 1
+
+    def run(self, program: Program) -> None:
+        """Note that this one runs now."""
+        self.runs += 1
+        program.used = self.runs
+
+    def add(self, program: Program, parts: Iterable[nn.Module], known: Known) -> None:
+        """Add one that the parts have; where that is one too many they lose the one that has not run for longest."""
+        self.append(program)
+        self.run(program)
+        while len(self) > MOST_PROGRAMS:
+            gone = min(self, key=lambda each: each.used)
+            self.remove(gone)
+            for held in [vars(part).get(table, {}) for part in parts for table in ("_programs", "_turns")]:
+                for name in [n for n in held if gone.key in (n, *(n if isinstance(n, tuple) else ())[:1])]:
+                    del held[name]
+            for call in [call for call, (program, _) in known.items() if program is gone]:
+                del known[call]
 
 
 class Known(OrderedDict[Any, tuple[Program, list[int]]]):

@@ -53,7 +53,7 @@ def cached(module: Any, config: Any, ids: Tensor, static: bool) -> Step:
 
     def back() -> None:
         if not static:
-            return cache.crop(prompt)
+            return cache.crop(-1)
         for layer in cache.layers:
             layer.cumulative_length.fill_(prompt)
         return None

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from .build import SCALE
+from .generation_page import generation
 from .measure import LENGTH, ROWS
 
 HERE = Path(__file__).resolve().parents[1]
@@ -93,6 +94,8 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     for family in dict.fromkeys(r["family"] for r in records.values()):
         parts += _family(family, {n: r for n, r in records.items() if r["family"] == family})
     parts += [*_failures(records, models.get("skipped", [])), MEGATRON]
+    generated = load("generation.json")
+    parts += generation(generated, made(generated["made"]))
     parts += [HAND.format(made=made(hand["made"])), *_hand(hand["models"])] if hand["models"] else []
     return "\n".join(parts)
 

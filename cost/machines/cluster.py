@@ -80,6 +80,9 @@ class Cluster:
     def resolve(cls, cluster: Cluster | str | PathLike[str] | None) -> Cluster:
         """The cluster itself, the preset of that name, the one in that .json or .toml file; for None, h100.
 
+        Args:
+            cluster: as the public functions take it.
+
         Raises:
             InputError: it is none of these.
         """

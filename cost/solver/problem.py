@@ -94,7 +94,8 @@ def conversions(
         graph.add_weighted_edges_from((i, j, c) for (i, j), c in arcs.items())
         best = sorted(nx.minimum_spanning_arborescence(graph).edges)
         # Of equal sets the nearest one's order stays: conversions that others read come early.
-        if sum(arcs[e] for e in best) < sum(arcs[e] for e in steps) * (1 - 1e-12):
+        nearest = sum(arcs[step] for step in steps)
+        if sum(arcs[step] for step in best) < nearest * (1 - 1e-12):
             steps = _ordered(best)
     return [(layouts[i], layouts[j]) for i, j in steps]
 

@@ -38,7 +38,11 @@ def build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
 
 
 def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]], dict[object, Columns]]:
-    """Columns and rows of the choices: the columns of each item, and value -> layout -> columns that produce it."""
+    """Columns and rows of the choices: the columns of each item, and value -> layout -> columns that produce it.
+
+    Args:
+        problem: its items. program: gets a column for each choice and a row for each item.
+    """
     picks: list[list[int]] = []
     producers: dict[object, Columns] = {}
     most = sum(max(c.activation_bytes for c in i.choices) * i.count for i in problem.items) or 1.0
@@ -69,6 +73,13 @@ def add_use(
     Every consumer has a flow of its own over the conversions; a conversion is paid once, at its largest flow. This is
     the multi-commodity form of a directed Steiner tree, whose relaxation is nearly always integral here: with one
     column "is available" per layout instead, a two-layer Llama took 10 s where this takes 0.1 s.
+
+    Args:
+        problem, program: the items with their columns.
+        picks: the columns of each item's choices.
+        producers: layout -> columns of the choices that produce the value in it.
+        use: the value's consumers.
+        late: 1 for the first use to 2 for the last, by which the second order weighs its conversions.
     """
     readers = readers_of(problem, picks, use)
     targets = list(dict.fromkeys(layout for columns in readers for layout in columns))
@@ -94,7 +105,14 @@ def readers_of(problem: Problem, picks: list[list[int]], use: Use) -> list[Colum
 def add_conversions(
     problem: Problem, program: IntegerProgram, produced: list[Layout], targets: list[Layout], use: Use, late: float
 ) -> list[Arc]:
-    """The conversions between layouts of a use, with a column and its price for each."""
+    """The conversions between layouts of a use, with a column and its price for each.
+
+    Args:
+        problem: gives the seconds of a conversion.
+        program: gets a column for each.
+        produced, targets: layouts that the value is produced in, and read in.
+        use, late: as in `add_use`.
+    """
     priced = []
     for a, b in itertools.product(dict.fromkeys([*produced, *targets]), targets):
         seconds = problem.convert(use.value, a, b) if a != b else None
@@ -130,7 +148,14 @@ def paid_once(flow: list[int], arcs: list[Arc]) -> list[Row]:
 def conserved(
     flow: list[int], arcs: list[Arc], producers: Columns, reader: Columns, targets: list[Layout]
 ) -> list[Row]:
-    """What comes to a layout, produced or converted, is read there or goes on."""
+    """What comes to a layout, produced or converted, is read there or goes on.
+
+    Args:
+        flow: a column for each arc.
+        arcs: the conversions of the use.
+        producers, reader: layout -> columns of choices that produce the value in it, or with which a consumer reads it.
+        targets: layouts that some consumer reads.
+    """
     rows = []
     for layout in dict.fromkeys([*producers, *targets]):
         balance = dict.fromkeys(producers.get(layout, ()), 1.0)

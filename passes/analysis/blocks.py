@@ -7,7 +7,7 @@ itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import networkx as nx
 from torch import fx
@@ -19,7 +19,7 @@ from autotp.ir.op import Op, Rule, Shape
 from autotp.ir.parts import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 
-from .dataflow import Dataflow, names
+from .dataflow import Dataflow, Root, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = "aten.scaled_dot_product_attention"
@@ -176,8 +176,8 @@ class _Finder:
             between = [n for product in chain for n in flow.back(flow.inputs(product))[0]]
             # A norm before the first product lies behind it too, and is no part of the block.
             inside = [n for n in between if n in flow.roots and names(flow.roots[n]) & own]
-        gates = {n for n, sides in flow.products if all(names(side) & own for side in sides)}
-        experts = [leaf for n in chain if (leaf := flow.batched(n)) is not None]
+        gates = {n for n, sides in flow.products if _all_meet(sides, own)}
+        experts = [leaf for leaf in map(flow.batched, chain) if leaf is not None]
         if experts:
             self._claim("experts", f"{experts[0].meta['val'].shape[0]} experts", chain + inside)
         elif len(chain) > 1:
@@ -238,6 +238,11 @@ class _Finder:
                 others.setdefault(_module([n]), []).append(n)
         for nodes in others.values():
             self._claim("other", ", ".join(dict.fromkeys(short_name(n.target) for n in nodes)), nodes)
+
+
+def _all_meet(sides: Iterable[Iterable[Root]], nodes: set[fx.Node]) -> bool:
+    """Whether each of these sides is made of some of the nodes."""
+    return all(names(side) & nodes for side in sides)
 
 
 def counted(count: Size, what: str) -> str:

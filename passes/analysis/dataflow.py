@@ -183,7 +183,13 @@ class Dataflow:
     def walk(
         self, starts: Iterable[fx.Node], step: Callable[[fx.Node], Iterable[fx.Node]], *stops: Callable[[fx.Node], bool]
     ) -> tuple[list[fx.Node], list[fx.Node]]:
-        """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently."""
+        """(nodes passed, nodes stopped at by the first of `stops`); the other stops end the walk silently.
+
+        Args:
+            starts: where to begin.
+            step: the next nodes of one.
+            stops: whether the walk ends at a node; those that the first one stops at are returned.
+        """
         passed: dict[fx.Node, None] = {}
         ends: dict[fx.Node, None] = {}
         work = list(starts)

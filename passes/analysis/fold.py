@@ -23,6 +23,11 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
     """Every node and leaf -> the representative of its class: itself, or the same node in the first equal block.
 
     Nodes with different `marks` (such as pins) are not equal.
+
+    Args:
+        program: the canonical graph.
+        grads: nodes whose values carry gradients.
+        marks: node -> what sets it apart from its equals.
     """
     names = {leaf.node: leaf.name for leaf in program.leaves}
     marked = marks or {}

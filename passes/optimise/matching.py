@@ -80,23 +80,31 @@ def one_region(nodes: Sequence[fx.Node]) -> bool:
 
 
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
+    """Every way in which a value is this pattern, each continuing the match so far."""
     if isinstance(pattern, Name):
         yield from _named(pattern, value, so_far)
     elif isinstance(pattern, Either):
         for way in pattern.ways:
             yield from _matches(way, value, so_far)
     elif isinstance(pattern, Cast):
+        # Half precision has a cast where single has none, and a name may stand for the value on either side of it.
         yield from _matches(pattern.of, value, so_far)
         if isinstance(value, fx.Node) and value.target in CASTS:
             yield from _matches(pattern.of, value.args[0], _with(so_far, value))
     elif isinstance(pattern, Call):
-        if isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) is pattern.operator:
+        if calls(value, pattern.operator):
             yield from _calls(pattern, value, so_far)
-    elif isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
-        if math.isclose(pattern, value, rel_tol=1e-6):  # written with fewer digits
-            yield so_far
-    elif not isinstance(value, fx.Node) and pattern == value:
+    elif _is_constant(pattern, value):
         yield so_far
+
+
+def _is_constant(pattern: Any, value: Any) -> bool:
+    """Whether a literal is the pattern's; numbers may have fewer digits, as 0.7978845608 for sqrt(2 / pi)."""
+    if isinstance(value, fx.Node):
+        return False
+    if isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
+        return math.isclose(pattern, value, rel_tol=1e-6)
+    return pattern == value
 
 
 def _named(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
@@ -171,20 +179,25 @@ def put(
     Returns:
         The call.
     """
-    outs, scope = [out, *others], scope_of(nodes)
-    with out.graph.inserting_before(out):
-        new = out.graph.call_function(target, args)
-        items = [out.graph.call_function(operator.getitem, (new, i)) for i in range(len(outs) if others else 0)]
+    outs, scope, graph = [out, *others], scope_of(nodes), out.graph
+    with graph.inserting_before(out):
+        new = graph.call_function(target, args)
+        results = [new]
+        if others:
+            results = [graph.call_function(operator.getitem, (new, i)) for i in range(len(outs))]
+    # Several results lie each in its own way, which their items say.
     inherit(new, out, scope=scope, axis=None, layout=None if others else mark(out).layout)
     if others:
-        new.meta["val"] = [None if old is None else old.meta["val"] for old in outs]
-    for old, item in zip(outs, items or [new], strict=True):
-        if old is not None:
-            if item is not new:
-                inherit(item, old, scope=scope, axis=None)
-            old.replace_all_uses_with(item)
-        elif item is not new:
-            out.graph.erase_node(item)
+        new.meta["val"] = []
+    for old, result in zip(outs, results, strict=True):
+        if others:
+            new.meta["val"].append(old.meta["val"] if old is not None else None)
+        if old is None:  # the statistics of a norm in inference
+            graph.erase_node(result)
+            continue
+        if result is not new:
+            inherit(result, old, scope=scope, axis=None)
+        old.replace_all_uses_with(result)
     erase(nodes)
     return new
 

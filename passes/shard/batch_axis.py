@@ -1,8 +1,9 @@
-"""Planning and rewriting for the batch axis of a mesh: the builder and the rewriter of tp, asked a smaller question."""
+"""The batch axis of a mesh, for planner and rewriter: what leaves, outputs and gathering are there."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,163 +13,140 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.cost.prices import Prices
-from autotp.cost.solver.problem import Choice, Item
-from autotp.ir.graph import Leaf, draws, outputs_of, resolve, shape_of, substitute, tensors
+from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, substitute, tensors
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Factor, Op, Rule, expression, sizes
+from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Planned
 from autotp.rules.core import loops, rule_of
 from autotp.rules.local import Sizes
 
-from .planner import Builder
-from .rewrite import Rewriter
-from .states import States
-from .strategies import Candidates
+from .axis import Partitions, Result, Seed, results
 
 WHOLE = 1e-6  # seconds a byte: work is done on the whole batch only where no rule says how to do it on a slice
 QUIET = {"train": False, "dropout_p": 0.0}
 
 
-class BatchPrices(Prices):
-    """Prices that keep slices of the batch apart."""
+@dataclass(frozen=True)
+class Apart:
+    """Keeps slices of the batch apart: gathering one costs more than anything else, and so does work on the whole."""
 
     batch: sympy.Symbol
 
-    def convert(self, value: Any, a: Layout, b: Layout) -> float | None:
-        seconds = super().convert(value, a, b)
-        gathers = a.sharded_dim is not None and b.sharded_dim is None
-        return seconds if seconds is None or not gathers else seconds + WHOLE * self.bytes(tensors(value[0])[value[1]])
-
-    def operator(
-        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
-    ) -> tuple[float, float]:
-        seconds, saved = super().operator(op, ins, outs, split)
+    def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         results = zip(tensors(op.node), outs, strict=False)
         whole = [v for v, x in results if x.sharded_dim is None and _has(v, self.batch)]
-        return seconds + WHOLE * sum(map(self.bytes, whole)), saved
+        return WHOLE * sum(map(nbytes, whole))
+
+    def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
+        return WHOLE * nbytes if a.sharded_dim is not None and b.sharded_dim is None else 0.0
 
 
 def _has(val: Tensor, symbol: sympy.Symbol) -> bool:
     return any(symbol in getattr(n, "free_symbols", ()) for n in sizes(val))
 
 
-class BatchCandidates(Candidates):
-    """Every dp rank has at least one example."""
+@dataclass(frozen=True)
+class BatchRules:
+    """The batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
 
-    def full(self, loop: Any) -> bool:
-        return True
+    batch: sympy.Symbol
+    ignores_states: bool = True
 
+    @property
+    def surcharge(self) -> Apart:
+        return Apart(self.batch)
 
-@dataclass
-class BatchBuilder(Builder):
-    """The problem of the batch axis: inputs come as slices, weights are whole, outputs stay as they are made."""
+    def decides(self, node: fx.Node) -> bool:
+        return node.target is not compat.sym_size  # sizes are known without the values
 
-    batch: sympy.Symbol = sympy.Symbol("batch")
+    def rule(self, op: Op) -> Rule | None:
+        """Every rank draws for its own slice, so an operator that draws splits as it does where it does not."""
+        return rule_of(replace(op, args={**op.args, **QUIET}) if draws(op.node) else op)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.calls = [n for n in self.calls if n.target is not compat.sym_size]  # sizes are known without the values
-        for n in filter(draws, self.calls):  # every rank draws for its own slice
-            self.rules[n] = rule_of(replace(self.ops[n], args={**self.ops[n].args, **QUIET}))
-        self.candidates = BatchCandidates(self.tp)
-        p = self.prices
-        self.states = States(self.program, self.tp, self.same, self.grads, {}, ignored=True)
-        self.prices = BatchPrices(p.program, p.tp, p.cluster, p.grads, p.leaves, keepers=p.keepers)
-        self.prices.batch = self.batch
+    def fills(self, loop: Distribution, ranks: int) -> bool:
+        return True  # every dp rank has at least one example
+
+    def seeds(self, leaves: Iterable[Leaf], ranks: int) -> list[Seed]:
+        return [(leaf.node, 0, Partition.plain(self.batch, ranks)) for leaf in leaves if self.sliced(leaf)]
+
+    def leaf(self, leaf: Leaf, graded: bool, ranks: int) -> Layout:
+        """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
+        if self.sliced(leaf):
+            return Shard(0, Partition.plain(self.batch, ranks))
+        return I if leaf.kind.passed and graded else R
 
     def sliced(self, leaf: Leaf) -> bool:
+        """Whether the leaf comes as a slice of the batch."""
         return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
-    def _seed(self, work: list[fx.Node]) -> None:
-        for node, leaf in self.leaves.items():
-            if self.sliced(leaf):
-                self.candidates.add(((node, 0), 0), Partition.plain(self.batch, self.tp))
+    def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
+        given = compat.tree_leaves(program.graph.output_node().args[0])
+        written = {x for i, x in enumerate(given) if i in program.mutations and program.becomes(i) is None}
+        layouts: list[Layout] = []
+        for x in outputs_of(program):
+            whole = I if resolve(x)[0] in grads else R
+            layouts.append(whole if x in written else self._output(x, whole, ranks, partitions))
+        return tuple(layouts)
 
-    def _leaf(self, node: fx.Node, count: int) -> Item:
-        """A weight is Replicate: its gradient is a summand on every rank, which is added up after the backward."""
-        leaf = self.leaves[node]
-        layout: Layout = I if leaf.kind.passed and node in self.grads else R
-        if self.sliced(leaf):
-            layout = Shard(0, Partition.plain(self.batch, self.tp))
-        return Item(leaf.name, [Choice((), (layout,))], [], [(node, 0)], count)
-
-    def goals(self) -> tuple[Layout, ...]:
-        written = {x for i, x in enumerate(compat.tree_leaves(self.program.graph.output_node().args[0]))
-                   if i in self.program.mutations and self.program.becomes(i) is None}  # fmt: skip
-        return tuple(I if x in written and resolve(x)[0] in self.grads else self._goal(x, x in written)
-                     for x in outputs_of(self.program))  # fmt: skip
-
-    def _goal(self, x: fx.Node, written: bool) -> Layout:
+    def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
         """A slice along the first dimension, where that is the batch; else along one that is, where some is."""
-        value, whole = self.value(x), I if resolve(x)[0] in self.grads else R
-        shape = sizes(tensors(value[0])[value[1]]) if not written else ()
+        node, index = resolve(x)
+        shape = sizes(tensors(node)[index])
         unit = divide(shape[0], self.batch) if shape else None
         if unit is not None:
-            return Shard(0, Partition.of([Segment(self.batch, unit)], 1, self.tp))
+            return Shard(0, Partition.of([Segment(self.batch, unit)], 1, ranks))
         for d in range(len(shape)):
-            for p in self.candidates.of.get((value, d), ()):
+            for p in partitions(x, d):
                 return Shard(d, p)  # type: ignore[arg-type]
         return whole
 
 
-class BatchSizes(Sizes):
+def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
     """Sizes of the whole batch and of a slice, from inputs that are slices."""
+    local = sympy.Symbol("local_batch", positive=True, integer=True)
 
-    def __init__(self, graph: fx.Graph, batch: sympy.Symbol, dp: int) -> None:
-        super().__init__(graph, {})
-        self.batch, self.dp = batch, dp
-        self.local = sympy.Symbol("local_batch", positive=True, integer=True)
+    def read(own: Sizes) -> fx.Node:
+        return graph.call_function(compat.sym_size, own.symbols[batch])
 
-    def share(self, partition: Distribution) -> Any:
-        whole = substitute(sympy.sympify(partition.length), {self.batch: self.dp * self.local})  # type: ignore[dict-item]
-        return self.of(sympy.cancel(whole / self.dp))
+    def whole(own: Sizes) -> fx.Node:
+        return graph.call_function(operator.mul, (own.of(local), dp))
 
-    def _compute(self, size: sympy.Expr) -> fx.Node:
-        if size == self.local:
-            return self.graph.call_function(compat.sym_size, self.symbols[self.batch])
-        if size == self.batch:
-            return self.graph.call_function(operator.mul, (self.of(self.local), self.dp))
-        return super()._compute(size)
+    def equal(own: Sizes, partition: Distribution) -> Any:
+        length = substitute(sympy.sympify(partition.length), {batch: dp * local})  # type: ignore[dict-item]
+        return own.of(sympy.cancel(length / dp))
+
+    return Sizes(graph, {}, formulas={local: read, batch: whole}, equal=equal)
 
 
-class BatchRewriter(Rewriter):
-    """Writes the program of a dp rank, whose inputs are slices."""
+@dataclass(frozen=True)
+class BatchWriter:
+    """Writes the program of a dp rank, whose inputs are slices, and whose outputs lie as `layouts` says."""
 
-    def __init__(self, planned: Planned, builder: BatchBuilder, batch: sympy.Symbol) -> None:
-        self.goals = dict(zip(map(resolve, outputs_of(planned.program)), builder.goals(), strict=True))
-        self.dp = builder.tp
-        super().__init__(planned, builder.prices.convert, "full")
-        self.sizes = BatchSizes(self.new, batch, builder.tp)
+    batch: sympy.Symbol
+    dp: int
+    layouts: Mapping[Value, Layout]
+    rereads: bool = True
 
-    def _other(self, node: fx.Node) -> None:
-        size = expression(node.meta["val"]) if node.target is compat.sym_size else None
-        if size is None:
-            super()._other(node)
-        else:
-            self.env[node] = self.sizes.of(size)
+    def sizes(self, graph: fx.Graph) -> Sizes:
+        return batch_sizes(graph, self.batch, self.dp)
 
-    def _call(self, node: fx.Node) -> None:
-        before = next(iter(reversed(self.new.nodes)))
-        super()._call(node)
-        new = before.next
-        while new.op != "root":  # what a rule writes before the operator's own call belongs to the same module
-            if new.target not in conversions.FUNCTIONS.values():
-                new.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
-                write(new, no_grad=mark(node).no_grad)
-            new = new.next
+    def results(self, planned: Planned) -> list[Result]:
+        return results(planned, lambda position, x: self.layouts[resolve(x)])
 
-    def _goal(self, position: int, x: fx.Node) -> Layout:
-        return self.goals[resolve(x)]
+    def emitted(self, node: fx.Node, new: Iterable[fx.Node]) -> None:
+        """What a rule writes before the operator's own call belongs to the same module."""
+        for each in new:
+            if each.target not in conversions.FUNCTIONS.values():
+                each.meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
+                write(each, no_grad=mark(node).no_grad)
 
-    def _outputs(self, node: fx.Node) -> Any:
+    def leave(self, graph: fx.Graph, planned: Planned, values: Sequence[Any]) -> tuple[Any, ...]:
         """A value that all ranks have whole and alike, such as the loss, is one value: see `scale_gradient`."""
         out = []
-        for i, (x, new) in enumerate(zip(compat.tree_leaves(node.args[0]), super()._outputs(node), strict=True)):
-            alike = isinstance(x, fx.Node) and tensors(x) and self.goals[resolve(x)] == I
-            if alike and i not in self.planned.program.mutations:
-                scaled = self.new.call_function(scale_gradient, (new, self.dp))
+        for i, (result, new) in enumerate(zip(self.results(planned), values, strict=True)):
+            if result.layout == I and i not in planned.program.mutations:
+                scaled = graph.call_function(scale_gradient, (new, self.dp))
                 inherit(scaled, new, axis=None, conversion=None)
                 new = scaled
             out.append(new)

@@ -23,7 +23,7 @@ from autotp import compat
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, Leaf, shape_of, substitute, where
+from autotp.ir.graph import Capture, Leaf, outputs_of, resolve, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
@@ -32,8 +32,9 @@ from autotp.passes.schema import verify
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
-from .batch_axis import BatchBuilder, BatchRewriter
-from .planner import decide
+from .batch_axis import BatchRules, BatchWriter
+from .planner import Builder, decide
+from .rewrite import Rewriter
 
 AXIS = "dp"
 
@@ -63,8 +64,10 @@ def local_program(program: Capture, dp: int) -> Capture:
         return program
     batch = _one_batch(program)
     take_sums_apart(program)
-    builder = BatchBuilder(program, dp, Cluster.resolve(None), batch=batch)
-    sharded = BatchRewriter(decide(builder), builder, batch).run()
+    builder = Builder(program, dp, Cluster.resolve(None), axis=BatchRules(batch))
+    planned = decide(builder)
+    layouts = dict(zip(map(resolve, outputs_of(program)), builder.goals(), strict=True))
+    sharded = Rewriter(planned, builder.prices.convert, BatchWriter(batch, dp, layouts)).run()
     local = _Localised(program, sharded.graph, dp, batch).capture()
     verify(local, "batch axis")
     over = [(n, mark(n).batch) for n in local.graph.nodes]

@@ -7,6 +7,7 @@ the operator which forbids it.
 from __future__ import annotations
 
 import fnmatch
+import itertools
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -19,7 +20,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp import compat
-from autotp.cost.solver.problem import Choice, Problem
+from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, floating, outputs_of, read, resolve, tensors, where
 from autotp.ir.layouts import I, Layout, R
@@ -249,24 +250,33 @@ def _dims(dims: Iterable[int]) -> str:
 def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
     """Refuse a pin that no operator beside the pinned one can live with, naming it.
 
+    The solver would find that no plan is legal, and could not say why.
+
     Args:
         problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
 
     Raises:
-        PlanError: nothing that the pinned item makes can become anything that the other one reads.
+        PlanError: nothing that the pinned item produces can become anything that the other one reads.
     """
-    makers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
+    producers = {value: (i, k) for i, item in enumerate(problem.items) for k, value in enumerate(item.outs)}
     for use in problem.uses:
-        i, k = makers[use.value]
-        made = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
+        i, k = producers[use.value]
+        produced = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
         for j, slot in use.consumers:
             pin = asked.get(i) or asked.get(j)
             wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
-            ways = ((a, b) for a in made for b in wanted)
-            if pin is None or any(a == b or problem.convert(use.value, a, b) is not None for a, b in ways):
+            # Where neither end is pinned the rules are at odds, which is no fault of the user's.
+            if pin is None or _meet(problem, use.value, produced, wanted):
                 continue
-            forbids, can, how = (j, wanted, "reads") if i in asked else (i, made, "gives")
+            # The other end is what forbids it: a pinned weight by its reader, a pinned operator by what feeds it.
+            forbids, can, how = (j, wanted, "reads") if i in asked else (i, produced, "gives")
             name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
             raise PlanError(
                 f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
             )
+
+
+def _meet(problem: Problem, value: ValueId, produced: Iterable[Layout], wanted: Iterable[Layout]) -> bool:
+    """Whether some layout in which a value is produced is, or converts to, one that is wanted."""
+    pairs = itertools.product(produced, wanted)
+    return any(a == b or problem.convert(value, a, b) is not None for a, b in pairs)

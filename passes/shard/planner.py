@@ -29,14 +29,14 @@ from autotp.ir.graph import (
     shape_of,
     tensors,
     where,
-)
-from autotp.ir.layouts import I, Layout, Partition, R, Shard, dealt_by
+)  # fmt: skip
+from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
-from autotp.rules.core import rule_of
 from autotp.text import listed
 
+from .axis import TENSOR, AxisRules
 from .pins import Dims, check_neighbours
 from .pins import find as find_pins
 from .states import CarriedItem, States, decided
@@ -58,6 +58,7 @@ class Builder:
     objective: Objective = TRAINING
     memory: float | None = None
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
+    axis: AxisRules = TENSOR
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -70,18 +71,19 @@ class Builder:
         self.rules: dict[fx.Node, Rule | None] = {}
         alike = fold(self.program, self.grads)
         for n in self.calls:  # equal nodes have equal rules
-            self.rules[n] = rule_of(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
+            self.rules[n] = self.axis.rule(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         self.same = fold(self.program, self.grads, marks) if marks else alike
-        self.states = States(self.program, self.tp, self.same, self.grads, self.carried)
-        self.candidates = Candidates(self.tp)
+        self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
+        self.calls = [n for n in self.calls if self.axis.decides(n)]
+        self.candidates = Candidates(self.tp, self.axis.fills)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads), self.states.cached(),
+            Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(),
         )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:
@@ -117,7 +119,10 @@ class Builder:
         return self._leaf(node, count) if node in self.leaves else self._call(node, slots[node], count)
 
     def goals(self) -> tuple[Layout, ...]:
-        """How the graph's outputs leave it: whole, but where the user pinned them."""
+        """How the graph's outputs leave it: as the axis wants; otherwise whole, but where the user pinned them."""
+        settled = self.axis.outputs(self.program, self.grads, self.tp, self._partitions)
+        if settled is not None:
+            return settled
         out: list[Layout] = []
         for i, x in enumerate(outputs_of(self.program)):
             node, index = resolve(x)
@@ -126,6 +131,10 @@ class Builder:
             whole = I if node in self.grads else R
             out.append(Shard(d := asked.dims[0], Partition.plain(shape[d], self.tp)) if asked and split else whole)
         return tuple(out)
+
+    def _partitions(self, node: fx.Node, dim: int) -> list[Distribution]:
+        """What a dimension of a value may have."""
+        return self.candidates.of.get((self.value(node), dim), [])
 
     def _grow(self, slots: dict[fx.Node, list[set[Value]]]) -> None:
         """Seed the candidates and let them spread until nothing changes."""
@@ -142,6 +151,11 @@ class Builder:
 
     def _seed(self, work: list[fx.Node]) -> None:
         """The partitions that dimensions may have by themselves; those of others follow from them."""
+        seeds = self.axis.seeds(self.leaves.values(), self.tp)
+        if seeds is not None:
+            for node, dim, partition in seeds:
+                self.candidates.add(((node, 0), dim), partition)
+            return
         for node, leaf in self.leaves.items():
             if node is self.same[node] and not leaf.kind.carried:
                 self.candidates.seed((node, 0), shape_of(node), skip=(0,) if leaf.kind.passed else ())
@@ -168,6 +182,9 @@ class Builder:
 
     def _leaf(self, node: fx.Node, count: int) -> Item:
         leaf, val = self.leaves[node], node.meta["val"]
+        settled = self.axis.leaf(leaf, node in self.grads, self.tp)
+        if settled is not None:
+            return Item(leaf.name, [Choice((), (settled,))], [], [(node, 0)], count)
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
         if leaf.kind.trained:

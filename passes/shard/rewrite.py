@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -16,30 +16,31 @@ from autotp import compat
 from autotp.comm import conversions as convert
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
-from autotp.ir.graph import Value, outputs_of, resolve, tensors
-from autotp.ir.layouts import I, Layout, P, R
+from autotp.ir.graph import Value, resolve, tensors
+from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Op
+from autotp.ir.op import Op, expression
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, scope_path
 from autotp.passes.schema import verify
-from autotp.rules.local import ShardCall, Sizes
+from autotp.rules.local import ShardCall
 
-from .states import as_read
+from .axis import AxisWriter, Result, TensorWriter
 
 
 class Rewriter:
     """Copies the captured graph node by node, converting operands to the decided layouts."""
 
-    def __init__(self, planned: Planned, price: Any, outputs: str) -> None:
-        self.planned, self.price, self.sharded_outputs = planned, price, outputs == "sharded"
+    def __init__(self, planned: Planned, price: Any, axis: AxisWriter) -> None:
+        self.planned, self.price, self.axis = planned, price, axis
         self.old = planned.program.graph
         self.new = fx.Graph()
         self.out = Sharded(self.new)
         self.env: dict[fx.Node, Any] = {}
         self.held: dict[tuple[Value, Layout], fx.Node] = {}
+        self.results = axis.results(planned)
         self.routes = self._routes()
-        self.sizes = Sizes(self.new, {})
+        self.sizes = axis.sizes(self.new)
         self.ends: fx.Node | None = None  # of the operator that is being written
 
     def run(self) -> Sharded:
@@ -47,9 +48,12 @@ class Rewriter:
             if node.op == "placeholder":
                 self._placeholder(node)
             elif node.op == "output":
-                self.new.output(self._outputs(node))
+                values = [self._output(x, node) for x in self.results]
+                self.new.output(self.axis.leave(self.new, self.planned, values))
             elif node in self.planned.decisions:
+                last = next(iter(reversed(self.new.nodes)), None)
                 self._call(node)
+                self.axis.emitted(node, self.new.nodes if last is None else _after(last))
             elif node.target is operator.getitem and resolve(node)[0] in self.planned.decisions:
                 continue
             else:
@@ -69,6 +73,9 @@ class Rewriter:
 
     def _other(self, node: fx.Node) -> None:
         """Arithmetic on sizes, which is the same on every rank."""
+        if self.axis.rereads and node.target is compat.sym_size:
+            self.env[node] = self.sizes.of(expression(node.meta["val"]))
+            return
         self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
         self.sizes.note(self.env[node])
 
@@ -118,10 +125,13 @@ class Rewriter:
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
         """The value in this layout, converted before its first consumer and shared by all."""
-        value = resolve(operand)
+        return self.converted(resolve(operand), layout, consumer)
+
+    def converted(self, value: Value, layout: Layout, consumer: fx.Node) -> fx.Node:
+        """The same of a value that is no node of its own."""
         if (value, layout) not in self.held:
             source = next(a for a, b in self.routes[value] if b == layout)
-            before = self.value(operand, source, consumer)
+            before = self.converted(value, source, consumer)
             self._convert(value, source, layout, before, consumer)
         return self.held[value, layout]
 
@@ -170,32 +180,10 @@ class Rewriter:
     def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
         return [n for n, slot in self.consumers[value] if slot == layout]
 
-    def _outputs(self, node: fx.Node) -> Any:
-        out = []
-        for i, x in enumerate(compat.tree_leaves(node.args[0])):
-            if isinstance(x, fx.Node):
-                out.append(self.value(x, self._goal(i, x), node) if tensors(x) else self.env[x])
-            else:
-                out.append(x)
-        return tuple(out)
-
-    def _goal(self, position: int, x: fx.Node) -> Layout:
-        """Whole, or where sharded outputs are asked for, as it is made if DTensor has a word for that."""
-        node, index = resolve(x)
-        graded = node in self.planned.grads
-        whole = I if graded else R
-        state = self.planned.program.becomes(position)
-        if state is not None and state in self.planned.states:
-            return as_read(self.planned.states[state], graded)
-        if not self.sharded_outputs or position in self.planned.program.mutations:
-            return whole
-        pinned = self.planned.decisions.get(self.old.output_node())
-        if pinned is not None:
-            return pinned.ins[outputs_of(self.planned.program).index(x)]
-        layout = self.planned.decisions[node].outs[index]
-        if layout.sharded_dim is not None:
-            return layout if layout.plain(self.planned.tp) else whole
-        return layout if graded and layout == P else whole
+    def _output(self, result: Result, output: fx.Node) -> Any:
+        if result.value is not None and result.layout is not None:
+            return self.converted(result.value, result.layout, output)
+        return self.env[result.x] if isinstance(result.x, fx.Node) else result.x
 
     def _routes(self) -> dict[Value, list[tuple[Layout, Layout]]]:
         """For every value the conversions that serve all its consumers at least cost."""
@@ -204,10 +192,10 @@ class Rewriter:
             if node in self.planned.ops:
                 for operand, layout in zip(self.planned.ops[node].slots, decision.ins, strict=True):
                     self.consumers[resolve(operand)].append((node, layout))
-        output = next(n for n in self.old.nodes if n.op == "output")
-        for i, x in enumerate(compat.tree_leaves(output.args[0])):
-            if isinstance(x, fx.Node) and tensors(x):
-                self.consumers[resolve(x)].append((output, self._goal(i, x)))
+        output = self.old.output_node()
+        for _, value, layout in self.results:
+            if value is not None and layout is not None:
+                self.consumers[value].append((output, layout))
         routes = {}
         for (node, index), users in self.consumers.items():
             produced = self.planned.decisions[node].outs[index]
@@ -216,6 +204,12 @@ class Rewriter:
                 conversions(produced, {x for _, x in users}, lambda a, b, k=key: self.price(k, a, b)) or []
             )
         return routes
+
+
+def _after(node: fx.Node) -> Iterator[fx.Node]:
+    """The nodes of a graph that come after this one."""
+    while (node := node.next).op != "root":
+        yield node
 
 
 def _known(ends: fx.Node | None) -> fx.Node:
@@ -232,7 +226,7 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
         price: `price(value, a, b)` gives a conversion's seconds.
         outputs: "full", or "sharded": left as they are made, where that is a plain shard or a summand.
     """
-    program = Rewriter(planned, price, outputs).run()
+    program = Rewriter(planned, price, TensorWriter(outputs == "sharded")).run()
     verify(program, "rewrite", planned=planned)
     return program
 

@@ -133,8 +133,8 @@ class States:
         for layout in self._layouts(names, values, candidates, prices.second_sizes):
             ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(made, key=str)[:1])
             outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
-            part = size * prices.share(layout)
-            choices.append(Choice(ins, outs, saved=part, held=part, penalty=penalty([layout], self.tp)))
+            part, ties = size * prices.share(layout), penalty([layout], self.tp)
+            choices.append(Choice(ins, outs, activation_bytes=part, budget_bytes=part, penalty=ties))
         outs = [leaf] if leaf is not None else []
         return Item(names[0], choices, [made] if made else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
 
@@ -147,8 +147,8 @@ class States:
         if fixed is not None:
             if fixed.sharded_dim not in (None, *allowed) and names[0] in self.leaves:
                 raise PlanError(
-                    f"the plan splits the state {names[0]!r} along dimension {fixed.sharded_dim}, which grows or is the batch "
-                    "in this call. Plan with example inputs that pass the state, so that this is known."
+                    f"the plan splits the state {names[0]!r} along dimension {fixed.sharded_dim}, which grows or is "
+                    "the batch in this call. Plan with example inputs that pass the state, so that this is known."
                 )
             return [fixed]
         found: dict[Layout, None] = {R: None}

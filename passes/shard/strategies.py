@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, dealt_by, kinds
@@ -12,15 +12,16 @@ from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
 OPAQUE = Rule(summed=False)  # what is known of an operator of somebody else's: its backward may be anything
-MOST = 5  # candidate partitions kept for one dimension of one value
+MOST = 5  # candidate partitions for one dimension of one value
+MOST_JOINED = 16  # combinations of pieces: five candidates for each of q, k and v would be 125
 Dim = tuple[ValueId, int]
 
 
 class Candidates:
     """The partitions that each dimension of each value may have, grown through the factors to a fixed point."""
 
-    def __init__(self, tp: int) -> None:
-        self.tp = tp
+    def __init__(self, tp: int, fills: Callable[[Distribution, int], bool] | None = None) -> None:
+        self.tp, self.fills = tp, fills
         self.of: dict[Dim, list[Distribution]] = defaultdict(list)
         self.changed = False
 
@@ -43,50 +44,60 @@ class Candidates:
 
     def full(self, loop: Distribution) -> bool:
         """Whether every rank certainly owns something of a loop that is dealt so."""
-        return loop.full(self.tp)
+        return loop.full(self.tp) if self.fills is None else self.fills(loop, self.tp)
 
     def loops(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> list[Distribution]:
-        """Partitions of a factor's loop that some slot suggests."""
-        found: dict[Distribution, None] = {}
-        slots = [
-            *zip(factor.ins, ins, strict=True),
-            *((c, frozenset([o])) for c, o in zip(factor.outs, outs, strict=True)),
-        ]
+        """Partitions of a factor's loop that some slot suggests.
+
+        Args:
+            factor: the loop, and how each slot carries it.
+            ins: the values that an operand slot reads, in all equal instances of the operator.
+            outs: the value of each result.
+        """
+        slots = [*ins, *(frozenset([o]) for o in outs)]
+        whole: dict[Distribution, None] = {}
         pieces: dict[int, dict[Distribution, None]] = defaultdict(dict)
-        for carry, values in slots:
-            for partition in (p for v in values if carry for p in self.of.get((v, carry.dim), ())):
-                assert carry is not None
-                low = None if carry.groups is not None else partition.lower(carry.repeat, carry.unit, self.tp)
-                if low is not None:
-                    (found if carry.piece is None else pieces[carry.piece])[low] = None
+        for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
+            # How many rows a group has is data, so rows by group say nothing of the loop over groups.
+            if carry is None or carry.groups is not None:
+                continue
+            for partition in (p for v in values for p in self.of.get((v, carry.dim), ())):
+                loop = partition.lower(carry.repeat, carry.unit, self.tp)
+                if loop is not None:
+                    known = whole if carry.piece is None else pieces[carry.piece]
+                    known[loop] = None
+        # A loop that is cut up, as a concatenation of q, k and v, is known once each of its pieces is.
         if factor.pieces and set(pieces) == {i for i, n in enumerate(factor.pieces) if n != 0}:
-            for combination in itertools.islice(itertools.product(*(pieces[i] for i in sorted(pieces))), 16):
+            each = [pieces[i] for i in sorted(pieces)]
+            for combination in itertools.islice(itertools.product(*each), MOST_JOINED):
                 joined = Partition.join(combination, self.tp)
                 if joined is not None:
-                    found[joined] = None
-        return [p for p in found if not factor.pieces or p.cut(factor.pieces, self.tp)]
+                    whole[joined] = None
+        # A plain split of 8 + 4 columns gives rank 0 six of the first piece: no slice of the pieces is that.
+        return [p for p in whole if not factor.pieces or p.cut(factor.pieces, self.tp)]
 
     def spread(self, factor: Factor, ins: list[frozenset[ValueId]], outs: list[ValueId]) -> None:
         """Carry what one slot suggests to the factor's other slots.
 
-        Rows by group only go onwards, from operands: where their ends are not yet known, nothing can be dealt by them.
+        Rows by group only go onwards, from operands: where their ends are not yet known, nothing can be split by them.
+
+        Args:
+            factor, ins, outs: as for `loops`.
         """
+        slots = [*ins, *(frozenset([o]) for o in outs)]
         for loop in self.loops(factor, ins, outs):
             if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
-            for carry, values in (
-                *zip(factor.ins, ins, strict=True),
-                *zip(factor.outs, ([o] for o in outs), strict=True),
-            ):
+            for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
                 partition = place(carry, factor, loop, self.tp, ins) if carry is not None else None
                 if carry is not None and partition is not None:
                     for value in values:
                         self.add((value, carry.dim), partition)
 
     def arrives(self, factor: Factor, loop: Distribution, ins: list[frozenset[ValueId]]) -> bool:
-        """Whether some operand may be dealt by these groups."""
-        slots = zip(factor.ins, ins, strict=True)
-        return any(loop in self.of.get((v, carry.dim), ()) for carry, held in slots if carry for v in held)
+        """Whether some operand may be split by these groups."""
+        carried = [(carry, values) for carry, values in zip(factor.ins, ins, strict=True) if carry is not None]
+        return any(loop in self.of.get((v, carry.dim), ()) for carry, values in carried for v in values)
 
 
 def place(
@@ -103,7 +114,14 @@ def place(
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
-    """What breaks ties between equal costs: what each says of itself."""
+    """What breaks ties between equal costs: a point for each further segment and for repetition, two for unevenness.
+
+    Which dimension is split does not count.
+
+    Args:
+        layouts: of an operator's operands and results.
+        tp: number of ranks.
+    """
     return sum(x.penalty(tp) for x in layouts)
 
 
@@ -116,47 +134,69 @@ def signatures(
 ) -> Iterator[Signature]:  # fmt: skip
     """Every legal (layouts of operands, layouts of results, split factor, its loop) of one operator.
 
-    `ins` and `outs` say which slots and results may carry a gradient; the others need no Invariant.
+    Args:
+        rule: None for an operator without one, which runs whole.
+        ins, outs: which slots and results may carry a gradient; the others need no Invariant.
+        slots: the values that each operand slot reads; `results`: the value of each result.
+        candidates: the partitions that each dimension may have.
     """
-    carries = any(outs)
-    as_one = (I,) if rule is not None and not rule.summed else (I, R)
-    for whole in as_one if any(ins) else (R,):
-        yield tuple(whole if g else R for g in ins), tuple(whole if g and any(ins) else R for g in outs), None, None
+    yield from _whole(rule, ins, outs)
     if rule is None:
         return
+    carries = any(outs)
     for linear in rule.linear:
+        # Values without a gradient are masks and positions, which every rank computes whole.
         if all(ins[s] for s in linear) or not carries:
             yield tuple(P if s in linear else R for s in range(len(ins))), (P,) * len(outs), None, None
     for index, factor in enumerate(rule.factors):
-        if _contracts(factor) and not (factor.contracted and (factor.reduction == "sum" or not carries)):
+        # A maximum over the ranks has no gradient: none of them knows that it was the largest.
+        partial = factor.contracted and (factor.reduction == "sum" or not carries)
+        if factor.contracts and not partial:
             continue
         for loop in candidates.loops(factor, slots, results):
-            if not (rule.empty or candidates.full(loop)):
+            # Of three rows four ranks have 1, 1, 1 and none, and many kernels refuse a tensor without elements.
+            if not rule.empty and not candidates.full(loop):
                 continue
-            if loop.by_data and (_contracts(factor) or not candidates.arrives(factor, loop, slots)):
-                continue  # a sum would add up rows that hold nothing
-            got = _split(rule, factor, loop, slots, results, candidates)
-            if got is not None:
-                yield (*got, index, loop)
+            # A sum over rows by group would add up rows that hold nothing.
+            if loop.by_data and (factor.contracts or not candidates.arrives(factor, loop, slots)):
+                continue
+            layouts = _split(rule, factor, loop, slots, results, candidates)
+            if layouts is not None:
+                yield (*layouts, index, loop)
 
 
-def _contracts(factor: Factor) -> bool:
-    return any(c is None for c in factor.outs)
+def _whole(rule: Rule | None, ins: list[bool], outs: list[bool]) -> Iterator[Signature]:
+    """All ranks compute the whole: alike (I), or each for its own part, whose gradients are summands (R)."""
+    # The backward that somebody wrote may clip, and then summands are not what it may be given.
+    alike = (I,) if rule is not None and not rule.summed else (I, R)
+    graded = any(ins)
+    for whole in alike if graded else (R,):
+        operands = tuple(whole if g else R for g in ins)
+        yield operands, tuple(whole if g and graded else R for g in outs), None, None
 
 
 def _split(
     rule: Rule, factor: Factor, loop: Distribution, slots: list[frozenset[ValueId]], results: list[ValueId],
     candidates: Candidates,
 ) -> tuple[tuple[Layout, ...], tuple[Layout, ...]] | None:  # fmt: skip
-    ins, outs = [], []
-    for side, carries, values in ((ins, factor.ins, slots), (outs, factor.outs, [frozenset([r]) for r in results])):
-        for slot, (carry, held) in enumerate(zip(carries, values, strict=True)):
-            if carry is None:
-                addend = slot in rule.addends and _contracts(factor)
-                side.append(Partial(factor.reduction) if side is outs else P if addend else R)
-                continue
-            partition = place(carry, factor, loop, candidates.tp, slots)
-            if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in held):
-                return None
-            side.append(dealt_by(carry.dim, partition))
-    return tuple(ins), tuple(outs)
+    """The layouts of operands and results where this loop is split; None where some slot cannot be."""
+    layouts: list[Layout] = []
+    every = [*slots, *(frozenset([r]) for r in results)]
+    for slot, (carry, values) in enumerate(zip((*factor.ins, *factor.outs), every, strict=True)):
+        if carry is None:
+            layouts.append(_uncarried(rule, factor, slot))
+            continue
+        partition = place(carry, factor, loop, candidates.tp, slots)
+        # The candidates are capped, so a partition that one slot suggests may be none of another's.
+        if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in values):
+            return None
+        layouts.append(dealt_by(carry.dim, partition))
+    return tuple(layouts[: len(slots)]), tuple(layouts[len(slots) :])
+
+
+def _uncarried(rule: Rule, factor: Factor, slot: int) -> Layout:
+    """The layout of an operand or, numbered after them, a result that lacks the loop which is split."""
+    if slot >= len(factor.ins):
+        return Partial(factor.reduction)
+    # A bias is added once: as an addend of every rank's summand it would count tp times.
+    return P if slot in rule.addends and factor.contracts else R

@@ -206,6 +206,6 @@ def test_a_model_that_takes_use_cache_through_kwargs():
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache_params"])
 def test_a_cache_passed_in_is_refused(name):
-    with pytest.raises(InputError, match=f"{name}.*a cache .*tuple.*not supported yet"):
+    with pytest.raises(InputError, match=f"{name}.*a cache .*tuple.*made for calls without"):
         I.without_cache(Open(), I.Inputs(1, **{name: ()}))
     assert I.without_cache(Open(), I.Inputs(1, **{name: None}))[1] is None

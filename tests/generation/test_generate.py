@@ -13,8 +13,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 import autotp
 from autotp.errors import AutoTPError
 from autotp.runtime import module
+from benchmarks.helpers.doubled import doubled
 from tests.helpers.compare import mesh_of
-from tests.helpers.doubled import doubled
 
 EXACT = 1e-9
 
@@ -66,7 +66,8 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         found["heads"] = got.past_key_values.layers[0].keys.shape[1]
         found["more"] = both(max_new_tokens=30)[:2]
         found["sampled"] = both(seed=rank, do_sample=True, temperature=2.0)[:2]
-        found["beams"] = bool((sharded.generate(**batch, num_beams=3) == model.generate(**batch, num_beams=3)).all())
+        beams = {"num_beams": 3, "max_new_tokens": 6}
+        found["beams"] = bool((sharded.generate(**batch, **beams) == model.generate(**batch, **beams)).all())
         found["captures after"] = captures.call_count
         found["control"] = control(sharded, model)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib
 import os
 import pickle
 import sys
@@ -29,10 +30,9 @@ from autotp import compat
 from autotp.driver.options import CaptureRequest
 from autotp.ir.graph import Capture, Leaf
 
-try:
-    from torch.fx._graph_pickler import GraphPickler, Options
-except ImportError:  # another torch: every process makes its own captures
-    GraphPickler = Options = None  # type: ignore[assignment,misc]
+pickler: Any = None
+with contextlib.suppress(ImportError):  # another torch: every process makes its own captures
+    pickler = importlib.import_module("torch.fx._graph_pickler")
 
 FOLDER = "AUTOTP_TEST_CAPTURES"  # set by the run
 WORTH = 0.3  # CPU seconds from which on a capture is written
@@ -64,7 +64,7 @@ def once(
 def _path(key: Any) -> Path | None:
     """Where a capture lies; None where its key means something in this process alone."""
     folder = os.environ.get(FOLDER)
-    if not folder or GraphPickler is None:
+    if not folder or pickler is None:
         return None
     try:
         return Path(folder, hashlib.sha256(_text(key).encode()).hexdigest())
@@ -128,7 +128,7 @@ def _read(path: Path) -> Capture | None:
 
 
 def _packed(captured: Capture) -> bytes:
-    assert Options is not None and captured.conditions is None and captured.origin is None
+    assert captured.conditions is None and captured.origin is None
     if any(node.op == "get_attr" for node in captured.graph.nodes):
         raise LookupError("a graph with modules of its own")
     graph = fx.Graph()
@@ -139,13 +139,14 @@ def _packed(captured: Capture) -> bytes:
     rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
     rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
     names = [node.name for node in captured.graph.nodes]
-    options = Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
-    return pickle.dumps((GraphPickler.dumps((fx.GraphModule(nn.Module(), graph), rest), options), names))
+    options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
+    return pickle.dumps((pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), graph), rest), options), names))
 
 
 def _unpacked(data: bytes) -> Capture:
     packed, names = pickle.loads(data)
-    module, rest = GraphPickler.loads(packed, compat.fake_mode())
+    loaded: Any = pickler.GraphPickler.loads(packed, compat.fake_mode())
+    module, rest = loaded
     nodes = {node.name: node for node in module.graph.nodes}
     if list(nodes) != names:
         raise LookupError("other names")

@@ -14,7 +14,7 @@ from autotp.ir import marks
 from autotp.ir.marks import NOTHING, Mark, inherit, mark, write
 
 ROOT = Path(__file__).parents[2]
-TORCHS = {"val", "nn_module_stack", "stack_trace"}  # entries of `meta` that torch.export writes
+TORCHS = {"val", "nn_module_stack", "stack_trace", "unbacked_bindings"}  # entries of `meta` that torch.export writes
 
 
 def documented() -> dict[str, str]:

@@ -29,7 +29,13 @@ PEER = "transformers' tp_plan"
 PRINTED = ("docs/index.md",)  # beside README.md: what they show as text is what their blocks print,
 PINNED = torch.__version__.startswith("2.13.") and transformers.__version__.startswith("5.23.")  # by these versions
 # And more blocks than this:
-ON_RANKS = {"docs/other-tools.md": 4, "docs/guide.md": 10, "docs/training.md": 5, "docs/two-axes.md": 4}
+ON_RANKS = {
+    "docs/generation.md": 1,
+    "docs/other-tools.md": 4,
+    "docs/guide.md": 10,
+    "docs/training.md": 5,
+    "docs/two-axes.md": 4,
+}
 
 
 def run_blocks(document: str, **given: Any) -> int:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.errors import StateError
+from autotp.runtime import programs
 from tests.helpers.compare import mesh_of
 from tests.helpers.models import redrawn
 
@@ -98,6 +99,20 @@ def on_two(rank: int, world: int, group: Any) -> dict[str, Any]:
 def test_on_two_ranks_too(pool):
     for found in pool.run(on_two, world=2):
         check_settings(found)
+
+
+def test_programs_of_ever_other_values_are_let_go(monkeypatch):
+    monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    sharded: Any = autotp.compile(model, 1, example_inputs=x)
+    for eps in (1.0, 2.0, 1.0, 3.0, 1.0, 2.0):
+        for m in (model, sharded):
+            m[1].eps = eps
+        assert torch.equal(sharded(x), model(x)), eps
+        tables = [sharded._programs_made, sharded._known, *(m._programs for m in sharded.modules())]
+        assert max(map(len, tables)) == 2
+    assert [each.changes[0][2][1] for each in sharded._programs_made] == [1.0, 2.0]  # 3.0 has not run for longest
+    assert sharded._programs_made.made == 5
 
 
 class Wrapping(nn.Module):

@@ -25,7 +25,12 @@ from autotp.plans.plan import Parameter, Plan
 
 
 def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Plan:
-    """The plan with what the data-parallel axis costs: a call for each repeated block, and one for what is left."""
+    """The plan with what the data-parallel axis costs: a call for each repeated block, and one for what is left.
+
+    Args:
+        plan: of one dp rank. planned, builder: what it was made from.
+        axis: the size of the data-parallel axis, and whether weights are split over it.
+    """
     if axis.size == 1:
         return plan
     prices, trained = builder.prices, {x.name for x in planned.program.leaves if x.node in planned.grads}

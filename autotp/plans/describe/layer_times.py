@@ -87,7 +87,11 @@ class Steps:
     known: dict[Any, Timed] = field(default_factory=dict)
 
     def walk(self, sharded: Sharded) -> Iterator[Placed]:
-        """Those that take time, in the order of the program."""
+        """Those that take time, in the order of the program.
+
+        Args:
+            sharded: the program of one rank.
+        """
         left = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]

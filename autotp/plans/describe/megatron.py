@@ -116,7 +116,7 @@ class _Counter:
         """How many rows an embedding's table has."""
         return self.planned.ops[part.nodes[0]].ins[0][0]
 
-    def vocabulary(self, parts: Sequence[GraphPart]) -> set[Any]:
+    def vocabulary(self, parts: Sequence[GraphPart]) -> set[object]:
         """The rows of the token embedding: as many as the head has columns; without a head, of the largest table."""
         rows = {self.rows(part) for part in parts if part.kind == "embedding"}
         widths = {self.planned.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}

@@ -56,7 +56,14 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
 
 
 def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:
-    """Why this parameter is whole: the operator that keeps it so, and the cause."""
+    """Why this parameter is whole: the operator that keeps it so, and the cause.
+
+    Args:
+        planned: the graph with its decisions.
+        node: the parameter.
+        candidates: the partitions that each dimension may have.
+        pinned: whether a pin says so.
+    """
     users = list(_users(planned, node))
     if planned.tp == 1:
         return "there is one rank"

@@ -35,7 +35,11 @@ class FakeRun:
         self.path: list[str] = []
 
     def failing(self, boundaries: Iterable[Boundary]) -> tuple[str, str] | None:
-        """The innermost module whose code does not run with these boundaries, and its error; None where all does."""
+        """The innermost module whose code does not run with these boundaries, and its error; None where all does.
+
+        Args:
+            boundaries: what each module does.
+        """
         self.path, hooks = [], []
         for name, module in self.model.named_modules():
             hooks.append(module.register_forward_pre_hook(lambda m, args, name=name: self.path.append(name)))
@@ -60,6 +64,9 @@ class FakeRun:
         """Module -> the place of its argument that these modules within it read, where that is one argument.
 
         A place is a name, or the number of a positional argument and how many there are.
+
+        Args:
+            groups: module -> its modules that read one value.
         """
         calls: dict[str, Calls] = defaultdict(list)
         hooks = []

@@ -153,10 +153,11 @@ class Arguments:
         whole: the same leaves, in place of states tensors without memory that have the whole's shape.
         given: the caller's objects that hold state, each with its tensors.
         wrong: why a state cannot be this module's.
+        entry: path of the module that is called.
     """
 
-    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        self.carriers, self.args, self.kwargs = carriers, args, kwargs
+    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
+        self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
         self.read()
 
     def read(self) -> None:

@@ -29,8 +29,8 @@ class Shell(nn.Module):
         """Nothing: the original's classes may keep a register of what derives from them."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The sharded module's."""
-        return self.__dict__["_sharded"](*args, **kwargs)
+        """The sharded module's, or that of its part which this stands for."""
+        return self.__dict__["_sharded"]._call(self.__dict__["_path"], args, kwargs)
 
     __call__ = nn.Module.__call__
 
@@ -56,7 +56,7 @@ def shell_class(original: type[nn.Module]) -> type[Shell]:
 
 
 def shell(sharded: nn.Module, bare: nn.Module) -> Any:
-    """An object of the original's class that calls the sharded module.
+    """An object of the original's class that calls the sharded module, and so do its parts.
 
     Args:
         sharded: what was set on it counts, such as its generation_config.
@@ -67,12 +67,25 @@ def shell(sharded: nn.Module, bare: nn.Module) -> Any:
     """
     if not callable(getattr(type(bare), "generate", None)):
         raise StateError(NO_GENERATE.format(name=type(bare).__name__))
-    kind = shell_class(type(bare))
-    made = kind.__new__(kind)
-    made.__dict__.update(bare.__dict__)
+    made: dict[int, nn.Module] = {}
+    for path, module in bare.named_modules():
+        made[id(module)] = _standing(sharded, module, path)
+    for module in bare.modules():
+        children = {name: child and made[id(child)] for name, child in module._modules.items()}
+        made[id(module)].__dict__["_modules"] = children
+    root = made[id(bare)]
     plain = set(bare.__dict__) - set(nn.Module().__dict__)
-    made.__dict__.update({n: sharded.__dict__[n] for n in plain if n in sharded.__dict__})
-    made.__dict__.update(_sharded=sharded, training=sharded.training)
+    root.__dict__.update({n: sharded.__dict__[n] for n in plain if n in sharded.__dict__})
+    return root
+
+
+def _standing(sharded: nn.Module, module: nn.Module, path: str) -> nn.Module:
+    try:
+        kind = shell_class(type(module))
+    except TypeError:  # a class that allows no other to derive from it
+        kind = type(module)
+    made = kind.__new__(kind)
+    made.__dict__.update(module.__dict__, _sharded=sharded, _path=path)
     return made
 
 

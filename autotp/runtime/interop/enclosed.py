@@ -30,29 +30,41 @@ def load_by_original(shards: ShardState) -> None:
 
 
 def _translate(
-    storages: Mapping[str, Storage], module: nn.Module, given: dict[str, Any], prefix: str,
+    storages: Mapping[str, Storage], module: nn.Module, states: dict[str, Any], prefix: str,
     metadata: Any, strict: bool, missing: list[str], unexpected: list[str], errors: list[str],
 ) -> None:  # fmt: skip
-    """What is given for a parameter, cut as the module holds it."""
+    """Put what a state dict has for a whole parameter in the form that the module holds: a hook before torch loads.
+
+    Args:
+        storages: by the parameter's own name in the module, how a rank holds it.
+        module: whose parameters torch is about to load.
+        states: the state dict, changed in place; its keys start with `prefix`.
+        metadata, strict, unexpected: as torch gives them; not read.
+        missing, errors: what torch raises about afterwards.
+    """
     for leaf, storage in storages.items():
         names, key = storage.names(leaf), prefix + leaf
-        held = [module._parameters.get(n) for n in names]
-        if any(p is None for p in held):
+        pieces = [p for p in (module._parameters.get(n) for n in names) if p is not None]
+        if len(pieces) < len(names):
             continue  # it was replaced by something of the user's
-        value = given.get(key)
-        pieces = [p for p in held if p is not None]
-        if key not in given:
-            if len(names) > 1 and not any(prefix + n in given for n in names):
+        own = [prefix + n for n in names]
+        value = states.get(key)
+        if key not in states:
+            # A state dict of this module itself has the pieces by name, and torch loads those as they are. Without
+            # either torch would call each piece missing: the user knows the whole.
+            if len(names) > 1 and not any(n in states for n in own):
                 missing.append(key)
-                given.update({prefix + n: p for n, p in zip(names, pieces, strict=True)})  # it stays as it is
+                states.update(zip(own, pieces, strict=True))  # it stays as it is
         elif isinstance(value, Tensor) and tuple(value.shape) == storage.shape:
+            # Parameters on the meta device get memory when the sharded module loads by itself.
             if pieces[0].is_meta:
                 errors.append(f"{key} is on the meta device: load the sharded module by a call of its own.")
-            given.pop(key)
-            given.update({prefix + n: t for n, t in zip(names, _cut(storage, pieces, value), strict=True)})
+            states.pop(key)
+            states.update(zip(own, _cut(storage, pieces, value), strict=True))
         elif len(names) > 1 or not isinstance(value, Tensor):
-            given.pop(key)
-            given.update({prefix + n: p for n, p in zip(names, pieces, strict=True)})
+            # Of one piece torch says itself that the shape is another.
+            states.pop(key)
+            states.update(zip(own, pieces, strict=True))
             shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
 

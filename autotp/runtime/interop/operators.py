@@ -120,13 +120,35 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     lists = [x for x in args if _is_list(x)]
     mesh = next((t.device_mesh for x in lists for t in x if ours(t)), None)
-    plain = {i for x in lists for i, t in enumerate(x) if isinstance(t, Tensor) and not isinstance(t, DTensor)}
-    split = {i for x in lists for i, t in enumerate(x) if isinstance(t, DTensor)}
-    if mesh is None or not plain - split:
+    plain, split = _places(lists)
+    # A step counter has a place of its own in one list and none in another: a place is whole where no list has a
+    # DTensor there.
+    whole = plain - split
+    if mesh is None or not whole:
         return compat.by_default(op, args, kwargs)
-    made = [[_whole(t, mesh) if i in plain - split else t for i, t in enumerate(x)] if _is_list(x) else x for x in args]
-    found = compat.by_default(op, made, kwargs)
-    return [_local(t) if i in plain - split else t for i, t in enumerate(found)] if _is_list(found) else found
+    on_mesh = [_wrapped(x, whole, mesh) if _is_list(x) else x for x in args]
+    results = compat.by_default(op, on_mesh, kwargs)
+    if not _is_list(results):
+        return results
+    return [_local(t) if i in whole else t for i, t in enumerate(results)]
+
+
+def _places(lists: Sequence[Sequence[Any]]) -> tuple[set[int], set[int]]:
+    """Places at which some list has a plain tensor, and at which some has a DTensor."""
+    plain: set[int] = set()
+    split: set[int] = set()
+    for tensors in lists:
+        for i, t in enumerate(tensors):
+            if isinstance(t, DTensor):
+                split.add(i)
+            elif isinstance(t, Tensor):
+                plain.add(i)
+    return plain, split
+
+
+def _wrapped(tensors: Sequence[Any], places: set[int], mesh: DeviceMesh) -> list[Any]:
+    """The list with DTensors that are whole on every rank at these places."""
+    return [_whole(t, mesh) if i in places else t for i, t in enumerate(tensors)]
 
 
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:

@@ -1,0 +1,96 @@
+"""Ranks of other slices of the batch that part: one error on all ranks of both axes, before a sum over dp waits."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autotp
+from autotp.errors import RankError
+
+
+class Net(nn.Module):
+    """Gives a loss where there are targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, target: Tensor | None = None) -> Tensor:
+        y = self.down(torch.relu(self.up(x)))
+        return y if target is None else nn.functional.mse_loss(y, target)
+
+
+X = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0)).double()
+WORDS = {
+    "labels": "structure: ranks 0-1: ",
+    "examples": "examples: ranks 0-1: 4, ranks 2-3: 3",
+    "training": "training: ranks 0-1: True, ranks 2-3: False",
+    "frozen": "frozen parameters: ranks 0-1: none, ranks 2-3: 1: up.weight",
+    "one tp rank": "input 0: ranks 0-2: (4, 4, 8) torch.float64, rank 3: (4, 2, 8) torch.float64",
+    "backward": "parted: ranks 0-1: backward of call N of Net, ranks 2-3: forward, call N of Net",
+}
+
+
+def step(sharded: Any, x: Tensor, optimizer: Any, labels: bool = True, backward: bool = True) -> None:
+    loss = sharded(x, x) if labels else sharded(x).square().mean()
+    if backward:
+        loss.backward()
+    optimizer.step()
+    sharded.zero_grad()
+
+
+def odd(sharded: Any, x: Tensor, optimizer: Any, what: str) -> None:
+    """A step as the second slice makes it, and as the first does where it is called with nothing."""
+    sharded.train(what != "training")
+    sharded.up.weight.requires_grad_(what != "frozen")
+    mine = {"examples": x[:3], "one tp rank": x[:, :2]}.get(what, x)
+    step(sharded, mine, optimizer, what != "labels", what != "backward")
+    step(sharded, x, optimizer)
+
+
+def told_by(call: Any) -> str:
+    try:
+        call()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def parting(rank: int, world: int, group: Any) -> dict[str, Any]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    x = X.chunk(2)[mesh["dp"].get_local_rank()]
+    torch.manual_seed(0)
+    model = Net().double().train()
+    sharded: Any = autotp.compile(model, dp=2, mesh=mesh, example_inputs=(x, x))
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+    found: dict[str, Any] = {}
+    mine = x[:, : 3 + rank // 2]  # slices may be of other lengths
+    sharded(mine).square().mean().backward()
+    slices = [X[:4, :3], X[4:, :4]]
+    torch.stack([model(each).square().mean() for each in slices]).mean().backward()
+    got = sharded.full_grad_dict()
+    wanted: dict[str, Any] = {n: p.grad for n, p in model.named_parameters()}
+    found["apart"] = max(float((got[n] - grad).abs().max()) for n, grad in wanted.items())
+    for what in WORDS:
+        sharded.zero_grad()
+        theirs = rank == 3 if what == "one tp rank" else rank > 1
+        found[what] = told_by(partial(odd, sharded, x, optimizer, what if theirs else ""))
+        sharded.train()
+        sharded.up.weight.requires_grad_()
+    return found
+
+
+def test_a_slice_that_is_called_otherwise_is_one_error_on_all_ranks(pool):
+    everyone = pool.run(parting)
+    for found in everyone:
+        assert found["apart"] < 1e-12
+        assert found | {"apart": 0} == everyone[0] | {"apart": 0}
+    for what, words in WORDS.items():
+        text = re.sub(r"call \d+ of Net( \(\d+\))?", "call N of Net", everyone[0][what])
+        assert words in text, (what, text)
