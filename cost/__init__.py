@@ -1,4 +1,4 @@
-"""What a plan costs: the cluster, its collectives (alpha-beta) and its kernels (roofline)."""
+"""Costs of a plan: the cluster, its collectives (alpha-beta) and its kernels (roofline)."""
 
 from autotp.cost.machines.cluster import Cluster
 

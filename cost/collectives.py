@@ -1,4 +1,4 @@
-"""What a collective sends and how long it takes: alpha-beta formulas of the algorithms that NCCL uses.
+"""Bytes and seconds of a collective: alpha-beta formulas of the algorithms that NCCL uses.
 
 A step costs the link's latency (alpha) and bytes over its bandwidth (beta): Thakur, Rabenseifner and Gropp,
 "Optimization of Collective Communication Operations in MPICH" (2005). Steps and links are counted as NCCL's own model

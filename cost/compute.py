@@ -1,4 +1,4 @@
-"""What an operator computes and how long it takes: counted flops and bytes, and the roofline."""
+"""Flops, bytes and seconds of an operator, by the roofline."""
 
 from __future__ import annotations
 

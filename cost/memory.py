@@ -1,4 +1,4 @@
-"""What a rank holds: parameters, gradients, optimizer states, activations over time, keys and values of a cache.
+"""The memory of a rank: parameters, gradients, optimizer states, activations over time, keys and values of a cache.
 
 Parameters, gradients and states are there all the time. Everything else has a lifetime on one line of 2n moments, the
 n nodes of the rank's program forward and then backward: a value lives until its last reader, or, where autograd keeps
@@ -110,7 +110,9 @@ def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
     path = moved_to(node) or module_path(node)
-    name = "output" if node.op == "output" else node.name if node.op == "placeholder" else short_name(node.target)
+    name = "output"
+    if node.op != "output":
+        name = node.name if node.op == "placeholder" else short_name(node.target)
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
 
 
@@ -221,7 +223,8 @@ class _Line:
             if old not in self.planned.grads or not results:
                 continue
             saved, moment = self.saved(old), min(self.order[n] for n in results.values())
-            nodes = [self.operand(old, s) for s in saved.slots] + [results.get(i) for i in saved.results]
+            nodes = [self.operand(old, s) for s in saved.slots]
+            nodes += [results.get(i) for i in saved.results]
             # A view keeps the memory of what it views alive: q, k and v of one fused product are one memory.
             for memory in (self.base[x] for x in nodes if x is not None):
                 moments[memory] = min(moments.get(memory, moment), moment)
@@ -235,7 +238,7 @@ class _Line:
         return {i: n for i, n in nodes.items() if n is not None}
 
     def _part(self, old: fx.Node, like: int | None) -> float:
-        """What a rank has of an operator's own memory, for these sizes instead of the example's."""
+        """A rank's part of an operator's own memory, for these sizes instead of the example's."""
         decision, op = self.planned.decisions[old], self.planned.ops[old]
         layouts, values = [*decision.ins, *decision.outs], [*(s.meta["val"] for s in op.slots), *tensors(old)]
         val = tensors(old)[0] if like is None else values[like]
@@ -298,5 +301,5 @@ class Memory:
 
     @property
     def steady(self) -> float:
-        """What is held whatever runs: all but activations and the working set."""
+        """Bytes that are there whatever runs: all but activations and the working set."""
         return self.parameters + self.buffers + self.gradients + self.states + self.cache

@@ -1,4 +1,4 @@
-"""What a plan is made for: training with an optimizer, or inference, and what a parameter then costs in memory."""
+"""The objective of a plan, training with an optimizer or inference, and the bytes of a parameter under it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FP32 = 4  # bytes
 
 @dataclass(frozen=True)
 class Objective:
-    """What a plan is priced for.
+    """The use that a plan is priced for.
 
     Attributes:
         name: "training" counts forward and backward; "prefill" a forward alone; "decode" a forward of one new token a

@@ -1,4 +1,4 @@
-"""What communication beside arithmetic takes: a pipeline of two stages, and what one hides of the other.
+"""Seconds of communication beside arithmetic: a pipeline of two stages, of which one hides part of the other.
 
 Of n equal chunks that pass two stages one after the other, the first chunk of the one stage and the last of the other
 stand alone, and between them the slower stage sets the pace. A chunk pays a whole collective's start and a whole

@@ -1,4 +1,4 @@
-"""What choices and conversions cost on a cluster: the link between a captured graph and `autotp.cost`."""
+"""Prices of choices and conversions on a cluster: the link between a captured graph and `autotp.cost`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Prices:
         self.hints = self._hints()
         self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
-        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.trained}
+        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.weight}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
             read = [i for i in n.all_input_nodes if tensors(i)]
             if len(read) == 1 and read[0] in self.weights:
@@ -183,7 +183,7 @@ class Prices:
         return sum(size * (least if at is None else self.share(layouts[at])) for size, at in sized)
 
     def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
-        """What dealing out a product's columns adds to its arithmetic, as columns are computed in whole tiles."""
+        """The factor that splitting a product's columns adds to its arithmetic: columns are computed in whole tiles."""
         last, out = len(op.outs[0]) - 1, outs[0]
         if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
             return 1.0
@@ -221,7 +221,7 @@ class Prices:
         return forward + backward if self.objective.training else forward
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
-        """What `sequence` rules out for activations: False being dealt out, True being whole or summed otherwise."""
+        """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""
         if self.sequence is None or node in self.leaves or node not in self.grads:
             return False
         if not self.sequence:

@@ -1,4 +1,4 @@
-"""What autograd keeps of an operator for its backward: asked of torch on the meta device, call by call.
+"""Tensors that autograd saves of an operator for its backward: asked of torch on the meta device, call by call.
 
 The operator runs on meta tensors of the example inputs' sizes, and `saved_tensors_hooks` hears what it keeps. So a
 linear keeps its input and weight, a softmax its result, a view nothing, a norm its statistics, without a table. Two
@@ -32,7 +32,7 @@ Extra = tuple[float, int | None]
 
 
 def saved_by(op: Op, grads: set[fx.Node]) -> Saved:
-    """What a call keeps for the backward, and which results are views; the sizes are the example inputs'.
+    """The tensors that a call saves for the backward, and results that are views; sizes are the example inputs'.
 
     Args:
         op: the call, with whole shapes: what is kept does not depend on how it is split, only how much of it.
@@ -61,7 +61,7 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
 
 
 def _run(op: Op, grads: set[fx.Node]) -> Saved:
-    """What torch saves when it runs the operator on meta tensors."""
+    """The tensors that torch saves when it runs the operator on meta tensors."""
     examples: dict[fx.Node, Any] = {n: _example(n.meta.get("val"), n in grads) for n in op.node.all_input_nodes}
     saved: list[Tensor] = []
 
@@ -173,7 +173,7 @@ class Keepers:
         return saved_by(self.ops[self.same[node]], self.grads)
 
     def of(self, node: fx.Node) -> list[SavedPart]:
-        """What this call answers for: values, and bytes of its own.
+        """The values and bytes that count as saved by this call.
 
         Args:
             node: a call of `ops`.

@@ -41,24 +41,38 @@ def functions_kept() -> Iterator[None]:
 
 
 def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
+    """A call of a Function within a trace: recorded as one operator, whose outputs are fake.
+
+    Raises:
+        CaptureError: it is given what may hold tensors, writes to its arguments, or returns what depends on sizes.
+    """
     if compat.module_stack() is None or function.__module__.startswith(TORCHS):
         return apply(function, *args, **kwargs)
     leaves, spec = compat.tree_flatten((args, kwargs))
     for x in leaves:
+        # A tensor within an object of the user's would be a constant of the graph: no gradient would reach it.
         if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN:
             raise _refused(function, f"it is given {_told(x)}, which may hold tensors", _line())
-    slots = tuple(TENSOR if isinstance(x, Tensor) else SIZE if isinstance(x, torch.SymInt) else x for x in leaves)
-    xs, numbers = [x for x in leaves if isinstance(x, Tensor)], [x for x in leaves if isinstance(x, torch.SymInt)]
-    key = enter(Called(function, slots, spec, tuple(x.dtype for x in xs), _line()))
+    xs = [x for x in leaves if isinstance(x, Tensor)]
+    numbers = [x for x in leaves if isinstance(x, torch.SymInt)]
+    key = enter(Called(function, tuple(map(_slot, leaves)), spec, tuple(x.dtype for x in xs), _line()))
     called = CALLS[key]
     version = [x._version for x in xs]
-    made = iter(CALL(xs, numbers, key))
+    results = iter(CALL(xs, numbers, key))
+    # The operator says that it only reads, so a write would be lost in every rewrite that moves it.
     if version != [x._version for x in xs]:
         raise _refused(function, "it writes to its arguments", called.where)
     if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in called.outs):
         raise _refused(function, "it returns a number that depends on sizes or values", called.where)
-    outs = [next(made) if x is TENSOR else x for x in called.outs]
+    outs = [next(results) if x is TENSOR else x for x in called.outs]
     return compat.tree_unflatten(outs, called.out_spec)
+
+
+def _slot(x: Any) -> Any:
+    """What stands for an argument in the record of a call: tensors and sizes differ from call to call."""
+    if isinstance(x, Tensor):
+        return TENSOR
+    return SIZE if isinstance(x, torch.SymInt) else x
 
 
 def read_functions(graph: fx.Graph) -> None:

@@ -157,7 +157,7 @@ class Channel:
             )
 
     def answers(self, ranks: Sequence[int]) -> str:
-        """What these ranks say they are doing."""
+        """The answers of these ranks to what they are doing."""
         replies = self.ask([r for r in ranks if r not in self.gone])
         return "; ".join(
             f"rank {r}, which has ended" if r in self.gone else f"rank {r}, {replies.get(r, 'which does not answer')}"

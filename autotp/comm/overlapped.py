@@ -259,7 +259,7 @@ def _input_gradient(
 def _weight_gradients(
     kind: str, x: Tensor | None, g: Tensor | None, weight: bool, bias: bool
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Of the weight and of the bias, where they are wanted."""
+    """The gradients of weight and bias, where they are wanted."""
     if g is None:
         return None, None
     gradient = None

@@ -119,7 +119,7 @@ class Fused:
         return {"_micro_pipeline_tp": True, "post_grad_custom_post_pass": self, **(setting or {})}
 
     def summary(self) -> str:
-        """What it fused, in words, of the graphs compiled until now."""
+        """The operators that it fused, in words, of the graphs compiled until now."""
         if not self.graphs:
             return f"{self.wanted} conversions are ready for it; nothing is compiled yet"
         if not self.counts:

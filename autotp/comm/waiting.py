@@ -78,7 +78,7 @@ class Asking:
         self.stuck: tuple[object, float, float] = (None, 0.0, 0.0)
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
-        """What these ranks are doing; those that do not answer at once are absent.
+        """The answers of these ranks; those that do not answer at once are absent.
 
         Args:
             ranks: whom to ask.
@@ -155,7 +155,7 @@ def _exactly(peer: socket.socket, count: int) -> bytes:
 
 
 def doing(channel: Channel) -> str:
-    """What this rank is doing: its latest turn, and the line of the user's code where it is."""
+    """This rank's answer: its latest turn, and the line of the user's code where it is."""
     what, since, thread = channel.doing
     inside = collective(thread, channel.group) if channel.running else None
     state = "since it began the " if channel.running else "at or after the "

@@ -86,7 +86,7 @@ def enter(called: Called) -> str:
 
 
 def _meaning(function: Any) -> list[Any]:
-    """What a class computes by: equal for two that cannot be told apart, such as one that a forward makes anew."""
+    """The code of a class: equal for two that compute the same, such as one that a forward makes anew."""
     parts: list[Any] = []
     for kind in function.__mro__[: function.__mro__.index(torch.autograd.Function)]:
         for name, value in sorted(vars(kind).items()):
@@ -142,7 +142,7 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
 
 
 def _kind_of(x: Any) -> Any:
-    """What stands for an output of a Function in its record: any tensor is the same one."""
+    """The entry for an output in the record of a Function: any tensor is the same one."""
     return TENSOR if isinstance(x, Tensor) else x
 
 

@@ -1,4 +1,4 @@
-"""What a plan comes to, as data: totals, the memory of a rank, the times of a layer, a row of a sweep over degrees."""
+"""Estimates of a plan, as data: totals, the memory of a rank, the times of a layer, a row of a sweep over degrees."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Totals:
-    """What the plan comes to, per rank.
+    """The sums of a plan, per rank.
 
     Attributes:
         parameters, local_parameters: in all, and held by the fullest rank.
@@ -69,7 +69,7 @@ ALONE = Axis()
 
 @dataclass(frozen=True)
 class Degree:
-    """What a plan for `tp` ranks comes to, as a row of a sweep.
+    """The figures of a plan for `tp` ranks, as a row of a sweep.
 
     Attributes:
         seconds: of a step; `exposed`: of them, communication that nothing hides.
@@ -123,7 +123,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Sublayer:
-    """What a part of a layer takes in a step: seconds of compute and of communication."""
+    """The time of a part of a layer in a step: seconds of compute and of communication."""
 
     name: str
     compute: float
@@ -160,7 +160,7 @@ class Layer:
 
     @property
     def seconds(self) -> float:
-        """Of this block, forward and backward."""
+        """Seconds of this block, forward and backward."""
         return sum(step.seconds for step in self.steps)
 
     @property
@@ -176,7 +176,7 @@ NAMED = (*dict.fromkeys(PARTS.values()), REST)
 
 
 def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:
-    """What these steps come to."""
+    """The sums of these steps."""
     compute = communication = 0.0
     for step in steps:
         for seconds, sends in ((step.forward, step.forward_sends), (step.backward, step.backward_sends)):

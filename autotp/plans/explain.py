@@ -165,7 +165,7 @@ class _Explainer:
         return "none: every other placement takes longer, or as long"
 
     def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
-        """What would change the choice: another degree, where heads do not fit this one."""
+        """Changes that would change the choice: another degree, where heads do not fit this one."""
         tp, same = self.plan.tp, self.builder.same
         known = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
         leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
@@ -185,7 +185,7 @@ class _Explainer:
                 yield f"{count} heads are no multiple of tp {tp}; {self._degree(fits)}"
 
     def _degree(self, tp: int) -> str:
-        """What another degree takes, in the time of all its devices."""
+        """The cost of another degree, in the time of all its devices."""
         other = decide(replace(self.builder, tp=tp)).solution
         assert other is not None
         change = other.seconds * tp / (self.plan.totals.seconds * self.plan.tp) - 1

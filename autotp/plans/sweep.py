@@ -1,4 +1,4 @@
-"""What each of several degrees comes to: the record that `autotp.sweep` gives."""
+"""The figures of several degrees: the record that `autotp.sweep` gives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Sweep:
-    """What each degree comes to. Print it to read it; `to_dict` gives it as data.
+    """The figures of each degree. Print it to read it; `to_dict` gives it as data.
 
     Attributes:
         model: class name; `cluster`, `objective`, `optimizer`: what it was priced for.
@@ -39,7 +39,7 @@ class Sweep:
 
     @property
     def best(self) -> Degree | None:
-        """Of the degrees that fit, the one with the most throughput per device; of equals the smallest."""
+        """The degree with the most throughput per device among those that fit; of equals the smallest."""
         fitting = [row for row in self.rows if row.fits]
         return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
 

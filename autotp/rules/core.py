@@ -7,7 +7,7 @@ mention ranks or layouts; strategies are made from them in `autotp.passes.shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -99,7 +99,7 @@ def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]
     labels = dict.fromkeys(x for x in every if x is not None and x not in whole)
     factors = []
     for label in labels:
-        carries = [Carry(s.index(label)) if label in s else None for s in (*ins, *outs)]
+        carries = [_carry(labelled, label) for labelled in (*ins, *outs)]
         slots = zip(carries, [*op.ins, *op.outs], strict=True)
         lengths = dict.fromkeys(shape[carry.dim] for carry, shape in slots if carry is not None)
         # Of two lengths it is no loop, but broadcast: [1, k] beside [n, k]. A symbol may be either number.
@@ -109,6 +109,15 @@ def loops(op: Op, ins: Sequence[Sequence[Label]], outs: Sequence[Sequence[Label]
         sides = tuple(carries[: len(ins)]), tuple(carries[len(ins) :])
         factors.append(Factor(next(iter(lengths)), *sides, label=letter))
     return Rule(tuple(factors), **rule_fields)
+
+
+def _carry(labelled: Sequence[Label], label: Label) -> Carry | None:
+    return Carry(labelled.index(label)) if label in labelled else None
+
+
+def masked(labels: Iterable[Label], among: Container[Label]) -> list[Label]:
+    """The labels, with None for those that are not among these."""
+    return [x if x in among else None for x in labels]
 
 
 def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:

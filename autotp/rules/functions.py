@@ -126,7 +126,7 @@ def _partial(classes: _Classes, at: dict[fx.Node, int]) -> set[fx.Node] | None:
         if sums:
             # A summand passes only where the operator is linear in all of them together: the square of a sum is not
             # the sum of squares, and a summand times a slice is neither.
-            linear = [set(s) for s in rule.linear] if rule is not None else []
+            linear = list(map(set, rule.linear)) if rule is not None else []
             if carried or node in at or sums not in linear:
                 return None
             classes.onward |= {op.slots[i] for i in sums}

@@ -10,7 +10,7 @@ from torch import Tensor
 from autotp.ir.layouts import spans
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import loops, rule, with_factors
+from .core import loops, masked, rule, with_factors
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -104,8 +104,8 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
     # The indices' dimensions stand where the looked-up ones stood, or first where those are apart: x[:, i, j] has
     # them second, x[i, :, j] first.
     together = at == list(range(at[0], at[-1] + 1))
-    before = [d for d in free if d < at[0]] if together else []
-    wide = [f"i{k}" for k in range(max(len(s) for s in shapes))]
+    before = [d for d in free if together and d < at[0]]
+    wide = [f"i{k}" for k in range(max(map(len, shapes)))]
     ends = [wide[len(wide) - len(s) :] for s in shapes]
     # A dimension of size 1 is broadcast, and no loop; but where it has size 1 in every index, it is the loop.
     long: set[str] = set()
@@ -113,8 +113,8 @@ def advanced(op: Op, shapes: list[Shape]) -> tuple[list, list[list], list] | Non
         long |= {x for x, n in zip(end, shape, strict=True) if n != 1}
     indices = []
     for end, shape in zip(ends, shapes, strict=True):
-        pairs = zip(end, shape, strict=True)
-        indices.append([None if n == 1 and x in long else x for x, n in pairs])
-    table = [d if d in free else None for d in range(len(op.ins[0]))]
+        own = {x for x, n in zip(end, shape, strict=True) if n != 1}
+        indices.append(masked(end, own | (set(end) - long)))
+    table = masked(range(len(op.ins[0])), free)
     after = [d for d in free if d not in before]
     return table, indices, [*before, *wide, *after]

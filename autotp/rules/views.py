@@ -27,12 +27,15 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
     left: Size = 1
     right: Size = 1
     while True:
+        # What is left of the dimension at hand is used up: go on to the next, past those of size 1, which hold no loop.
         while left == 1 and i + 1 < len(a):
             i, left = i + 1, a[i + 1]
         while right == 1 and j + 1 < len(b):
             j, right = j + 1, b[j + 1]
         if left == 1 or right == 1:
             return out
+        # The smaller one is a loop of both where it divides the larger, of which a part is left: 12 and (3, 4) share 3,
+        # then 4.
         inner, outer = divide(left, right), divide(right, left)
         if inner is not None:
             out.append((right, i, j))
@@ -235,15 +238,19 @@ def cat(op: Op) -> Rule:
     # `vstack` of vectors and `hstack` of numbers make a dimension that no operand has.
     if any(s != (0,) and not f for s, f in zip(op.ins, full, strict=True)):
         return Rule()
-    labels = [i if i != d else None for i in range(len(op.outs[0]))]
+    labels: list[int | None] = list(range(len(op.outs[0])))
+    labels[d] = None
     together = (frozenset(range(len(op.ins))),)
-    base = loops(op, [labels if f else [None] for f in full], [labels], linear=together)
+    of_operand = {True: labels, False: [None]}
+    base = loops(op, [of_operand[f] for f in full], [labels], linear=together)
     pieces = tuple(s[d] for s, f in zip(op.ins, full, strict=True) if f)
     # A cache of a length that is a symbol beside one new token: nobody can say which rank the token falls to.
     if not all(isinstance(p, int) for p in pieces):
         return base
-    ins = tuple(Carry(d, piece=sum(full[:i])) if f else None for i, f in enumerate(full))
-    return Rule((*base.factors, Factor(op.outs[0][d], ins, (Carry(d),), pieces)), together)
+    ins: list[Carry | None] = []
+    for i, f in enumerate(full):
+        ins.append(Carry(d, piece=sum(full[:i])) if f else None)
+    return Rule((*base.factors, Factor(op.outs[0][d], tuple(ins), (Carry(d),), pieces)), together)
 
 
 @rule(aten.stack)

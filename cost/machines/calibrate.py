@@ -36,7 +36,7 @@ SAMPLES = (3, 9)  # batches, of which the median counts
 
 @dataclass(frozen=True)
 class MeasuredSizes:
-    """What is measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
+    """Sizes that are measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
 
     matmuls: tuple[tuple[int, int], ...]
     copies: tuple[int, ...]
@@ -184,7 +184,7 @@ def _launches(device: torch.device) -> None:
 
 
 def _products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What a linear layer multiplies, forward and backward: they are laid out differently, and take different times."""
+    """The products of a linear layer, forward and backward: laid out differently, they take different times."""
     return x @ w.T, g @ w, g.T @ x
 
 

@@ -1,4 +1,4 @@
-"""What is known of the machine that this process runs on without measuring it."""
+"""The machine that this process runs on, as far as it is known without measuring."""
 
 from __future__ import annotations
 

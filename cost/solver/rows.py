@@ -61,7 +61,7 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
 
 
 def second_order(choice: Choice, most: float) -> float:
-    """What one instance of a choice adds to S; `most`: bytes of activations, A*."""
+    """The share of S of one instance of a choice; `most`: bytes of activations, A*."""
     return ACTIVATIONS * choice.activation_bytes / most + PARTITIONS * choice.penalty
 
 
@@ -148,7 +148,7 @@ def paid_once(flow: list[int], arcs: list[Arc]) -> list[Row]:
 def conserved(
     flow: list[int], arcs: list[Arc], producers: Columns, reader: Columns, targets: list[Layout]
 ) -> list[Row]:
-    """What comes to a layout, produced or converted, is read there or goes on.
+    """The flow into a layout, produced or converted, is read there or goes on.
 
     Args:
         flow: a column for each arc.

@@ -45,7 +45,7 @@ class Search:
         return None if bound == np.inf else self._general()
 
     def below(self, cost: np.ndarray, cutoff: float) -> tuple[float, np.ndarray | None]:
-        """What no assignment is below by another objective, and an assignment below `cutoff` where there is one.
+        """The lower bound of another objective, and an assignment below `cutoff` where there is one.
 
         Args:
             cost: the other objective, per column.
@@ -55,7 +55,7 @@ class Search:
         return self._descend(cutoff)
 
     def _descend(self, cutoff: float) -> tuple[float, np.ndarray | None]:
-        """What no assignment is below, at most `cutoff`; and the best one below it, unless the search gave up."""
+        """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()
         root = self._relax({})
         queue = [(root[1], next(order), Fixed(), root[0])] if root else []

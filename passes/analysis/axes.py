@@ -1,4 +1,4 @@
-"""Where a model's logical axes lie in its graph: heads, mlp, vocab, embed, batch. Read off structure alone."""
+"""The logical axes of a model in its graph: heads, mlp, vocab, embed, batch. Read off structure alone."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ class _Finder:
         self._claim("attention", detail, list(nodes), heads)
 
     def _behind(self, node: fx.Node) -> set[fx.Node]:
-        """What makes the operands of `node`, up to its weight contractions; a low-rank pair of these counts as one."""
+        """The operators behind `node`, up to its weight contractions; a low-rank pair of these counts as one."""
         passed, products = self.flow.back(self.flow.inputs(node))
         nodes = {*passed, *products} if products else set()
         work = list(products)

@@ -1,4 +1,4 @@
-"""Where values of a captured graph come from: parameters behind views, contractions, and branches that meet.
+"""The origin of values of a captured graph: parameters behind views, contractions, and branches that meet.
 
 Everything here is read off the operator rules: a loop that no result carries is contracted, a dimension that no factor
 carries is worked along as a whole.
@@ -40,7 +40,7 @@ class Dataflow:
         self.grads = differentiable(self.program)
         self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
-        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.trained}
+        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
         self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
@@ -71,7 +71,7 @@ class Dataflow:
             self.roots[node] = self._roots(node)
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
-        """What a value is made of; notes sums and products of independent branches on the way."""
+        """The roots of a value; notes sums and products of independent branches on the way."""
         op, own = self.ops[node], frozenset([(node, ())])
         branches = [self.roots[s] for s in self.inputs(node)]
         if not branches or not self.passes(node):

@@ -93,13 +93,17 @@ class Builder:
     def build(self) -> tuple[Problem, list[fx.Node]]:
         """The problem, and the representative node of each item."""
         members = Counter(self.same[n] for n in [*self.leaves, *self.calls])
+        # The same operand of equal operators may be several values: the first block reads the embedding, the others
+        # the block before.
         slots: dict[fx.Node, list[set[Value]]] = {}
         for n in self.calls:
             sets = slots.setdefault(self.same[n], [set() for _ in self.ops[n].slots])
-            for held, operand in zip(sets, self.ops[n].slots, strict=True):
-                held.add(self.value(operand))
+            for values, operand in zip(sets, self.ops[n].slots, strict=True):
+                values.add(self.value(operand))
         self._grow(slots)
-        heads = [n for n in members if n in self.leaves] + [n for n in members if n not in self.leaves]
+        # Leaves first: the layouts of parameters are what the plan is about, and errors name items by position.
+        heads = [n for n in members if n in self.leaves]
+        heads += [n for n in members if n not in self.leaves]
         self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
         known = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
         items = [known.get(n) or self._item(n, slots, members[n]) for n in heads]
@@ -109,6 +113,7 @@ class Builder:
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
         problem = Problem(items, uses, self.prices.convert, self.memory)
+        # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
         asked |= {i: next(iter(self.user.spots[n].values()))[0] for i, n in enumerate(heads) if n in self.user.spots}
@@ -187,16 +192,17 @@ class Builder:
             return Item(leaf.name, [Choice((), (settled,))], [], [(node, 0)], count)
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
-        if leaf.kind.trained:
+        if leaf.kind.weight:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
+            fits = [(d, p) for d, p in dealt if isinstance(p, Partition) and (leaf.kind.trained or p.one(self.tp))]
+            layouts += [Shard(d, p) for d, p in fits]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
         size, choices = self.prices.bytes(val), []
         for x in layouts:
             part = size * self.prices.share(x)
-            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.trained else (0.0, part)
+            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.weight else (0.0, part)
             ties = penalty([x], self.tp)
             choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
         return Item(leaf.name, choices, [], [(node, 0)], count)

@@ -114,7 +114,7 @@ def place(
 
 
 def simplicity(partition: Distribution, tp: int) -> tuple:
-    """What orders partitions: even before uneven, few segments before many, not repeated before repeated; then by name.
+    """The order of partitions: even, with few segments, not repeated before others, in this order; then by name.
 
     Rows by group come with the plain ones.
     """
@@ -124,7 +124,7 @@ def simplicity(partition: Distribution, tp: int) -> tuple:
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
-    """What breaks ties between equal costs: a point for each further segment and for repetition, two for unevenness.
+    """Points that break ties between equal costs: one for each further segment, one for repetition, two for unevenness.
 
     Which dimension is split does not count.
 
@@ -162,7 +162,10 @@ def signatures(
     for linear in rule.linear:
         # Values without a gradient are masks and positions, which every rank computes whole.
         if all(ins[s] for s in linear) or not carries:
-            yield tuple(P if s in linear else R for s in range(len(ins))), (P,) * len(outs), None, None
+            operands: list[Layout] = [R] * len(ins)
+            for slot in linear:
+                operands[slot] = P
+            yield tuple(operands), (P,) * len(outs), None, None
     for index, factor in enumerate(rule.factors):
         # A maximum over the ranks has no gradient: none of them knows that it was the largest.
         partial = factor.contracted and (factor.reduction == "sum" or not carries)
@@ -186,8 +189,9 @@ def _whole(rule: Rule | None, ins: list[bool], outs: list[bool]) -> Iterator[Sig
     alike = (I,) if rule is not None and not rule.summed else (I, R)
     graded = any(ins)
     for whole in alike if graded else (R,):
-        operands = tuple(whole if g else R for g in ins)
-        yield operands, tuple(whole if g and graded else R for g in outs), None, None
+        layout = {True: whole, False: R}
+        operands = tuple(layout[g] for g in ins)
+        yield operands, tuple(layout[g and graded] for g in outs), None, None
 
 
 def _split(

@@ -1,4 +1,4 @@
-"""What the data-parallel axis costs, in the plan: gradients and weights over it, group by group, and memory.
+"""The cost of the data-parallel axis, in the plan: gradients and weights over it, group by group, and memory.
 
 The groups are those of `autotp.runtime.data_parallel`: one for each repeated block, and one for what is left.
 """
@@ -76,7 +76,7 @@ def _blocks(parameters: Iterable[Parameter]) -> dict[str, list[Parameter]]:
 
 
 def _bytes(parameters: Iterable[Parameter]) -> float:
-    """What the fullest tp rank holds of them."""
+    """The bytes of them on the fullest tp rank."""
     return float(sum(math.prod(p.local) * getattr(torch, p.dtype).itemsize for p in parameters))
 
 

@@ -18,6 +18,7 @@ from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Partial, Shard, Size, share
+from autotp.ir.leaves import TABLE
 from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
@@ -48,6 +49,7 @@ def describe(
     known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     parts = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
+    tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
     steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
@@ -68,6 +70,7 @@ def describe(
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
         states=planned.states,
+        tables={n: x for n, x in tables.items() if isinstance(x, Shard)},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 
@@ -125,7 +128,7 @@ def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...
 
 
 def _local(part: GraphPart, planned: Planned) -> str:
-    """What a rank has of an attention's heads."""
+    """A rank's part of an attention's heads."""
     if part.heads is None:
         return ""
     heads = part.heads
@@ -135,7 +138,7 @@ def _local(part: GraphPart, planned: Planned) -> str:
 
 
 def _limit(part: GraphPart, planned: Planned) -> str:
-    """What the number of heads forbids at this degree: heads are dealt whole."""
+    """The limit that the number of heads sets at this degree: a head stays whole."""
     heads, tp = part.heads, planned.tp
     if heads is None or not isinstance(heads.count, int) or not isinstance(heads.kv, int):
         return ""

@@ -1,4 +1,4 @@
-"""What Megatron's hand-written plan sends for a model, counted from its blocks and priced by the same cost model.
+"""Collectives of Megatron's hand-written plan for a model, counted from its blocks, priced by the same cost model.
 
 Shoeybi et al. 2019: attention by heads and feed-forward blocks by columns, then rows. Each block's result is
 all-reduced forward (g there, f* here), and the gradient of what it reads backward (f). The token embedding is split by

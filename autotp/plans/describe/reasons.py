@@ -28,13 +28,13 @@ def without_rule(planned: Planned) -> list[str]:
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
-    """What the field calls a split of dimension `dim` of this parameter, by what its readers do with it."""
+    """The field's word for a split of dimension `dim` of this parameter, by what its readers do with it."""
     roles = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
     return ", ".join(x for x in roles if x) or "elementwise"
 
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
-    """What one reader makes of a split of dimension `dim` of this operand; empty where its own split is another."""
+    """The role of a split of dimension `dim` of this operand for one reader; empty where its split is another."""
     factor, rule, op = _factor(planned, user), planned.rules[user], planned.ops[user]
     carry = factor.ins[slot] if factor is not None else None
     if factor is None or rule is None or carry is None or carry.dim != dim:
@@ -85,7 +85,7 @@ def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool
 
 
 def _instead(planned: Planned, user: fx.Node, slot: int) -> str:
-    """What the operator does in place of splitting this operand."""
+    """The way an operator runs in place of splitting this operand."""
     factor = _factor(planned, user)
     if factor is None:
         return "runs whole"

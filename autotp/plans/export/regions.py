@@ -86,7 +86,7 @@ class Regions(Joined):
 
 
 class Sums(Joined):
-    """Where sums over ranks are taken: what reads a chain of partial sums decides how its makers leave them.
+    """The places where sums over ranks are taken: what reads a chain of partial sums decides how its makers leave them.
 
     Attributes:
         goals: maker of partial sums, or operator that passes them on -> how the sum is to lie; missing for whole.

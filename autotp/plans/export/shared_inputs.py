@@ -51,7 +51,7 @@ def _groups(of: Boundaries, by: Mapping[str, Boundary]) -> Iterator[tuple[str, t
             layouts = {(by[m].given, by[m].spread[0]) for m in siblings}
             # Code of the parent that reads the value by itself, a gate or a residual, would get it whole as well.
             own = [n for n in users if parent in module_path(n)]
-            inside = {of.sites[n][0] if n in of.sites else "" for n in own}
+            inside = {of.sites.get(n, ("", ""))[0] for n in own}
             if len(layouts) == 1 and inside == set(siblings):
                 groups[parent].append((value, siblings))
     # Of two values, as queries and keys of a cross-attention, a style of the parent can convert only one.

@@ -77,7 +77,7 @@ def _table(plan: Plan, room: int) -> Iterator[Text]:
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
-    """What a part and its equals hold and send, as a share of all."""
+    """The share of all parameters and bytes sent that a part and its equals have."""
     t = plan.totals
     parameters = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
     sent = sum(map(_bytes, part.collectives))

@@ -42,7 +42,7 @@ class PlotAxis:
     factors: bool = True
 
     def place(self, x: float, marks: Sequence[float]) -> float:
-        """Where a value lies between the first mark, 0, and the last one, 1."""
+        """The place of a value between the first mark, 0, and the last one, 1."""
         scale = math.log if self.factors else float
         low, high = scale(marks[0]), scale(marks[-1])
         return (scale(x) - low) / (high - low)

@@ -51,6 +51,8 @@ def renderable(plan: Plan) -> RenderableType:
 def _body(plan: Plan, width: int) -> Iterator[Text]:
     head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
     yield from wrapped(head, width, style="bold")
+    if said := rows.all_whole(plan):
+        yield from wrapped(said, width, style="bold red")
     for shape in plan.inputs:
         yield Text(f"captured with {shape}", style="dim")
     for part in rows.parts(plan):
@@ -102,7 +104,7 @@ def _layer(plan: Plan, width: int) -> Iterator[Text]:
 
 
 def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
-    """What each degree comes to: a heading, and a line for each."""
+    """The degrees of a sweep: a heading, and a line for each."""
     unit = degrees[0].unit if degrees else "samples"
     names = ("tp", "step", "exposed", "sent", "memory", "", "largest batch", f"{unit}/s/device")
     short = (*names[:-2], "largest\nbatch", f"{unit}/s\n/device")

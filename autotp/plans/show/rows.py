@@ -1,4 +1,4 @@
-"""What a plan says, as rows of words: `.report` sets them as text, `.page` as a page."""
+"""A plan as rows of words: `.report` sets them as text, `.page` as a page."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
+WHOLE = 0.99  # of the arithmetic, or of the weights where there is none: what leaves so much whole splits nothing
 
 
 @dataclass(frozen=True)
@@ -125,7 +126,7 @@ def _way(direction: str, name: str | None, nbytes: float) -> str:
 
 
 def totals(plan: Plan) -> list[tuple[str, str]]:
-    """What the plan comes to: a name and a value; an empty name goes on with the row before."""
+    """The totals of a plan: a name and a value; an empty name goes on with the row before."""
     t = plan.totals
     rows = [
         ("parameters per rank", of(t.local_parameters, t.parameters)),
@@ -154,7 +155,7 @@ def over(plan: Plan) -> str:
 
 
 def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
-    """What is sent over the data-parallel axis."""
+    """The traffic over the data-parallel axis."""
     if axis.size == 1:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
@@ -171,6 +172,18 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     for line in (shares[:4], shares[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def all_whole(plan: Plan) -> str:
+    """What to say of a plan that splits no arithmetic; empty where it splits some, or there is one rank."""
+    t = plan.totals
+    split = t.local_flops < WHOLE * t.flops if t.flops else t.local_parameters < WHOLE * t.parameters
+    if plan.tp == 1 or split or plan.tables:
+        return ""
+    return (
+        f"NO ARITHMETIC IS SPLIT: each of the {plan.tp} ranks does all of it. The notes, and the end of plan.report(), "
+        "say which operators forbid it"
+    )
 
 
 def cache(plan: Plan) -> str:

@@ -127,7 +127,7 @@ def _span(name: str, start: float, took: float, thread: int, kind: str, args: di
 
 
 def _arguments(e: Event) -> dict[str, Any]:
-    """What a trace viewer shows of an event."""
+    """The fields of an event that a trace viewer shows."""
     of, took = e.step, seconds(e.seconds)
     arguments = {"module": of.module, "sublayer": of.part, "direction": e.direction, "predicted": took}
     return {**arguments, "layouts": of.change, "bytes": of.bytes} if of.converts else arguments

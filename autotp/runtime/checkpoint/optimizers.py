@@ -155,6 +155,8 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
             "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
             "optimizer, then load both."
         )
+    # Groups are compared by names: their options are given back by position, and a parameter in another group would
+    # train with another learning rate.
     mine = _groups(shards, optimizer)
     if [set(g["params"]) for g in mine] != [set(g["params"]) for g in saved["groups"]]:
         told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
@@ -166,11 +168,13 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
     faults = []
     for name, storage in shards.storages.items():
         start = f"{PREFIX}{name}."
+        # A parameter without a gradient so far has no states, as has one that is frozen.
         keys = saved["elements"].get(name, []) if name in saved["numbers"] else []
         elements[name] = keys
         for key in keys:
             entry = archive.entries.get(start + key)
             dtype = state.pieces(shards, name)[0].dtype
+            # All faults at once: a user who has saved with other code wants the list.
             if entry is None:
                 faults.append(f"missing: {start}{key}")
             elif (entry.shape, entry.dtype) != (storage.shape, dtype) and math.prod(storage.shape):

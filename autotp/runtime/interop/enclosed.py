@@ -44,7 +44,7 @@ def _translate(
     """
     for leaf, storage in storages.items():
         names, key = storage.names(leaf), prefix + leaf
-        pieces = [p for p in (module._parameters.get(n) for n in names) if p is not None]
+        pieces = [p for p in map(module._parameters.get, names) if p is not None]
         if len(pieces) < len(names):
             continue  # it was replaced by something of the user's
         own = [prefix + n for n in names]
