@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import compat
+from autotp import compat
+
 from .errors import InputError
 
 BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000

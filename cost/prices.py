@@ -77,7 +77,7 @@ class Prices:
         self.hints = self._hints()
         self.hint = sizer(self.hints)
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
-        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.trained}
+        self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.weight}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
             read = [i for i in n.all_input_nodes if tensors(i)]
             if len(read) == 1 and read[0] in self.weights:

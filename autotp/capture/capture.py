@@ -19,7 +19,7 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, Kind
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Kind
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -186,12 +186,22 @@ def _read(program: torch.export.ExportedProgram, training: bool, written: Mappin
         dict(program.constants), symbols, hints, ranges, guards, training,
     )  # fmt: skip
     found.mutations |= written
+    _mark_tables(found, {s.target for s in signature.input_specs if s.persistent})
     tensors = [x for x in found.inputs if isinstance(x.node.meta.get("val"), Tensor)]
     outputs = [i for i, x in enumerate(signature.output_specs) if x.kind.name == "USER_OUTPUT"]
     found.carried = {outputs[i]: name for i, name in states_of(program.call_spec.out_spec).items()}  # type: ignore[arg-type]
     takers = {i: tensors[x] for i, x in found.mutations.items() if isinstance(x, int)}
     found.carried |= {i: leaf.name for i, leaf in takers.items() if leaf.kind is STATE}
     return found
+
+
+def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
+    """Tell buffers that are weights: in the state dict, never written, of two dimensions or more, and no indices."""
+    written = {name for name in program.mutations.values() if isinstance(name, str)}
+    for leaf in program.leaves:
+        val = leaf.node.meta.get("val")
+        if leaf.kind is BUFFER and leaf.name in persistent - written and isinstance(val, Tensor):
+            leaf.kind = TABLE if val.ndim > 1 and val.dtype not in (torch.int64, torch.bool) else BUFFER
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:

@@ -16,7 +16,7 @@ from autotp import compat
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
-from autotp.ir.leaves import BUFFER, CONSTANT
+from autotp.ir.leaves import BUFFER, CONSTANT, TABLE
 from autotp.proof.numerics import largest, loss, relative
 from autotp.proof.simulate import reference
 
@@ -202,13 +202,14 @@ class Trial:
         given: dict[fx.Node, Any] = {}
         for leaf in program.leaves:
             value = next(flat) if leaf.kind.passed else held[leaf.name]
-            given[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, CONSTANT) else value
+            given[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value
         autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
             found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
-            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in program.leaves if x.kind is BUFFER]
-            left = [given[x.node] for x in program.leaves if x.kind is BUFFER]
+            buffers = [x for x in program.leaves if x.kind in (BUFFER, TABLE)]
+            names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in buffers]
+            left = [given[x.node] for x in buffers]
             state = dict(zip(names, left, strict=True)) | _named(inputs)
             for i, taker in program.mutations.items():
                 name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"

@@ -192,6 +192,11 @@ def apply_plan(
         states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
     """
     captured = _ready(captured, plan.tp)
+    if odd := plan.tables.keys() & set(captured.mutations.values()):
+        raise PlanError(
+            f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
+            "it is called in here."
+        )
     known = {**plan.states, **(states or {})}
     builder = _builder(captured, options, plan.placements, known)
     if captured.digest() == plan.digest:

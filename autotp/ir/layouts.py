@@ -92,6 +92,11 @@ class Partition:
         """Whether every rank certainly owns the same number of elements."""
         return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
 
+    def one(self, tp: int) -> bool:
+        """Whether what a rank owns lies in one piece, dealt element by element or evenly: as DTensor's `Shard`."""
+        alone = len(self.segments) == 1 and self.repeat == 1
+        return alone and (self.segments[0].unit == 1 or self.even(tp))
+
     def full(self, tp: int) -> bool:
         """Whether every rank certainly owns something: the last one owns least."""
         return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)

@@ -30,12 +30,16 @@ class Kind:
     written: bool = False
     saved: bool = False
 
+    @property
+    def weight(self) -> bool:
+        """Whether a rank holds a part of it all the time, trained or not."""
+        return self.splits and self.steady
+
 
 PARAMETER = Kind("parameter", splits=True, trained=True, steady=True, saved=True)
 BUFFER = Kind("buffer", steady=True, written=True, saved=True)
+TABLE = Kind("buffer", splits=True, steady=True, saved=True)  # a weight that is never trained, such as a quantised one
 CONSTANT = Kind("constant", steady=True)
 INPUT = Kind("input", passed=True, written=True)
 STATE = Kind("state", splits=True, passed=True, carried=True, written=True)  # a cached key or value, a convolution's
 SEEDS = Kind("seeds")  # what counter-based random numbers come from
-
-KINDS = {kind.name: kind for kind in (PARAMETER, BUFFER, CONSTANT, INPUT, STATE, SEEDS)}

@@ -115,6 +115,7 @@ class Plan:
         notes: what the user should know of the capture.
         degrees: with tp="auto", what every degree that was tried comes to.
         layer: the times of one repeated block, operator by operator; None where it was not timed.
+        tables: weights in buffers that are split: name -> layout.
         states: what is carried from call to call, such as a cached key, by its name -> layout, in every program.
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
@@ -139,6 +140,7 @@ class Plan:
     degrees: tuple[Degree, ...] = ()
     layer: Layer | None = None
     states: Mapping[str, Layout] = field(repr=False, default_factory=dict)
+    tables: Mapping[str, Layout] = field(repr=False, default_factory=dict)
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
@@ -156,8 +158,8 @@ class Plan:
 
     @property
     def placements(self) -> dict[str, Layout]:
-        """Parameter name -> layout."""
-        return {p.name: p.layout for p in self.parameters}
+        """Name of a parameter, or of a buffer that is split -> layout."""
+        return {p.name: p.layout for p in self.parameters} | dict(self.tables)
 
     def running(self, fired: tuple[str, ...]) -> Plan:
         """This plan, with what became of each optimisation when a module was made by it."""

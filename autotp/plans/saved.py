@@ -117,7 +117,7 @@ def _fields(plan: Plan) -> dict[str, Any]:
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
     out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
-    out["states"] = dict(plan.states)
+    out["states"], out["tables"] = dict(plan.states), dict(plan.tables)
     out["layer"] = plan.layer and asdict(plan.layer)
     return out
 
@@ -146,6 +146,7 @@ def _plan(data: dict[str, Any]) -> Plan:
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data["layer"]),
         states={name: read_layout(layout) for name, layout in data["states"].items()},
+        tables={name: read_layout(layout) for name, layout in data["tables"].items()},
         batch=Axis(**data["batch"]),
         machines=data["machines"],
     )

@@ -219,7 +219,7 @@ class Calls:
         if key not in self.digests:
             if len(self.digests) >= DIGESTS:
                 self.digests.clear()
-            kind = (*key[:1], *key[1][:3], kind_of(flat)) if self.shards.axis.size > 1 else ()
+            kind = (*key[:1], *key[1][:-1], kind_of(flat)) if self.shards.axis.size > 1 else ()
             self.digests[key] = _short(key), _short(kind)
         return self.digests[key]
 

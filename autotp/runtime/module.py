@@ -74,6 +74,7 @@ class ShardedModule(Generates, Refusals, Part):
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
+        self._generates(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 

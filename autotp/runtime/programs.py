@@ -55,6 +55,7 @@ class Program:
     changes: Hashable = ()
     entry: str = ""
     used: int = 0  # when it last ran, counted in runs of all
+    runs: bool = True  # until it is let go
 
     def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
@@ -103,6 +104,7 @@ class Programs(list[Program]):
         self.run(program)
         while len(self) > MOST_PROGRAMS:
             gone = min(self, key=lambda each: each.used)
+            gone.runs = False
             self.remove(gone)
             for held in [vars(part).get(table, {}) for part in parts for table in ("_programs", "_turns")]:
                 for name in [n for n in held if (n[0] if isinstance(n, tuple) else n) == gone.key]:

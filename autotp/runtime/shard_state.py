@@ -30,6 +30,7 @@ class ShardState:
         aliases: every name of a parameter or buffer -> its first name.
         parts: the original's path of each of its modules -> the module that stands for it; "" is the sharded module.
         storages: first name of each parameter -> its whole shape, its layout, and the pieces that a rank's slice is.
+        tables: likewise of each buffer that is split.
         holders: first name of each buffer -> all modules that hold it, and under which attribute.
         units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
         summing: whether gradients are summed over dp in this backward.
@@ -42,6 +43,7 @@ class ShardState:
     axis: Axis = ALONE
     parts: dict[str, nn.Module] = field(default_factory=dict)
     storages: dict[str, Storage] = field(default_factory=dict)
+    tables: dict[str, Storage] = field(default_factory=dict)
     holders: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     summing: bool = True
@@ -55,6 +57,10 @@ class ShardState:
     def root(self) -> nn.Module:
         """The sharded module."""
         return self.parts[""]
+
+    def storage_of(self, first: str) -> Storage | None:
+        """How a parameter, or a buffer that is split, is held; None for a buffer that is whole."""
+        return self.storages.get(first) or self.tables.get(first)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """Modules and their tensors are copied; the ranks and what is known of the original are shared."""

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autotp import compat
 from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
-from autotp.ir.layouts import I, Layout
+from autotp.ir.layouts import I, Layout, Shard
 from autotp.runtime.interop import foreign, operators
 from autotp.runtime.interop.ours import know
 
@@ -52,7 +52,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         for leaf, buffer in module._buffers.items():
             if buffer is not None and id(buffer) not in made:
                 moved = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
-                made[id(buffer)] = moved if moved.is_meta else moved.to(shards.device, copy=True)
+                made[id(buffer)] = _own_buffer(shards, f"{path}.{leaf}" if path else leaf, moved, placements)
             held = None if buffer is None else made[id(buffer)]
             part.register_buffer(leaf, held, persistent=leaf not in module._non_persistent_buffers_set)
             if held is not None:
@@ -68,6 +68,15 @@ def _held(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list
     return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, shards.ranks, device)]
 
 
+def _own_buffer(shards: ShardState, name: str, whole: Tensor, placements: Mapping[str, Layout]) -> Tensor:
+    """What this rank holds of a buffer: all of it, or where the plan splits it its part."""
+    device, first = torch.device("meta") if whole.is_meta else shards.device, shards.aliases[name]
+    if not isinstance(placements.get(first), Shard):
+        return whole if whole.is_meta else whole.to(device, copy=True)
+    shards.tables[first] = Storage(tuple(whole.shape), placements[first], shards.tp)
+    return _cut(shards.tables[first], whole, shards.ranks, device)[0]
+
+
 def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.device) -> Sequence[Tensor]:
     """This rank's shards of a whole parameter; in one plain process the whole pieces."""
     if ranks is None:
@@ -78,14 +87,17 @@ def _cut(storage: Storage, full: Tensor, ranks: Ranks | None, device: torch.devi
 def pieces(shards: ShardState, name: str) -> list[nn.Parameter]:
     """The parameters that hold the original's parameter `name`."""
     owner, _, leaf = name.rpartition(".")
-    return [getattr(shards.parts[owner], n) for n in shards.storages[name].names(leaf)]
+    storage = shards.storage_of(name)
+    assert storage is not None
+    return [getattr(shards.parts[owner], n) for n in storage.names(leaf)]
 
 
 def full_state(shards: ShardState) -> dict[str, Tensor]:
     """Parameters and persistent buffers, whole, in the order of the original's own state dict."""
     refuse_meta(shards)
     whole = {
-        name: storage.full([p.detach() for p in pieces(shards, name)]) for name, storage in shards.storages.items()
+        name: storage.full([p.detach() for p in pieces(shards, name)])
+        for name, storage in (*shards.storages.items(), *shards.tables.items())
     }
     return {name: whole[first] if first in whole else buffer_of(shards, name) for name, first in named_tensors(shards)}
 
@@ -94,7 +106,7 @@ def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
     """DTensors under the original's names, whole tensors where pieces hold a parameter."""
     out = {}
     for name, first in named_tensors(shards):
-        storage = shards.storages.get(first)
+        storage = shards.storage_of(first)
         if storage is None:
             out[prefix + name] = buffer_of(shards, name)
             continue
@@ -172,7 +184,7 @@ def _refuse_foreign(given: Mapping[str, Any]) -> None:
 
 
 def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
-    storage = shards.storages.get(first)
+    storage = shards.storage_of(first)
     shape = storage.shape if storage is not None else tuple(buffer_of(shards, name).shape)
     if not isinstance(value, Tensor):
         return f"{name} is {type(value).__name__}, no tensor"
@@ -181,7 +193,7 @@ def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
 
 @torch.no_grad()
 def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
-    storage = shards.storages.get(first)
+    storage = shards.storage_of(first)
     if storage is None:
         held: list[Any] = [buffer_of(shards, name)]
         parts: Sequence[Tensor] = [value]

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.conversions import function_for
@@ -247,6 +248,8 @@ class Assembler:
             return lambda: constant
         owner, _, leaf = name.rpartition(".")
         module = self.parts[owner]
+        if isinstance(getattr(module, leaf), DTensor):
+            return lambda: compat.local_of(getattr(module, leaf))
         return lambda: getattr(module, leaf)
 
     def _stretches(self, scope: Scope) -> list[Scope]:

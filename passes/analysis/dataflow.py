@@ -40,7 +40,7 @@ class Dataflow:
         self.grads = differentiable(self.program)
         self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
-        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.trained}
+        self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
         self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()

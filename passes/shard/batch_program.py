@@ -25,6 +25,7 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.passes.base import Changes, Pass
@@ -152,7 +153,8 @@ class _Localised:
         env = dict(zip(*sides, strict=True))
         low, high = program.ranges.get(self.batch, (1, 2**62))
         program.graph = self.graph
-        program.leaves = [replace(leaf, node=env[leaf.node]) for leaf in program.leaves]
+        kinds = [BUFFER if leaf.kind is TABLE else leaf.kind for leaf in program.leaves]
+        program.leaves = [replace(x, node=env[x.node], kind=k) for x, k in zip(program.leaves, kinds, strict=True)]
         program.symbols = {s: (env[node], d) for s, (node, d) in program.symbols.items()}
         program.ranges = {**program.ranges, self.batch: (-(-low // self.dp), high // self.dp)}
         program.guards = [substitute(g, self.whole) for g in program.guards]

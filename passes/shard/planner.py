@@ -192,16 +192,17 @@ class Builder:
             return Item(leaf.name, [Choice((), (settled,))], [], [(node, 0)], count)
         whole = I if node in self.grads else R
         layouts: list[Layout] = [whole]
-        if leaf.kind.trained:
+        if leaf.kind.weight:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            layouts += [Shard(d, p) for d, p in dealt if isinstance(p, Partition)]
+            fits = [(d, p) for d, p in dealt if isinstance(p, Partition) and (leaf.kind.trained or p.one(self.tp))]
+            layouts += [Shard(d, p) for d, p in fits]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
         size, choices = self.prices.bytes(val), []
         for x in layouts:
             part = size * self.prices.share(x)
-            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.trained else (0.0, part)
+            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.weight else (0.0, part)
             ties = penalty([x], self.tp)
             choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
         return Item(leaf.name, choices, [], [(node, 0)], count)

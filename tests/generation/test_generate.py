@@ -7,8 +7,12 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
 from torch import Tensor
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
+from transformers.pipelines import base
 
 import autotp
 from autotp.errors import AutoTPError
@@ -71,6 +75,7 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         found["captures after"] = captures.call_count
         found["control"] = control(sharded, model)
 
+        found["pipeline"] = piped(sharded, model)
         wrong = DynamicCache(config=model.config)
         model(**batch, past_key_values=wrong)
         step = {"input_ids": batch["input_ids"][:, :1], "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
@@ -78,6 +83,17 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         other = {**batch, "input_ids": batch["input_ids"] + rank}
         found["prompts"] = refused(lambda: sharded.generate(**other, max_new_tokens=2))
         return found
+
+
+def piped(sharded: Any, model: Any) -> tuple[bool, int]:
+    """Whether a pipeline says the same with both, and how many errors were logged."""
+    words = Tokenizer(WordLevel({f"w{i}": i for i in range(30)}, unk_token="w1"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", unk_token="w1")
+    with patch.object(base.logger, "error") as errors:
+        pipes = [pipeline("text-generation", model=m, tokenizer=tokenizer) for m in (sharded, model)]
+        texts = [pipe("w5 w6 w7", max_new_tokens=4, do_sample=False) for pipe in pipes]
+    return texts[0] == texts[1], errors.call_count
 
 
 def control(sharded: Any, model: Any) -> tuple[float, float]:
@@ -104,5 +120,6 @@ def test_llama_generates_the_same_tokens_on_two_ranks(pool):
         assert found["captures"] == 2 and found["captures after"] == 2  # without a past, and with one
         exact, changed = found["control"]
         assert exact < EXACT < changed
+        assert found["pipeline"] == (True, 0)
         assert "unsharded model" in found["foreign"]
         assert "do not agree on the values of the inputs" in found["prompts"]

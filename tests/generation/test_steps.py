@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import sympy
 import torch
 from torch import nn
 
 from autotp import compat
 from autotp.capture.capture import capture, skeleton
+from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.ir.carried import describe
 from autotp.runtime.generation.in_place import WRITES, write_in_place
@@ -66,6 +68,12 @@ def test_a_write_does_not_copy_and_is_kept_from_autograd():
     assert write(state, 0, torch.tensor([1]), source) is state and float(state.sum()) == 2
     graded = write(state, 0, torch.tensor([2]), source.clone().requires_grad_())
     assert graded is not state and float(state.sum()) == 2 and not state.requires_grad
+
+
+def test_a_full_store_is_an_error_in_words():
+    write: Any = WRITES[torch.ops.aten.index_copy.default]
+    with pytest.raises(InputError, match="a static cache is full"):
+        write(torch.zeros(4, 2), 0, torch.tensor([4]), torch.ones(1, 2))
 
 
 def test_sizes_that_a_program_takes():

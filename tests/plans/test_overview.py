@@ -148,3 +148,24 @@ def test_one_rank_sends_nothing_and_plans_without_sizes_are_shown():
     assert (
         "tokens/s" not in old and "layer " not in old and old.startswith("LlamaForCausalLM  tp=2 on h100  training\n")
     )
+
+
+class Powers(torch.nn.Module):
+    """Only an operator that no rule knows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.eye(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.linalg.matrix_exp(self.weight)
+
+
+def test_a_plan_that_splits_no_arithmetic_says_so_at_the_top():
+    plans = [
+        autotp.plan(m, 2, example_inputs=torch.randn(4, 8), check_capture=False)
+        for m in (Powers(), torch.nn.Linear(8, 8))
+    ]
+    for text in (str(plans[0]), plans[0].report()):
+        assert text.splitlines()[1].startswith("NO ARITHMETIC IS SPLIT: each of the 2 ranks does all of it.")
+    assert "NO ARITHMETIC" not in str(plans[1]) + plans[1].report()

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.ranks
 ROOT = Path(__file__).resolve().parents[2]
@@ -48,6 +50,46 @@ def test_train(more, ranks):
 def test_custom_cache(ranks):
     printed = run("custom_cache.py", ranks=ranks)
     assert printed.endswith("Right\n") and "\ncache   2 tensors, " in printed
+
+
+@pytest.fixture(scope="module")
+def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the unsharded small model of the example generates."""
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "examples" / "generate.py")
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    folder, tokenizer = tmp_path_factory.mktemp("small"), example.Bytes()
+    example.small_model(folder)
+    model, inputs = LlamaForCausalLM.from_pretrained(folder), tokenizer(PROMPT, return_tensors="pt")
+    ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
+    return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :].tolist())
+
+
+PROMPT = "def f() -> int:"
+
+
+def test_generate(generated):
+    printed = run("generate.py", "--prompt", PROMPT, "--tokens", "16", "--cache", "static", ranks=3)
+    assert "tp=3: " in printed and len(set(generated)) > 3
+    assert f"\n{generated}\n" in printed
+    assert re.search(r"\n16 tokens, [\d.]+ tokens/s; on all ranks the same: True\n$", printed)
+
+
+def test_an_interrupt_ends_all_ranks(generated):
+    """As Ctrl-C does it in a terminal: the signal reaches torchrun and every rank, which are in the middle of it."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = ["examples/generate.py", "--prompt", PROMPT, "--tokens", "3900"]
+    with subprocess.Popen(
+        [*command, *script], cwd=ROOT, env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None and b"tp=2: " in process.stdout.readline()
+        assert process.stdout.read(len(generated)).decode() == generated  # as they come, long before the end
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(timeout=120) != 0
+        with pytest.raises(ProcessLookupError):  # nobody is left in the group
+            os.killpg(process.pid, 0)
 
 
 def test_verify_llama():

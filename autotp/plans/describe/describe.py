@@ -18,6 +18,7 @@ from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
 from autotp.ir.layouts import Layout, Partial, Shard, Size, share
+from autotp.ir.leaves import TABLE
 from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
 from autotp.ir.program import Planned, Sharded
@@ -48,6 +49,7 @@ def describe(
     known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     parts = find_blocks(planned.program, planned.same, known)
     parameters = _parameters(planned, builder)
+    tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
     steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
@@ -68,6 +70,7 @@ def describe(
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
         states=planned.states,
+        tables={n: x for n, x in tables.items() if isinstance(x, Shard)},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 

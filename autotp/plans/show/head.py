@@ -30,6 +30,8 @@ def head(plan: Plan) -> Iterator[Text]:
     """The lines of the first screen."""
     what = f"{plan.model}  tp={plan.tp}{f' x dp={plan.batch.size}' if plan.batch.size > 1 else ''} on {plan.cluster}"
     yield from wrapped(f"{what}  {_priced(plan)}", SCREEN, style="bold")
+    if said := rows.all_whole(plan):
+        yield from wrapped(said, SCREEN, then="  ", style="bold red")
     yield from _fits(plan)
     yield from _step(plan)
     yield from _memory(plan)

@@ -51,6 +51,8 @@ def renderable(plan: Plan) -> RenderableType:
 def _body(plan: Plan, width: int) -> Iterator[Text]:
     head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
     yield from wrapped(head, width, style="bold")
+    if said := rows.all_whole(plan):
+        yield from wrapped(said, width, style="bold red")
     for shape in plan.inputs:
         yield Text(f"captured with {shape}", style="dim")
     for part in rows.parts(plan):

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
+WHOLE = 0.99  # of the arithmetic, or of the weights where there is none: what leaves so much whole splits nothing
 
 
 @dataclass(frozen=True)
@@ -171,6 +172,18 @@ def _memory(m: Memory) -> Iterator[tuple[str, str]]:
     for line in (shares[:4], shares[4:]):
         if line:
             yield "", ", ".join(line)
+
+
+def all_whole(plan: Plan) -> str:
+    """What to say of a plan that splits no arithmetic; empty where it splits some, or there is one rank."""
+    t = plan.totals
+    split = t.local_flops < WHOLE * t.flops if t.flops else t.local_parameters < WHOLE * t.parameters
+    if plan.tp == 1 or split or plan.tables:
+        return ""
+    return (
+        f"NO ARITHMETIC IS SPLIT: each of the {plan.tp} ranks does all of it. The notes, and the end of plan.report(), "
+        "say which operators forbid it"
+    )
 
 
 def cache(plan: Plan) -> str:

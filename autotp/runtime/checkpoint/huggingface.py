@@ -80,14 +80,14 @@ def _write(shards: ShardState, tensors: dict[str, Tensor], file: Path, weight_ma
 
 def _whole(shards: ShardState, first: str) -> Tensor:
     """A whole tensor on every rank (collective)."""
-    storage = shards.storages.get(first)
+    storage = shards.storage_of(first)
     if storage is None:
         return state.buffer_of(shards, first).detach()
     return storage.full([p.detach() for p in state.pieces(shards, first)])
 
 
 def _size(shards: ShardState, first: str) -> int:
-    storage = shards.storages.get(first)
+    storage = shards.storage_of(first)
     if storage is None:
         held = state.buffer_of(shards, first)
         return held.numel() * held.element_size()

@@ -128,7 +128,7 @@ def _digest(archive: Archive) -> str:
 
 def _targets(shards: ShardState, first: str) -> list[Box]:
     """The memory of this rank that a tensor of the model is read into."""
-    storage = shards.storages.get(first)
+    storage = shards.storage_of(first)
     if storage is None:
         return whole(state.buffer_of(shards, first))
     return boxes(storage, state.pieces(shards, first))
@@ -174,7 +174,7 @@ def _read(shards: ShardState, archive: Archive, found: NameMatch) -> None:
     """Read every tensor; those that were on the meta device are put in place only when all are read."""
     made: dict[Tensor, Tensor] = {}
     for first, keys in found.stored.items():
-        storage = shards.storages.get(first)
+        storage = shards.storage_of(first)
         held: list[Tensor] = [*state.pieces(shards, first)] if storage is not None else [state.buffer_of(shards, first)]
         for old in held:
             if old.is_meta:

@@ -127,7 +127,7 @@ def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> t
 
 
 def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
-    entry, storage = archive.entries[key], shards.storages.get(first)
+    entry, storage = archive.entries[key], shards.storage_of(first)
     held = state.pieces(shards, first)[0] if storage is not None else state.buffer_of(shards, first)
     shape = storage.shape if storage is not None else tuple(held.shape)
     what = f"{entry.file.name}: {key} is"

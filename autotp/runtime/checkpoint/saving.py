@@ -87,7 +87,7 @@ def _collect(shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str
     """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes as JSON."""
     found: Tensors = {}
     for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):  # what is tied once
-        storage = shards.storages.get(first)
+        storage = shards.storage_of(first)
         if storage is not None:
             found["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))
         else:

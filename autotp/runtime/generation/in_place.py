@@ -9,9 +9,14 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
+from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.ir.op import aten
 
+FULL = (
+    "a state of shape {shape} on this rank has no room for what this call adds ({error}): a static cache is full. Make "
+    "one with a larger max_cache_len, or ask for fewer tokens."
+)
 Writes = Callable[..., Tensor]
 
 
@@ -22,7 +27,10 @@ def _writing(name: str, twin: str) -> Writes:
         recorded = torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in args)
         if recorded or state.requires_grad:  # the caller's tensor stays out of autograd's graph
             return functional(state, *args, **kwargs)
-        return in_place(state, *args, **kwargs)
+        try:
+            return in_place(state, *args, **kwargs)
+        except IndexError as error:
+            raise InputError(FULL.format(shape=tuple(state.shape), error=str(error).splitlines()[0])) from None
 
     write.__name__ = twin
     return write

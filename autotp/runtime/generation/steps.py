@@ -73,6 +73,7 @@ class Kind:
 
     def program(self, flat: Sequence[Any]) -> tuple[Program, list[int]] | None:
         """What runs a call of these sizes, the latest first; None where it is not known yet."""
+        self.found = [each for each in self.found if each[0].runs]
         for at, (program, order, fit) in enumerate(self.found):
             if fit.takes(flat):
                 if at:
