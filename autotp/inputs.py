@@ -107,7 +107,7 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
         if given.get(name) is not None and not (running and compat.is_node(given[name])):
             raise InputError(
                 f"The input {name!r} is a cache ({type(given[name]).__name__}), and plans are made for calls without "
-                f"one. Leave {name!r} out of the example inputs; the sharded module and its generate() take it."
+                f"one. Leave {name!r} out of the example inputs; the sharded module's calls and generate() take it."
             )
     parameter = signature.parameters.get("use_cache")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())

@@ -123,9 +123,9 @@ def seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def sharing() -> Iterator[None]:
-    """Equal captures are made once; the folder of tests of capture itself has another fixture of this name."""
+    """Equal captures are made once, also for a module's own fixtures; tests of capture itself have none of this."""
     with shared_captures():
         yield
 

@@ -86,31 +86,42 @@ def capture(
             continue
         attempt = _attempt(bare, inputs, device, state, states)
         try:
-            done = [change.apply(attempt) for change in changes]
-            if None in done:
-                continue  # one of them changes nothing for this model
-            proofs = [each[1] for each in done if each is not None and each[1] is not None]
-            trials = [proof(trial) for proof in proofs if trial is not None and not trial.skip]
-        except Exception as error:  # whatever the model does with what is assumed of it
-            failures.append(Failure(changes, error, Cause.of(error, attempt, disproved=True)))
-            continue
-        try:
-            program = _exported(attempt, state)
-            program.notes += [each[0] for each in done if each is not None and each[0]]
-            if proofs and trial is not None and trial.skip:
-                program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
-            run_passes(program, passes)
-            _compare(program, trial)
-            for each in trials:
-                each.compare(program)
+            program = _made(attempt, changes, passes, trial, state)
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
             failures.append(_failure(changes, error, attempt, failures))
             continue
-        return program
+        if program is not None:
+            return program
     fails = trial.failure() if trial is not None and not trial.skip else ""
     errors = tried(failures)
     raise capture_error(bare, errors, fails) from errors[0][1]
+
+
+def _made(
+    attempt: Attempt, changes: tuple[Change, ...], passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
+) -> Capture | None:
+    """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
+    done = [change.apply(attempt) for change in changes]
+    applied = [each for each in done if each is not None]
+    if len(applied) < len(done):
+        return None
+    proofs = [proof for _, proof in applied if proof is not None]
+    compares = trial is not None and not trial.skip
+    attempt.assumes = True
+    trials = [proof(trial) for proof in proofs if compares]
+    attempt.assumes = False
+    program = _exported(attempt, state)
+    program.notes += [note for note, _ in applied if note]
+    if proofs and trial is not None and trial.skip:
+        program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
+    run_passes(program, passes)
+    if compares:
+        with stage("self-check"):
+            program.error = trial.compare(program)
+    for each in trials:
+        each.compare(program)
+    return program
 
 
 def _attempt(
@@ -133,13 +144,6 @@ def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
         grad, trained = program.asks_grad_mode or None, program.asks_gradients or None
         program.state = (*state[:2], grad and state[2], trained and state[3], state[-1])
     return program
-
-
-def _compare(program: Capture, trial: Trial | None) -> None:
-    """Hold a capture against the model."""
-    if trial is not None and not trial.skip:
-        with stage("self-check"):
-            program.error = trial.compare(program)
 
 
 def _failure(changes: tuple[Change, ...], error: Exception, attempt: Attempt, earlier: Sequence[Failure]) -> Failure:

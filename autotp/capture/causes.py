@@ -49,10 +49,10 @@ class Cause:
     recurs: bool = False
 
     @classmethod
-    def of(cls, error: Exception, attempt: Attempt, disproved: bool = False) -> Cause:
+    def of(cls, error: Exception, attempt: Attempt) -> Cause:
         """The cause of an error of this attempt."""
         blocks = bool(attempt.repeats and attempt.repeats.blocks)
-        return cls(kinds_of(error), line_of_error(error), _reads(error, attempt), blocks, disproved)
+        return cls(kinds_of(error), line_of_error(error), _reads(error, attempt), blocks, attempt.assumes)
 
 
 def _reads(error: Exception, attempt: Attempt) -> Set[str]:

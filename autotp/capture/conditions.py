@@ -12,6 +12,7 @@ from torch.export import ExportedProgram
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.copying import copy_graph
 from autotp.ir.op import aten
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
 
@@ -108,8 +109,8 @@ def _extract(program: ExportedProgram, checks: list[fx.Node]) -> fx.GraphModule:
         elif node.op == "placeholder" and node in needed:
             root[node.name] = program.constants[str(names[node.name])]
             env[node] = graph.get_attr(node.name)
-        elif node in needed:
-            env[node] = graph.node_copy(node, lambda n: env[n])
-            root |= {str(node.target): getattr(program.graph_module, str(node.target))} if node.op == "get_attr" else {}
+        elif node in needed and node.op == "get_attr":
+            root[str(node.target)] = getattr(program.graph_module, str(node.target))
+    copy_graph([n for n in program.graph.nodes if n in needed], env, graph)
     graph.output(tuple(env[c.args[0]] for c in checks))  # type: ignore[index]
     return fx.GraphModule(root, graph)

@@ -14,39 +14,22 @@ from typing import Any
 from unittest import mock
 
 import torch
-from torch import Tensor, fx, nn
-from torch.export import Dim, ExportedProgram
-from torch.export.graph_signature import TensorArgument
+from torch import Tensor, nn
+from torch.export import Dim
 
 from autotp import compat
-from autotp.errors import CaptureError
-from autotp.ir.carried import Carried, states_of
+from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
-from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
+from autotp.passes.base import run_passes
+from autotp.passes.canonicalise.functionalise import regions
 
 from .carrying import carries, carrying, forwarding
-from .conditions import Conditions
+from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
-from .messages import line_of
 from .plain_types import files_of, plain_types
-from .refusals import refuse_higher_order, refuse_hooks, unvalidated
-from .repeated_blocks import Repeats, expand, refuse_writes
-from .retrace import traced_again
-
-
-@dataclass
-class Exported:
-    """What an attempt gives.
-
-    Attributes:
-        conditions: what must hold of the values of the inputs. written: further outputs -> the buffer's name, or the
-            place among the input tensors of the state, that takes them; the program's own signature lacks these.
-    """
-
-    program: ExportedProgram
-    conditions: Conditions | None
-    written: dict[int, str | int]
+from .refusals import refuse_hooks, unvalidated
+from .repeated_blocks import Repeats
 
 
 @dataclass
@@ -61,6 +44,7 @@ class Attempt:
         asked: the grad mode that the forward is to find, and whether it asks.
         states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
+        assumes: while the model itself is asked about what the attempt assumes of it.
     """
 
     bare: nn.Module
@@ -72,6 +56,7 @@ class Attempt:
     asked: Asked = field(default_factory=Asked)
     states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
+    assumes: bool = False
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
@@ -98,32 +83,11 @@ class Attempt:
                 stack.enter_context(self.repeats.tracing())
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
-            if compat.vmapped(program.graph):
-                program = traced_again(program)
-            refuse_higher_order(program.graph)
-            _refuse_writes_to_parameters(program)
-            if self.repeats:
-                refuse_writes(program.graph)
-            conditions = Conditions.of(program, self.symbolic) if self.draft else None
-            specs = program.graph_signature.input_specs
-            takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
-            takers |= _states(program)
-            written = functionalise(program.graph, takers.keys())
-            if written is None:
-                program, written = traced_again(program), {}
-            if self.repeats:
-                expand(program.graph, self.repeats, *self._holders(program))
-        for graph in (program.graph, *regions(program.graph)):
+            exported = Exported(program, self.bare, self.repeats, (self.symbolic,) if self.draft else ())
+            run_passes(exported, EXPORTED)
+        for graph in (exported.graph, *regions(exported.graph)):
             read_functions(graph)
-        return Exported(program, conditions, {i: takers[name] for i, name in written.items()})
-
-    def _holders(self, program: ExportedProgram) -> tuple[dict[int, fx.Node], set[fx.Node]]:
-        """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
-        nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-        held = {n: id(t) for n, t in [*self.bare.named_parameters(), *self.bare.named_buffers()]}
-        specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
-        holders = {held[target]: nodes[name] for name, target, _ in specs if target in held}
-        return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
+        return exported
 
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
@@ -133,23 +97,6 @@ class Attempt:
         passed = signature.bind(*self.args, **self.kwargs).arguments
         grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
         return dict(signature.bind(*args, **kwargs).arguments) | grown
-
-
-def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
-    names = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind.name == "PARAMETER"}
-    held = {place: names[n.name] for n, places in memory(program.graph).items() if n.name in names for place in places}
-    for graph in (program.graph, *regions(program.graph)):
-        for node, places in memory(graph).items():
-            if mutates(node) and (found := places & held.keys()):
-                raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
-
-
-def _states(program: ExportedProgram) -> dict[str, int]:
-    """Placeholders of states -> their place among the input tensors."""
-    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
-    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
-    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
-    return {name: i for i, name in enumerate(tensors) if name in states}
 
 
 def _dims(value: Any) -> Any:

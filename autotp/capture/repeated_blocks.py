@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
+from autotp.ir.copying import copy_graph
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
@@ -159,13 +160,16 @@ def refuse_writes(graph: fx.Graph) -> None:
             body.refuse_writes(held)
 
 
-def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], constants: Set[fx.Node]) -> None:
+def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], constants: Set[fx.Node]) -> int:
     """Put a copy of the first call's nodes in place of every short call.
 
     Args:
         graph: of an export within `repeats.tracing()`.
         holders: id of a parameter or buffer of the skeleton -> its placeholder.
         constants: placeholders of constants, which all blocks share.
+
+    Returns:
+        The number of short calls.
 
     Raises:
         CannotRepeat: a block reads what is not its own.
@@ -181,6 +185,7 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
         bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
     for body in bodies.values():
         body.dissolve()
+    return len(short)
 
 
 def handed_on(mark: fx.Node, index: int) -> list[fx.Node] | None:
@@ -255,11 +260,11 @@ class _Body:
         assert self.leave is not None
         env: dict[Any, Any] = dict(weights)
         env |= {user: node.args[0][user.args[1]] for user in self.enter.users}  # type: ignore[index]
+        fresh = [each for each in self.nodes if each not in env]
         with node.graph.inserting_before(node):
-            for each in self.nodes:
-                if each not in env:
-                    env[each] = new = node.graph.node_copy(each, lambda n: env.get(n, n))
-                    new.meta["nn_module_stack"] = _moved(each.meta, node.meta, path)
+            copy_graph(fresh, env, node.graph)
+        for each in fresh:
+            env[each].meta["nn_module_stack"] = _moved(each.meta, node.meta, path)
         _replace(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
 
     def dissolve(self) -> None:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import Any
 
 from torch import fx
 
+from autotp.ir.copying import copy_node
 from autotp.ir.graph import Capture, described, draws
 
 from .ranks import Ranks, broadcast
@@ -66,17 +66,10 @@ def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
     graph, nodes, env = fx.Graph(program.graph.owning_module), {}, {}
     for signature, name, read in wanted:
         node, operands = alike[signature].pop(), iter(read)
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n, names=operands: nodes[next(names)])
-        env[node] = nodes[name] = _copy(graph, node, args, kwargs, name)
+        # By rank 0's names, not by the node's own operands: of several that compute the same it may read another.
+        env[node] = nodes[name] = copy_node(node, graph, lambda n, names=operands: nodes[next(names)], name)
     program.graph = graph
     for leaf in program.leaves:
         leaf.node = env[leaf.node]
     program.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()}
     return program
-
-
-def _copy(graph: fx.Graph, node: fx.Node, args: Any, kwargs: Any, name: str) -> fx.Node:
-    target = name if node.op == "placeholder" else node.target
-    created = graph.create_node(node.op, target, args, kwargs, name=name, type_expr=node.type)
-    created.meta = dict(node.meta)
-    return created

@@ -23,6 +23,7 @@ from .fake import (
     mode_of,
     read_shape_env,
     shape_env,
+    size_code,
     told_by_data,
     without_torch_functions,
 )
@@ -51,6 +52,7 @@ from .running import (
     operator_handlers,
     replicate,
     use_symmetric_memory,
+    without_saved_hooks,
 )
 from .trees import (
     TreeSpec,
@@ -74,7 +76,7 @@ __all__ = [
     "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
-    "recorded_regions", "register_node", "replicate", "shape_env", "sym_size", "told_by_data", "tree_flatten",
-    "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided", "use_symmetric_memory", "vmapped",
-    "without_torch_functions", "wraps_tensors",
+    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sym_size", "told_by_data",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided", "use_symmetric_memory",
+    "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

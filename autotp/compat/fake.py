@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
+import math
 from typing import Any
 
 import sympy
@@ -11,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 from torch.utils import _pytree as pytree
+from torch.utils._sympy.printers import PythonPrinter
 
 
 def fake_mode() -> FakeTensorMode:
@@ -72,3 +75,29 @@ def read_shape_env(env: ShapeEnv | None) -> tuple[dict, dict, list[sympy.Basic]]
 
 def _bound(x: Any, otherwise: int) -> int:
     return int(x) if getattr(x, "is_Integer", False) else otherwise
+
+
+def size_code(symbols: list[sympy.Symbol], tests: list[Any], sizes: list[Any]) -> Any:
+    """A function of the values of symbols and of further sizes: whether all tests hold, and each size is as it says.
+
+    Args:
+        tests: relations between symbols. sizes: an expression, or number, for each further size.
+
+    Returns: None where torch's printer cannot write one of them as Python.
+    """
+    printer = PythonPrinter()
+    names = {s: f"s{i}" for i, s in enumerate(symbols)}
+    plain = {s: sympy.Symbol(name, integer=True, positive=True) for s, name in names.items()}
+    extra = [f"n{i}" for i in range(len(sizes))]
+    try:
+        texts = [printer.doprint(sympy.sympify(t).xreplace(plain)) for t in tests if t not in (True, sympy.true)]
+        texts += [
+            f"{name} == {printer.doprint(sympy.sympify(size).xreplace(plain))}"
+            for name, size in zip(extra, sizes, strict=True)
+        ]
+        body = " and ".join(f"({text})" for text in texts) or "True"
+    except Exception:  # of a printer that does not know a function
+        return None
+    code = eval(f"lambda {', '.join([*names.values(), *extra])}: {body}", {"math": math})
+    known = all(n == "math" or hasattr(math, n) or hasattr(builtins, n) for n in code.__code__.co_names)
+    return code if known else None

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,21 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+@contextlib.contextmanager
+def without_saved_hooks() -> Iterator[None]:
+    """Within this context hooks on tensors that are saved for a backward, as checkpointing has them, see none."""
+    autograd: Any = torch._C._autograd
+    hooks: list[Any] = []
+    while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        autograd._pop_saved_tensors_default_hooks()
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
 
 
 def has_symmetric_memory() -> bool:

@@ -23,19 +23,17 @@ from autotp.ir.layouts import Layout
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
-from autotp.passes.canonicalise.autocast import ExplicitCasts
-from autotp.passes.canonicalise.canonicalise import CANONICAL
-from autotp.passes.decompose.counter_random import by_counter
-from autotp.passes.decompose.losses import apart, only_loss
-from autotp.passes.shard.batch_program import local_program, two_examples
+from autotp.passes.base import run_passes
+from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.planner import Builder, decide
-from autotp.passes.shard.rewrite import rewrite
+from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
+from .schedule import schedule
 
 GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
@@ -102,14 +100,12 @@ def prepare(
     With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
     """
 
+    order = schedule(request)
     with stage("capture"):
-        passes = (*CANONICAL, ExplicitCasts())
-        whole = capture(bare, two_examples(inputs, request.dp), device, passes, trial, mode, request.states)
-        name_states(whole, bare.forward, request.carried)
-    with stage("batch axis"):
-        made = local_program(whole, request.dp)
-    made = only_loss(made) if request.outputs == "loss" else made
-    return by_counter(made) if request.random == "counter" else made
+        program = capture(bare, two_examples(inputs, request.dp), device, order.canonical, trial, mode, request.states)
+        name_states(program, bare.forward, request.carried)
+    run_passes(program, order.requested)
+    return program
 
 
 def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
@@ -117,7 +113,7 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
     with torch.enable_grad():  # as the trial runs the model
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
-    return capture(bare, trial.inputs, trial.device, (*CANONICAL, ExplicitCasts()), trial, mode, states)
+    return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
 
 
 @uncollected()
@@ -172,11 +168,11 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
     """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
     check_lengths(captured, options.objective)
-    captured = apart(captured) if options.tp > 1 else captured
+    captured = _ready(captured, options.tp)
     with stage("plan"):
         builder = _builder(captured, options)
         planned = decide(builder)
-    sharded = rewrite(planned, builder.prices.convert)
+    sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
     told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
@@ -195,7 +191,7 @@ def apply_plan(
         outputs: see `CaptureRequest`.
         states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
     """
-    captured = apart(captured) if plan.tp > 1 else captured
+    captured = _ready(captured, plan.tp)
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
             f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
@@ -213,9 +209,25 @@ def apply_plan(
     else:
         planned = decide(builder)
     with stage("rewrite"):
-        sharded = rewrite(planned, builder.prices.convert, outputs)
+        sharded = _sharded(planned, builder, outputs)
     dump("sharded", sharded.graph)
     return planned, sharded
+
+
+def _ready(captured: Capture, tp: int) -> Capture:
+    """The program that rules are asked of; the captured one stays, for it is planned for other degrees too."""
+    program = replace(captured)
+    if tp > 1:
+        run_passes(program, schedule().planned)
+    return program
+
+
+def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
+    """The program of all ranks."""
+    program = ShardedProgram(planned, builder.prices.convert)
+    run_passes(program, schedule(CaptureRequest(outputs=outputs)).sharded)
+    assert program.sharded is not None
+    return program.sharded
 
 
 def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:

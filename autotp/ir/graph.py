@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import sympy
@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 
+from .copying import copy_graph
 from .layouts import Size
 from .leaves import Kind
 from .marks import mark, write
@@ -108,6 +109,14 @@ class Capture:
         bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
         sizes = [expression(n) for n in value.shape]
         return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
+
+    def own_graph(self) -> None:
+        """Give this record a graph of its own, which may then be changed; other records keep theirs."""
+        graph, env = copy_graph(self.graph.nodes)
+        graph.owning_module = self.graph.owning_module
+        self.graph = graph
+        self.leaves = [replace(leaf, node=env[leaf.node]) for leaf in self.leaves]
+        self.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in self.symbols.items()}
 
     def digest(self) -> str:
         """SHA-256 over operators, wiring, literals and shapes: equal for equal programs on every rank, whose devices

@@ -22,17 +22,17 @@ from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
-from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.plans.show.report import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.generation.carrying import Arguments, Carriers
-from autotp.runtime.generation.shell import one_generator, shell
+from autotp.runtime.generation.generating import Generates
+from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.refusals import Refusals
 
 from . import data_parallel, state
-from .call_key import form, signature
+from .call_key import form
 from .calls import Calls, Drawn
 from .part import Part, watch
 from .programs import Known, Program, Programs, Source, taken, train_as
@@ -41,7 +41,7 @@ from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Refusals, Part):
+class ShardedModule(Generates, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -90,34 +90,18 @@ class ShardedModule(Refusals, Part):
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
         call = Arguments(self._carriers, args, kwargs, entry)
-        key = self._key(call)
-        known = self._known.get(key)
+        key, kind = self._key(call)
+        known = self._known.get(key) if kind is None else kind.program(call.whole)
         new, drawn = self._calls.begin(key, call.whole, call.spec, known and known[0])
         if new or known is None or self._source.check or call.wrong:
-            program, order = self._find(call)
+            with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
+                program, order = self._find(call)
             outputs = self._first(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
-            if program.capture.conditions is None:  # else every call is asked whether it meets them
-                self._known[self._key(call)] = program, order
+            self._remember(call, program, order)
         else:
             program, order = known
             outputs = self._run(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order]))
-
-    def _key(self, call: Arguments) -> Hashable:
-        return self._mode(), self._changes.key(), (call.entry, call.wrong), *signature(call.whole, call.spec)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
-
-        Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
-
-        Raises:
-            StateError: the original's class has no `generate`.
-        """
-        source = self._source
-        made = shell(self, source.bare)
-        with one_generator(source.ranks, self._shards.device):
-            return made.generate(*args, **kwargs)
 
     def _run(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
         # A capture under autocast holds its casts already.
@@ -172,14 +156,6 @@ class ShardedModule(Refusals, Part):
         orders = ((program, program.order(called, call.whole, mode)) for program in fitting)
         return next(((program, order) for program, order in orders if order is not None), None)
 
-    def _captured(self, call: Arguments) -> Capture:
-        """The graph for a call; captured again while it shows more of what changes from call to call."""
-        captured = self._capture(call, self._mode())
-        while self._carriers.learn(captured):
-            call.read()
-            captured = self._capture(call, self._mode())
-        return captured
-
     @torch.inference_mode(False)
     def _capture(self, call: Arguments, mode: Mode) -> Capture:
         source = self._source
@@ -197,13 +173,14 @@ class ShardedModule(Refusals, Part):
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
         source, key = self._source, self._programs_made.key()
         places = source.places()
-        graph = specialise(sharded, places)
-        fired = source.lowering.optimised(graph, places["tp"], self._shards.device, self._plan.memory.peak)
+        graph, fired = source.lowering.program(sharded, places, self._shards.device, self._plan.memory.peak)
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
+        if compiler is None:
+            write_in_place(captured, graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
@@ -222,7 +199,8 @@ class ShardedModule(Refusals, Part):
                 state.write(self._shards, taker, value)
             elif taker is not None:
                 with torch.no_grad():
-                    inputs[taker].copy_(value)
+                    if value is not inputs[taker]:
+                        inputs[taker].copy_(value)
             else:
                 split = self._source.want.outputs == "sharded"
                 kept.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)

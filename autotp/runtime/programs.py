@@ -105,7 +105,7 @@ class Programs(list[Program]):
             gone = min(self, key=lambda each: each.used)
             self.remove(gone)
             for held in [vars(part).get(table, {}) for part in parts for table in ("_programs", "_turns")]:
-                for name in [n for n in held if gone.key in (n, *(n if isinstance(n, tuple) else ())[:1])]:
+                for name in [n for n in held if (n[0] if isinstance(n, tuple) else n) == gone.key]:
                     del held[name]
             for call in [call for call, (program, _) in known.items() if program is gone]:
                 del known[call]

@@ -40,6 +40,8 @@ def generated(architecture: Architecture, tokens: int, rank: int, tp: int, folde
             model: Any = build(architecture).double()
             if not callable(getattr(model, "generate", None)):
                 raise LookupError("its class has no generate()")
+            if hasattr(model, "set_experts_implementation"):
+                model.set_experts_implementation("batched_mm")  # the grouped product knows no float64 on the CPU
             inputs = prompts(model)
             wanted = {name: _run(model, inputs, tokens, more) for name, more in CACHES.items()}
         except Exception as error:

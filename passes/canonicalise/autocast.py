@@ -16,7 +16,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.ir.graph import Capture
 from autotp.ir.op import aten
-from autotp.passes.base import Pass
+from autotp.passes.base import Changes, Pass
 
 # Contractions: autocast lowers all operands, and fake tensors do not mind if they differ.
 LOWERED = frozenset(
@@ -27,18 +27,22 @@ LOWERED = frozenset(
 
 
 @dataclass(frozen=True)
-class ExplicitCasts(Pass):
+class ExplicitCasts(Pass[Capture]):
     """Casts before every operator whose recorded result only autocast explains."""
 
     name: ClassVar[str] = "explicit-casts"
 
     def idle(self, program: Capture) -> str:
         """Only where something ran under autocast, around the call or within it."""
-        return "" if program.autocast or (program.state and program.state[-1] is not None) else "no autocast"
+        return (
+            ""
+            if program.autocast or (program.state and program.state[-1] is not None)
+            else "no autocast around the call or within it"
+        )
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         calls = [n for n in program.graph.nodes if n.op == "call_function" and _dtype(n.meta.get("val")) is not None]
-        return sum(self._cast(program.graph, n) for n in calls)
+        return Changes(sum(self._cast(program.graph, n) for n in calls), "operators have their operands cast")
 
     def _cast(self, graph: fx.Graph, node: fx.Node) -> bool:
         schema = getattr(node.target, "_schema", None)

@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 from torch import fx
 
+from autotp.ir.copying import copy_graph
 from autotp.ir.graph import Capture, differentiable
 from autotp.ir.marks import mark, write
 from autotp.ir.op import Op, aten, expression, is_tensor, sizes
-from autotp.passes.base import Pass
+from autotp.passes.base import Changes, Pass
 
 from .complex_scatters import ComplexScatters
 from .drop_examples import DropExamples
@@ -20,12 +21,12 @@ from .strides import LayOut, Reshape
 
 
 @dataclass(frozen=True)
-class MergeTied(Pass):
+class MergeTied(Pass[Capture]):
     """A parameter reached by several names is one leaf."""
 
     name: ClassVar[str] = "merge-tied"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         first: dict[str, fx.Node] = {}
         kept = []
         for leaf in program.leaves:
@@ -39,11 +40,11 @@ class MergeTied(Pass):
             kept.append(leaf)
         merged = len(program.leaves) - len(kept)
         program.leaves[:] = kept
-        return merged
+        return Changes(merged, "further names of one tensor are one leaf")
 
 
 @dataclass(frozen=True)
-class InlineRegions(Pass):
+class InlineRegions(Pass[Capture]):
     """Regions under `torch.no_grad` (or any wrapped submodule) become plain nodes; their results carry no gradient.
 
     Afterwards every call says whether it stands in one; what a later pass puts in must say it too.
@@ -51,7 +52,7 @@ class InlineRegions(Pass):
 
     name: ClassVar[str] = "inline-regions"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         found, owner = _regions(program.graph), program.graph.owning_module
         program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in found)
         for node in found:
@@ -60,7 +61,7 @@ class InlineRegions(Pass):
         for node in program.graph.nodes:
             if node.op == "call_function" and mark(node).no_grad is None:
                 write(node, no_grad=False)
-        return len(found)
+        return Changes(len(found), "regions are plain nodes")
 
 
 def _regions(graph: fx.Graph) -> list[fx.Node]:
@@ -82,10 +83,9 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
         zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True)
     )
     with graph.inserting_before(node):
-        for inner in body.nodes:
-            if inner.op in ("placeholder", "output") or (inner.op == "get_attr" and not inner.users):
-                continue
-            env[inner] = graph.node_copy(inner, lambda n: env[n])
+        calls = [n for n in body.nodes if n.op not in ("placeholder", "output") and (n.op != "get_attr" or n.users)]
+        copy_graph(calls, env, graph)
+        for inner in calls:
             env[inner].meta.setdefault("nn_module_stack", node.meta.get("nn_module_stack"))
             write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
@@ -104,26 +104,27 @@ def _detach(graph: fx.Graph, node: fx.Node) -> fx.Node:
 
 
 @dataclass(frozen=True)
-class DropChecks(Pass):
+class DropChecks(Pass[Capture]):
     """Assertions of the export; `Capture.accepts` checks sizes at the door instead."""
 
     name: ClassVar[str] = "drop-checks"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         names = ("_assert_", "sym_constrain_range", "_guards_fn")
         found = [n for n in program.graph.nodes if n.op.startswith("call") and any(x in str(n.target) for x in names)]
         for n in found:
             program.graph.erase_node(n)
-        return len(found) + bool(program.graph.eliminate_dead_code())
+        unread = bool(program.graph.eliminate_dead_code())
+        return Changes(len(found) + unread, "assertions, and what nothing reads, are left out")
 
 
 @dataclass(frozen=True)
-class DropIdentities(Pass):
+class DropIdentities(Pass[Capture]):
     """Casts to the same type, full slices and aliases: the value itself."""
 
     name: ClassVar[str] = "drop-identities"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         candidates = (aten.to, aten.alias, aten.slice, aten.expand, aten.lift_fresh_copy, aten._to_copy)
         changed = 0
         for n in list(program.graph.nodes):
@@ -135,21 +136,22 @@ class DropIdentities(Pass):
                 n.replace_all_uses_with(n.args[0])
                 program.graph.erase_node(n)
                 changed += 1
-        return changed
+        return Changes(changed, "operators that give their operand are left out")
 
 
 @dataclass(frozen=True)
-class TileSlices(Pass):
+class TileSlices(Pass[Capture]):
     """Slices that together tile one dimension of a value become one split, so that each piece can be sharded."""
 
     name: ClassVar[str] = "tile-slices"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         groups: dict[tuple[fx.Node, int], list[fx.Node]] = defaultdict(list)
         for n in program.graph.nodes:
             if n.target is aten.slice.Tensor and Op.of(n).args["step"] == 1:
                 groups[n.args[0], Op.of(n).dim()].append(n)  # type: ignore[index]
-        return sum(self._tile(program.graph, dim, cuts) for (_, dim), cuts in groups.items())
+        tiled = sum(self._tile(program.graph, dim, cuts) for (_, dim), cuts in groups.items())
+        return Changes(tiled, "dimensions in slices are split at once")
 
     def _tile(self, graph: fx.Graph, dim: int, cuts: list[fx.Node]) -> bool:
         source: fx.Node = cuts[0].args[0]  # type: ignore[assignment]
@@ -190,12 +192,12 @@ def _span(node: fx.Node, dim: int, total: Any) -> tuple[int, int] | None:
 
 
 @dataclass(frozen=True)
-class RebindSizes(Pass):
+class RebindSizes(Pass[Capture]):
     """A size read off an intermediate value is read off the input it comes from: shards have other sizes."""
 
     name: ClassVar[str] = "rebind-sizes"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         changed = 0
         for n in list(program.graph.nodes):
             if n.target is not aten.sym_size.int or not is_tensor(n.args[0]):
@@ -209,10 +211,10 @@ class RebindSizes(Pass):
             else:
                 continue
             changed += 1
-        return changed
+        return Changes(changed, "sizes are read off inputs")
 
 
-CANONICAL: tuple[Pass, ...] = (
+CANONICAL: tuple[Pass[Capture], ...] = (
     MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(), TileSlices(),
     RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip

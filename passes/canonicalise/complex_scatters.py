@@ -9,7 +9,7 @@ from torch import fx
 
 from autotp.ir.graph import Capture
 from autotp.ir.op import Op, aten
-from autotp.passes.base import Pass
+from autotp.passes.base import Changes, Pass
 
 # A scatter -> the names of its arguments that count dimensions.
 SCATTERS: dict[Any, tuple[str, ...]] = {
@@ -20,16 +20,16 @@ SCATTERS: dict[Any, tuple[str, ...]] = {
 
 
 @dataclass(frozen=True)
-class ComplexScatters(Pass):
+class ComplexScatters(Pass[Capture]):
     """`select_scatter` and its like on complex values act on pairs of real numbers, which are the same memory."""
 
     name: ClassVar[str] = "complex-scatters"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         found = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
         for node in found:
             _on_pairs(node)
-        return len(found)
+        return Changes(len(found), "parts are put into complex values as real ones")
 
 
 def _on_pairs(node: fx.Node) -> None:

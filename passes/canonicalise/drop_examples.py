@@ -10,7 +10,7 @@ from torch import fx
 from autotp import compat
 from autotp.ir.graph import Capture
 from autotp.ir.op import Op, aten, is_tensor
-from autotp.passes.base import Pass
+from autotp.passes.base import Changes, Pass
 
 PLAIN: dict[Any, Any] = {
     aten.new_zeros.default: aten.zeros.default,
@@ -28,15 +28,16 @@ SHAPED: dict[Any, Any] = {
 
 
 @dataclass(frozen=True)
-class DropExamples(Pass):
+class DropExamples(Pass[Capture]):
     """`new_zeros(x, ...)`, `x.type_as(y)` and `x.expand_as(y)` become operators that do not read the example, so it
     may lie anyhow."""
 
     name: ClassVar[str] = "drop-examples"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         calls = [n for n in program.graph.nodes if n.op == "call_function"]
-        return sum(self._made(n) or self._cast(n) or self._shaped(n) for n in calls)
+        changed = sum(self._made(n) or self._cast(n) or self._shaped(n) for n in calls)
+        return Changes(changed, "operators do not read the example of a dtype or shape")
 
     def _made(self, node: fx.Node) -> bool:
         if node.target not in PLAIN:

@@ -9,31 +9,32 @@ from torch import Tensor, fx
 
 from autotp.ir.graph import Capture
 from autotp.ir.op import aten, expression
-from autotp.passes.base import Pass
+from autotp.passes.base import Changes, Pass
 
 
 @dataclass(frozen=True)
-class Reshape(Pass):
+class Reshape(Pass[Capture]):
     """A view becomes a reshape: that memory allows it was decided on strides that real values need not have."""
 
     name: ClassVar[str] = "reshape"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         found = [n for n in program.graph.nodes if n.target is aten.view.default]
         for node in found:
             node.target = aten.reshape.default
-        return len(found)
+        return Changes(len(found), "views are reshapes")
 
 
 @dataclass(frozen=True)
-class LayOut(Pass):
+class LayOut(Pass[Capture]):
     """`as_strided` picks elements by their place in memory, and a rank's value may lie there in another order."""
 
     name: ClassVar[str] = "lay-out"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         found = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
-        return sum(self._lay_out(program.graph, n) for n in found)
+        laid = sum(self._lay_out(program.graph, n) for n in found)
+        return Changes(laid, "operands are laid out in memory as they were captured")
 
     def _lay_out(self, graph: fx.Graph, node: fx.Node) -> bool:
         operand = node.all_input_nodes[0]

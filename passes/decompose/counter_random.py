@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx
@@ -20,7 +20,7 @@ from autotp.ir.leaves import SEEDS
 from autotp.ir.marks import write
 from autotp.ir.op import Op, aten, expression, sizes
 from autotp.kernels.operators import GOLDEN, OPS, mixed
-from autotp.passes.schema import verify
+from autotp.passes.base import Changes, Pass
 from autotp.rules.local import Sizes
 
 
@@ -40,28 +40,45 @@ def seeds(count: int, place: int = 0, base: int | None = None) -> Tensor:
     return mixed(torch.arange(count) + mixed(start + place * GOLDEN))
 
 
-def by_counter(program: Capture) -> Capture:
-    """The program with its live random operators drawn by counters, where there is a form for them."""
-    found = [n for n in program.graph.nodes if draws(n) and packet(n) in FORMS]
-    if not found:
-        return program
-    graph = program.graph
-    last = [n for n in graph.nodes if n.op == "placeholder"][-1]
-    fake = next(v for n in found if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
-    with graph.inserting_after(last):
-        leaf = graph.placeholder(SEEDS.name)
-    leaf.meta["val"] = fake.new_empty((len(found),), dtype=torch.int64).detach()
-    drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
-    apart = sum(packet(n) == "scaled_dot_product_attention" for n in found)
-    for i, node in enumerate(found):
-        drawer.replace(node, i)
-    if apart:
-        program.notes.append(
-            f"{apart} attentions drop weights, and are taken apart for that: the weights are kept for the backward"
-        )
-    verify(program, "random numbers by counters")
-    verify(program, "random numbers by counters")
-    return replace(program, leaves=[*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)])
+@dataclass(frozen=True)
+class CountedRandom(Pass[Capture]):
+    """Live random operators are drawn by counters, where there is a form for them.
+
+    Attributes:
+        random: what is asked for; only "counter" changes anything.
+    """
+
+    name: ClassVar[str] = "counted-random"
+    random: str = "counter"
+
+    def idle(self, program: Capture) -> str:
+        """Only where that is asked for and something draws."""
+        if self.random != "counter":
+            return f"random={self.random!r}"
+        return "" if _drawing(program) else "nothing draws"
+
+    def run(self, program: Capture) -> Changes:
+        drawing, graph = _drawing(program), program.graph
+        last = [n for n in graph.nodes if n.op == "placeholder"][-1]
+        fake = next(v for n in drawing if isinstance(v := n.meta["val"], Tensor) or (v := v[0]) is not None)
+        with graph.inserting_after(last):
+            leaf = graph.placeholder(SEEDS.name)
+        leaf.meta["val"] = fake.new_empty((len(drawing),), dtype=torch.int64).detach()
+        drawer = _Drawer(program, Sizes(graph, program.symbols), leaf)
+        attentions = sum(packet(n) == "scaled_dot_product_attention" for n in drawing)
+        for i, node in enumerate(drawing):
+            drawer.replace(node, i)
+        if attentions:
+            program.notes.append(
+                f"{attentions} attentions drop weights, and are taken apart for that: the weights are kept for the "
+                "backward"
+            )
+        program.leaves = [*program.leaves, Leaf(leaf, SEEDS, SEEDS.name)]
+        return Changes(len(drawing), "operators draw by counters")
+
+
+def _drawing(program: Capture) -> list[fx.Node]:
+    return [n for n in program.graph.nodes if draws(n) and packet(n) in FORMS]
 
 
 def packet(node: fx.Node) -> str:

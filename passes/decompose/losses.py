@@ -10,38 +10,46 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.graph import Capture, Leaf, caller, tensors
+from autotp.ir.graph import Capture, caller, tensors
 from autotp.ir.op import Op, aten
 from autotp.kernels.operators import OPS
-from autotp.passes.schema import verify
+from autotp.passes.base import Changes, Pass
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
 EmitCall = Callable[..., fx.Node]
 
 
-def apart(program: Capture) -> Capture:
-    """The program with its cross entropies taken apart; itself where it has none."""
-    if not any(n.target in CROSS_ENTROPIES for n in program.graph.nodes):
-        return program
-    made = _copied(program)
-    for node in list(made.graph.nodes):
-        if node.target in CROSS_ENTROPIES:
-            _check_classes(made.graph, Op.of(node))
-    take_sums_apart(made)
-    for node in list(made.graph.nodes):
-        if node.target is aten.cross_entropy_loss.default:
-            _classes_apart(made.graph, Op.of(node))
-    verify(made, "losses apart", priced=True)
-    return made
+@dataclass(frozen=True)
+class DecomposeLosses(Pass[Capture]):
+    """Cross entropies become maxima and sums over classes and examples, each with a rule of its own."""
+
+    name: ClassVar[str] = "decompose-losses"
+    priced: ClassVar[bool] = True
+
+    def idle(self, program: Capture) -> str:
+        """Only where there is one."""
+        return "" if any(n.target in CROSS_ENTROPIES for n in program.graph.nodes) else "no cross entropy"
+
+    def run(self, program: Capture) -> Changes:
+        program.own_graph()
+        graph = program.graph
+        losses = [n for n in graph.nodes if n.target in CROSS_ENTROPIES]
+        for node in losses:
+            _check_classes(graph, Op.of(node))
+        take_sums_apart(program)
+        for node in list(graph.nodes):
+            if node.target is aten.cross_entropy_loss.default:
+                _classes_apart(graph, Op.of(node))
+        return Changes(len(losses), "cross entropies are sums over classes and examples")
 
 
 def take_sums_apart(program: Capture) -> None:
@@ -56,27 +64,43 @@ def take_sums_apart(program: Capture) -> None:
                 _sum_apart(program.graph, op)
 
 
-def only_loss(program: Capture) -> Capture:
-    """The program that gives its loss and nothing else; what the forward writes to buffers stays.
+@dataclass(frozen=True)
+class LossAlone(Pass[Capture]):
+    """The program gives its loss and nothing else; what the forward writes to buffers stays.
 
-    Raises:
-        InputError: it has no loss, or several values that could be it.
+    Attributes:
+        outputs: what is asked for; only "loss" changes anything.
     """
-    given = list(compat.tree_leaves(program.graph.output_node().args[0]))
-    kept = [i for i in range(len(given)) if i in program.mutations]
-    found = [i for i, x in enumerate(given) if i not in kept and isinstance(x, fx.Node) and _is_loss(x)]
-    if len(found) != 1:
-        raise InputError(
-            f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(found)}. "
-            "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
-        )
-    made = _copied(program)
-    output = made.graph.output_node()
-    values = list(compat.tree_leaves(output.args[0]))
-    output.args = (tuple(values[i] for i in [*kept, *found]),)
-    made.graph.eliminate_dead_code()
-    mutations = {k: program.mutations[i] for k, i in enumerate(kept)}
-    return replace(made, mutations=mutations, out_spec=compat.tree_flatten(0)[1])
+
+    name: ClassVar[str] = "loss-alone"
+    outputs: str = "loss"
+
+    def idle(self, program: Capture) -> str:
+        """Only where that is asked for."""
+        return "" if self.outputs == "loss" else f"outputs={self.outputs!r}"
+
+    def run(self, program: Capture) -> Changes:
+        """Drop the other outputs.
+
+        Raises:
+            InputError: the program has no loss, or several values that could be it.
+        """
+        values = list(compat.tree_leaves(program.graph.output_node().args[0]))
+        written = [i for i in range(len(values)) if i in program.mutations]
+        losses = [i for i, x in enumerate(values) if i not in written and isinstance(x, fx.Node) and _is_loss(x)]
+        if len(losses) != 1:
+            raise InputError(
+                f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(losses)}. "
+                "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
+            )
+        program.own_graph()
+        output = program.graph.output_node()
+        values = list(compat.tree_leaves(output.args[0]))
+        output.args = (tuple(values[i] for i in [*written, *losses]),)
+        program.graph.eliminate_dead_code()
+        program.mutations = {k: program.mutations[i] for k, i in enumerate(written)}
+        program.out_spec = compat.tree_flatten(0)[1]
+        return Changes(len(values) - len(written) - 1, "outputs are left out")
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
@@ -100,18 +124,6 @@ def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module
 
 def _is_loss(node: fx.Node) -> bool:
     return [v.ndim for v in tensors(node)] == [0] and tensors(node)[0].is_floating_point()
-
-
-def _copied(program: Capture) -> Capture:
-    """The same program with a graph of its own."""
-    graph, env = fx.Graph(program.graph.owning_module), {}
-    graph.output(graph.graph_copy(program.graph, env))
-    return replace(
-        program,
-        graph=graph,
-        leaves=[Leaf(env[leaf.node], leaf.kind, leaf.name) for leaf in program.leaves],
-        symbols={symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()},
-    )
 
 
 def _check_classes(graph: fx.Graph, op: Op) -> None:

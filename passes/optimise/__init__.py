@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .base import Optimisation, Setting
-from .table import OPTIMISATIONS, Fired, Switches, optimise, read_switches
+from .base import Optimisation, RankProgram, Setting
+from .table import OPTIMISATIONS, Fired, Switches, read_switches
 
-__all__ = ["OPTIMISATIONS", "Fired", "Optimisation", "Setting", "Switches", "optimise", "read_switches"]
+__all__ = ["OPTIMISATIONS", "Fired", "Optimisation", "RankProgram", "Setting", "Switches", "read_switches"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 
 import torch
 from torch import fx
@@ -11,6 +11,8 @@ from torch import fx
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
+from autotp.passes.base import Pass
+from autotp.passes.schema import verify
 
 
 @dataclass(frozen=True)
@@ -39,16 +41,22 @@ class Setting:
         return self.backend != "eager"
 
 
-@dataclass(frozen=True)
-class Optimisation:
-    """A rewrite of one rank's graph in place that keeps its numbers; options are fields."""
+@dataclass
+class RankProgram:
+    """One rank's program, and where and what for it runs.
 
-    name: ClassVar[str]
+    Attributes:
+        axes: its place on each mesh axis, for the program of all ranks.
+    """
 
-    def idle(self, setting: Setting) -> str:
-        """Why it has nothing to do in this setting unless it is asked for by name; empty where it is on by itself."""
-        return ""
+    graph: fx.Graph
+    setting: Setting
+    axes: Mapping[str, MeshPlace] = field(default_factory=dict)
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
-        """Rewrite; says where it fired, in a few words with figures, or why nowhere ("nowhere: ...")."""
-        raise NotImplementedError
+
+class Optimisation(Pass[RankProgram]):
+    """A rewrite of one rank's graph that keeps its numbers; it says where it fired, with figures, or why nowhere."""
+
+    def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
+        """Refuse marks that the optimisation forgot on what it put in."""
+        verify(program.graph, f"pass {self.name}", before=before)

@@ -19,8 +19,9 @@ from autotp.comm.conversions import f
 from autotp.cost import call_seconds, tensor_bytes
 from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
+from autotp.passes.base import Changes
 
-from .base import Optimisation, Setting
+from .base import Optimisation, RankProgram, Setting
 from .products import over_tp
 
 Scope = tuple[str, ...]
@@ -32,14 +33,16 @@ class Bucket(Optimisation):
 
     name: ClassVar[str] = "bucket"
 
-    def idle(self, setting: Setting) -> str:
+    def idle(self, program: RankProgram) -> str:
         """There is nothing to send in one process, or without gradients."""
+        setting = program.setting
         if setting.place.size == 1:
             return "nowhere: nothing is sent in one process"
         return "" if setting.objective.training else f"nowhere: {setting.objective.name} has no gradients"
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
+    def run(self, program: RankProgram) -> Changes:
         """How many all-reduces became how many."""
+        graph, setting = program.graph, program.setting
         units: dict[Scope, list[fx.Node]] = defaultdict(list)
         for node in graph.nodes:
             if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
@@ -48,8 +51,9 @@ class Bucket(Optimisation):
         for unit, nodes in merged.items():
             _merge(graph, unit, nodes)
         if not merged:
-            return "nowhere: no block has two small parameters whose gradients are summed"
-        return f"{sum(map(len, merged.values()))} all-reduces of parameters' gradients became {len(merged)}"
+            return Changes(0, "nowhere: no block has two small parameters whose gradients are summed")
+        sums = sum(map(len, merged.values()))
+        return Changes(len(merged), f"{sums} all-reduces of parameters' gradients became {len(merged)}")
 
 
 def _small(node: fx.Node, setting: Setting) -> bool:

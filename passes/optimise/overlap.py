@@ -27,9 +27,10 @@ from autotp.cost import (
     size_hint,
     tensor_bytes,
 )
+from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
-from .base import Optimisation, Setting
+from .base import Optimisation, RankProgram, Setting
 from .products import GatheredProducts, Product, ScatteredProduct, dealt, fuse, fuse_dealt, groups
 
 TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
@@ -57,15 +58,17 @@ class Overlap(Optimisation):
     chunks: int = 0
     least: float = LEAST
 
-    def idle(self, setting: Setting) -> str:
+    def idle(self, program: RankProgram) -> str:
         """There is nothing to overlap in one process, and on CPUs nothing to gain."""
+        setting = program.setting
         if setting.place.size == 1:
             return "nowhere: nothing is sent in one process"
         running = setting.place.group and setting.device.type == "cpu"
         return "nowhere: what sends between CPU processes takes the cores that compute" if running else ""
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
+    def run(self, program: RankProgram) -> Changes:
         """Where it fired, in how many chunks, and what it is predicted to save."""
+        graph, setting = program.graph, program.setting
         fired: Counter[str] = Counter()
         saved = left = 0.0
         model = _Model(setting)
@@ -86,7 +89,9 @@ class Overlap(Optimisation):
                 done = fuse(found, chosen.chunks, least=least)
             fired[_what(found, chosen.chunks) if done is not None else "made too late"] += 1
             saved += chosen.saved if done is not None else 0.0
-        return _told(fired, saved, left)
+        graph.eliminate_dead_code()
+        done = sum(n for what, n in fired.items() if what not in ("left", "made too late"))
+        return Changes(done, _told(fired, saved, left))
 
 
 def _what(found: ScatteredProduct | GatheredProducts, chunks: int) -> str:

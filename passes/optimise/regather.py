@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import fx
-
 from autotp.comm.conversions import g
 from autotp.comm.overlapped import grouped
 from autotp.cost import tensor_bytes
+from autotp.passes.base import Changes
 from autotp.text import amount
 
-from .base import Optimisation, Setting
+from .base import Optimisation, RankProgram
 from .products import fuse, groups, over_tp
 
 REGATHER = 7  # position of `regather` among the arguments of `grouped`
@@ -29,8 +28,9 @@ class Regather(Optimisation):
 
     name: ClassVar[str] = "regather"
 
-    def idle(self, setting: Setting) -> str:
+    def idle(self, program: RankProgram) -> str:
         """Only where the memory model says that a step does not fit into a device."""
+        setting = program.setting
         if not setting.objective.training:
             return f"nowhere: {setting.objective.name} keeps nothing for a backward"
         limit = setting.cluster.memory_size
@@ -38,8 +38,9 @@ class Regather(Optimisation):
             return f"nowhere: a rank holds {amount(setting.held)} of {amount(limit)} by the memory model"
         return ""
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
+    def run(self, program: RankProgram) -> Changes:
         """Where it fired, and what autograd keeps less."""
+        graph, setting = program.graph, program.setting
         found = [n for n in graph.nodes if n.target is grouped and n.args[1][0] == "S"]
         found += [call for x in groups(graph) if x.gathers and (call := fuse(x)) is not None]
         for call in found:
@@ -48,6 +49,7 @@ class Regather(Optimisation):
         whole = sum(tensor_bytes(call.args[0].meta["val"]) for call in found)
         saved = whole - whole / setting.place.size
         rest = f"; {left} g that not only products read" if left else ""
+        graph.eliminate_dead_code()
         if not found:
-            return f"nowhere: no value is gathered for products alone{rest}"
-        return f"{len(found)} values are gathered again, {amount(saved)} less are kept{rest}"
+            return Changes(0, f"nowhere: no value is gathered for products alone{rest}")
+        return Changes(len(found), f"{len(found)} values are gathered again, {amount(saved)} less are kept{rest}")

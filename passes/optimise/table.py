@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 
-from torch import fx
-
 from autotp.errors import InputError
-from autotp.log import dump, log
 from autotp.passes.optimise.kernels.place import Kernels
-from autotp.passes.schema import verify
 
-from .base import Optimisation, Setting
+from .base import Optimisation
 from .bucket import Bucket
 from .micro_pipeline import MicroPipeline
 from .overlap import Overlap
@@ -41,19 +36,3 @@ def read_switches(given: Switches) -> dict[str, bool]:
     if odd := [name for name in given if name not in names]:
         raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
     return dict(given)
-
-
-def optimise(graph: fx.Graph, setting: Setting, switches: Mapping[str, bool]) -> Fired:
-    """Run the table over one rank's program, in place; says of each optimisation by name what became of it."""
-    lines = []
-    for each in OPTIMISATIONS:
-        start, why, before = time.process_time(), each.idle(setting), set(graph.nodes)
-        on = switches.get(each.name, not why)
-        told = each.run(graph, setting) if on else why if each.name not in switches else "switched off"
-        graph.eliminate_dead_code()
-        graph.lint()
-        verify(graph, f"optimisation {each.name}", before=before)
-        log.debug("optimisation %s: %s, %.1f ms", each.name, told, 1e3 * (time.process_time() - start))
-        lines.append((each.name, told))
-    dump("optimised", graph)
-    return tuple(lines)

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import reduce
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import sympy
 import torch
@@ -23,13 +23,13 @@ from autotp import compat
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, Leaf, outputs_of, resolve, shape_of, substitute, where
+from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, substitute, where
 from autotp.ir.layouts import Layout, Shard, Size
 from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
+from autotp.passes.base import Changes, Pass
 from autotp.passes.decompose.losses import take_sums_apart
-from autotp.passes.schema import verify
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
@@ -55,28 +55,41 @@ def two_examples(inputs: Inputs, dp: int) -> Inputs:
     return Inputs(*args, **kwargs)
 
 
-def local_program(program: Capture, dp: int) -> Capture:
-    """The program of one dp rank, made from the whole batch's; its batch symbols then mean the local batch.
+@dataclass(frozen=True)
+class BatchAxis(Pass[Capture]):
+    """The program of one dp rank in place of the whole batch's; its batch symbols then mean the local batch.
 
-    Raises:
-        CaptureError: the capture has no symbolic batch.
+    Attributes:
+        dp: number of ranks on the axis.
     """
-    if dp == 1:
-        return program
-    batch = _one_batch(program)
-    take_sums_apart(program)
-    builder = Builder(program, dp, Cluster.resolve(None), axis=BatchRules(batch))
-    planned = decide(builder)
-    layouts = dict(zip(map(resolve, outputs_of(program)), builder.goals(), strict=True))
-    sharded = Rewriter(planned, builder.prices.convert, BatchWriter(batch, dp, layouts)).run()
-    local = _Localised(program, sharded.graph, dp, batch).capture()
-    verify(local, "batch axis")
-    over = [(n, mark(n).batch) for n in local.graph.nodes]
-    gathered = [n.args[0] for n, batch in over if batch is not None and isinstance(batch.source, Shard)]
-    if gathered:
-        told = listed(where(n) for n in gathered)
-        local.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
-    return local
+
+    name: ClassVar[str] = "batch-axis"
+    dp: int = 1
+
+    def idle(self, program: Capture) -> str:
+        """One rank has the whole batch."""
+        return "dp=1" if self.dp == 1 else ""
+
+    def run(self, program: Capture) -> Changes:
+        """Plan the program over the dp ranks, and write one rank's.
+
+        Raises:
+            CaptureError: the capture has no symbolic batch.
+        """
+        batch = _one_batch(program)
+        take_sums_apart(program)
+        builder = Builder(program, self.dp, Cluster.resolve(None), axis=BatchRules(batch))
+        planned = decide(builder)
+        layouts = dict(zip(map(resolve, outputs_of(program)), builder.goals(), strict=True))
+        sharded = Rewriter(planned, builder.prices.convert, BatchWriter(batch, self.dp, layouts)).run()
+        _Localised(program, sharded.graph, self.dp, batch).run()
+        over = [(n, mark(n).batch) for n in program.graph.nodes]
+        converted = [(n, conversion) for n, conversion in over if conversion is not None]
+        gathered = [n.args[0] for n, conversion in converted if isinstance(conversion.source, Shard)]
+        if gathered:
+            told = listed(where(n) for n in gathered)
+            program.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
+        return Changes(len(converted), "conversions over dp")
 
 
 def _one_batch(program: Capture) -> sympy.Symbol:
@@ -125,30 +138,27 @@ def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
 
 
 class _Localised:
-    """Gives the nodes of a dp rank's graph their local values, and makes a capture of it."""
+    """Gives the nodes of a dp rank's graph their local values, and puts it in the place of the whole batch's."""
 
     def __init__(self, program: Capture, graph: fx.Graph, dp: int, batch: sympy.Symbol) -> None:
         self.program, self.graph, self.dp, self.batch = program, graph, dp, batch
         self.whole: Mapping[Any, int] = {batch: dp * batch}  # type: ignore[dict-item]
         self.symints = {s: node.meta["val"].shape[d] for s, (node, d) in program.symbols.items()}
 
-    def capture(self) -> Capture:
+    def run(self) -> None:
         for node in self.graph.nodes:
             self._value(node)
-        old = self.program
-        sides = ([n for n in graph.nodes if n.op == "placeholder"] for graph in (old.graph, self.graph))
-        made = dict(zip(*sides, strict=True))
-        low, high = old.ranges.get(self.batch, (1, 2**62))
-        return replace(
-            old,
-            graph=self.graph,
-            leaves=[
-                Leaf(made[leaf.node], BUFFER if leaf.kind is TABLE else leaf.kind, leaf.name) for leaf in old.leaves
-            ],
-            symbols={s: (made[node], d) for s, (node, d) in old.symbols.items()},
-            ranges={**old.ranges, self.batch: (-(-low // self.dp), high // self.dp)},
-            guards=[substitute(g, self.whole) for g in old.guards],
-        )
+        program = self.program
+        sides = ([n for n in graph.nodes if n.op == "placeholder"] for graph in (program.graph, self.graph))
+        env = dict(zip(*sides, strict=True))
+        low, high = program.ranges.get(self.batch, (1, 2**62))
+        program.graph = self.graph
+        program.leaves = [replace(leaf, node=env[leaf.node]) for leaf in program.leaves]
+        for leaf in program.leaves:
+            leaf.kind = BUFFER if leaf.kind is TABLE else leaf.kind
+        program.symbols = {s: (env[node], d) for s, (node, d) in program.symbols.items()}
+        program.ranges = {**program.ranges, self.batch: (-(-low // self.dp), high // self.dp)}
+        program.guards = [substitute(g, self.whole) for g in program.guards]
 
     def _value(self, node: fx.Node) -> None:
         written = mark(node)

@@ -17,6 +17,7 @@ from autotp.comm import conversions as convert
 from autotp.comm.slices import to_runtime
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
+from autotp.ir.copying import copy_graph
 from autotp.ir.graph import Value, resolve, tensors
 from autotp.ir.layouts import Grouped, Layout, Partition, R
 from autotp.ir.marks import inherit, mark, write
@@ -233,11 +234,8 @@ def rewrite(planned: Planned, price: Any, outputs: str = "full") -> Sharded:
 
 def specialise(sharded: Sharded, axes: Mapping[str, MeshPlace]) -> fx.Graph:
     """The program of one rank, which has this place on each mesh axis, "tp" and where there is one "dp"."""
-    graph = fx.Graph()
-    copied: dict[fx.Node, fx.Node] = {}
-    for node in sharded.graph.nodes:
-        new = graph.node_copy(node, lambda n: copied[n])
-        copied[node] = new
+    graph, env = copy_graph(sharded.graph.nodes)
+    for node, new in env.items():
         if axis := mark(node).axis:
             rank, size, group = axes[axis]
             extra = {"group": group} if node.target in convert.FUNCTIONS.values() else {}

@@ -23,7 +23,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
-from autotp.driver import pipeline
+from autotp.driver import pipeline, schedule
 from autotp.ir.graph import Capture
 from autotp.runtime import module as runtime
 
@@ -33,7 +33,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 CODE = (type, FunctionType, BuiltinFunctionType)
 HELD = {"_parameters", "_buffers", "_modules"}
 MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
-MAKERS += (pipeline.__name__,)
+MAKERS += (pipeline.__name__, schedule.__name__)
 KEPT: dict[Any, Capture] = {}
 _on = False
 

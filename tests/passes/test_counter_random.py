@@ -17,7 +17,7 @@ from autotp.ir.graph import Capture
 from autotp.ir.leaves import SEEDS
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
-from autotp.passes.decompose.counter_random import by_counter, packet, seeds
+from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
 from autotp.proof.simulate import reference
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -177,10 +177,10 @@ def test_attention_taken_apart_is_the_attention(kind):
     given = [q, k, v, *([mask] if mask is not None else [])]
     program = capture_model(model, autotp.Inputs(*given), torch.device("cpu"))[0]
     with patch.object(counter_random, "draws", lambda node: packet(node) == "scaled_dot_product_attention"):
-        apart = by_counter(program)
-    assert any(n.target is OPS.counter_dropout.default for n in apart.graph.nodes)
-    given = given if mask is not None else [*given, None][: len(apart.inputs)]
-    torch.testing.assert_close(values(apart, given), model(*given), rtol=1e-5, atol=1e-6)
+        CountedRandom().run(program)
+    assert any(n.target is OPS.counter_dropout.default for n in program.graph.nodes)
+    given = given if mask is not None else [*given, None][: len(program.inputs)]
+    torch.testing.assert_close(values(program, given), model(*given), rtol=1e-5, atol=1e-6)
 
 
 class Kinds(nn.Module):

@@ -48,6 +48,6 @@ def test_nothing_is_gathered_for_an_example(monkeypatch):
     assert report and report.plan is not None
     assert [c.forward for c in report.plan.collectives if c.forward] == ["all_reduce"]
     kept = tuple(p for p in canonicalise.CANONICAL if p.name != "drop-examples")
-    monkeypatch.setattr("autotp.driver.pipeline.CANONICAL", kept)
+    monkeypatch.setattr("autotp.driver.schedule.CANONICAL", kept)
     before = autotp.plan(model, 2, example_inputs=x)
     assert before.totals.forward_bytes > report.plan.totals.forward_bytes

@@ -20,7 +20,7 @@ from autotp.ir.marks import inherit, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import matching
-from autotp.passes.optimise.base import Setting
+from autotp.passes.optimise.base import RankProgram, Setting
 from autotp.passes.optimise.kernels import norm, place
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
@@ -78,7 +78,7 @@ def test_off_unless_asked_for():
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_off_on_every_device_and_backend(backend, device):
     setting: Any = Setting(MeshPlace(0, 2, ""), None, None, torch.device(device), backend)  # type: ignore[arg-type]
-    assert place.Kernels().idle(setting) == OFFERED
+    assert place.Kernels().idle(RankProgram(torch.fx.Graph(), setting)) == OFFERED
 
 
 class Dropped(nn.Module):

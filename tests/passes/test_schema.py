@@ -20,11 +20,10 @@ from autotp.ir.layouts import I, P, R
 from autotp.ir.marks import NOTHING, Mark, conversion_of, inherit, mark, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Planned, Sharded
-from autotp.passes.base import Pass, run_passes
-from autotp.passes.optimise import table
-from autotp.passes.optimise.base import Optimisation, Setting
+from autotp.passes.base import Changes, Pass, run_passes
+from autotp.passes.optimise.base import Optimisation, RankProgram, Setting
 from autotp.passes.schema import CONVERSIONS, captured, verify
-from autotp.passes.shard.batch_program import local_program
+from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.planner import Builder, decide
 from autotp.passes.shard.rewrite import rewrite, specialise
 
@@ -58,7 +57,8 @@ class Programs:
 @pytest.fixture(scope="module")
 def programs() -> Programs:
     whole, _ = capture_model(Block(), Inputs(torch.randint(16, (4, 6))), torch.device("cpu"), False)
-    local = local_program(whole, 2)
+    local = dataclasses.replace(whole)
+    run_passes(local, (BatchAxis(2),))
     builder = Builder(local, 2, Cluster.resolve(None))
     planned = decide(builder)
     return Programs(whole, local, planned, rewrite(planned, builder.prices.convert))
@@ -143,18 +143,18 @@ def test_a_conversion_that_says_another_is_an_error(programs):
 
 
 @dataclasses.dataclass(frozen=True)
-class Careless(Pass):
+class Careless(Pass[Capture]):
     """Puts a call in the graph and says nothing of it."""
 
     name = "careless"
 
-    def run(self, program: Capture) -> int:
+    def run(self, program: Capture) -> Changes:
         node = next(n for n in program.graph.nodes if n.target is aten.relu.default)
         with program.graph.inserting_after(node):
             new = program.graph.call_function(aten.clone.default, (node,))
         new.meta["val"] = node.meta["val"]
         node.replace_all_uses_with(new, lambda user: user is not new)
-        return 1
+        return Changes(1)
 
 
 def test_run_passes_names_the_pass(programs):
@@ -170,7 +170,8 @@ class Twice(Optimisation):
     name = "twice"
     forgets: str = ""
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
+    def run(self, program: RankProgram) -> Changes:
+        graph = program.graph
         node = next(n for n in graph.nodes if n.target is aten.relu.default)
         with graph.inserting_after(node):
             new = graph.call_function(aten.clone.default, (node,))
@@ -178,19 +179,19 @@ class Twice(Optimisation):
         inherit(new, node, **({} if self.forgets == "scope" else {"scope": ()}))
         if self.forgets == "axis":  # of a call that was there
             write(next(n for n in graph.nodes if mark(n).axis), axis=None)
-        return "once"
+        return Changes(1, "once")
 
 
 @pytest.mark.parametrize("forgets", ["", "scope", "axis"])
-def test_optimise_names_the_optimisation(forgets, programs, monkeypatch):
-    monkeypatch.setattr(table, "OPTIMISATIONS", (Twice(forgets),))
+def test_it_names_an_optimisation(forgets, programs):
     place = MeshPlace(0, 2, "")
     setting = Setting(place, Cluster.resolve(None), TRAINING, torch.device("cpu"))
+    program = RankProgram(programs.rank(), setting)
     if not forgets:
-        assert table.optimise(programs.rank(), setting, {}) == (("twice", "once"),)
+        assert run_passes(program, (Twice(forgets),)) == (("twice", Changes(1, "once")),)
         return
-    with pytest.raises(SchemaError, match=rf"after optimisation twice: .*'{forgets}' is not written"):
-        table.optimise(programs.rank(), setting, {})
+    with pytest.raises(SchemaError, match=rf"after pass twice: .*'{forgets}' is not written"):
+        run_passes(program, (Twice(forgets),))
 
 
 def test_without_the_switch_nothing_is_checked(programs, monkeypatch):

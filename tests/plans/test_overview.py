@@ -26,11 +26,10 @@ LONG = "model.language_model.layers.0.self_attn.kv_a_proj_with_mqa_and_more.weig
 
 @pytest.fixture(scope="module")
 def llama8b() -> Plan:
-    """Llama-3-8B, 32 layers, on the meta device."""
+    """Llama-3-8B, 32 layers, on the meta device: the capture is the readme's."""
     config = transformers.LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, use_cache=False,
-    )  # fmt: skip
+        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_key_value_heads=8
+    )
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     tokens = torch.zeros(8, 4096, dtype=torch.long, device="meta")

@@ -38,12 +38,12 @@ ON_RANKS = {
 }
 
 
-def run_blocks(document: str, **given: Any) -> int:
-    """Run a document's blocks one after another, in one namespace; how many there were."""
+def run_blocks(document: str, alone: int | None = None, **given: Any) -> int:
+    """Run a document's blocks one after another, in one namespace, or one `alone`; how many there were."""
     text, names, count = (ROOT / document).read_text(), {"__name__": "document", **given}, 0
-    for found in BLOCK.finditer(text):
+    for i, found in enumerate(BLOCK.finditer(text)):
         mark, block = found.group(1), found.group(2)
-        if mark == " quoted":
+        if mark == " quoted" or alone not in (None, i):
             continue
         block = block.replace("(32)", "(2)") if mark == " small" else block
         lines = text[: found.start(2)].count("\n")  # so that a traceback shows the document's own line
@@ -98,14 +98,17 @@ def unprinted(shown: str, printed: str) -> list[str]:
     return [line for line in read if line not in lines]
 
 
-def test_the_readme_shows_what_its_blocks_print(capsys):
+@pytest.mark.parametrize(("block", "word"), [(0, "equal"), (1, "FITS")])
+def test_the_readme_shows_what_its_blocks_print(block, word, capsys):
     text = (ROOT / "README.md").read_text()
-    assert run_blocks("README.md") == 2 and len(text.splitlines()) <= LIMITS["lines of README.md"]
-    printed, shown = capsys.readouterr().out, "".join(SHOWN.findall(text))
-    assert max(len(block.splitlines()) for block in SHOWN.findall(text)) <= 15
+    lines = len(text.splitlines())
+    assert len(BLOCK.findall(text)) == len(SHOWN.findall(text)) == 2 and lines <= LIMITS["lines of README.md"]
+    assert run_blocks("README.md", block, torch=torch, transformers=transformers, autotp=autotp) == 1
+    printed, shown = capsys.readouterr().out, SHOWN.findall(text)[block]
+    assert len(shown.splitlines()) <= 15
     if PINNED:
         assert not unprinted(shown, printed)
-    assert unprinted(shown.replace("FITS", "fits"), printed)
+    assert unprinted(shown.replace(word, "another"), printed)
 
 
 def cells(document: str, heading: str) -> dict[str, list[str]]:

@@ -11,7 +11,7 @@ import torch
 
 import autotp
 from autotp.capture.capture import skeleton
-from autotp.driver import pipeline
+from autotp.driver import pipeline, schedule
 from autotp.inputs import Inputs
 from tests.helpers import capture_files, shared_captures
 from tests.helpers.shared_captures import model_key, sharing_captures
@@ -58,7 +58,7 @@ def test_what_was_not_compared_with_the_model_is_not_given_to_who_wants_that():
 
 def test_what_is_patched_counts(monkeypatch):
     first = captured(Stack("none")).graph
-    monkeypatch.setattr(pipeline, "CANONICAL", pipeline.CANONICAL[:1])
+    monkeypatch.setattr(schedule, "CANONICAL", schedule.CANONICAL[:1])
     assert captured(Stack("none")).graph is not first
     monkeypatch.undo()
     assert captured(Stack("none")).graph is first

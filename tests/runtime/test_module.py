@@ -12,11 +12,12 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autotp
 from autotp.errors import StateError
 from autotp.runtime import module
-from tests.helpers.compare import difference
+from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.counting import Counting
 from tests.helpers.models import inputs_of, redrawn, transformer
 
@@ -238,3 +239,16 @@ def test_hooks_see_and_change_what_flows():
     assert len(sharded) == 2 and [repr(m) for m in sharded] == [repr(m) for m in model]
     with pytest.raises(StateError, match="part of a sharded module"):
         sharded[0](x)
+
+
+def test_a_call_of_a_new_kind_under_checkpointing():
+    """The recomputation does not capture again, and saves what the forward saved."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(4, 8))
+    for shape in ((3, 2, 8), (4, 8)):
+        x = torch.randn(shape)
+        for m in (model, sharded):
+            m.zero_grad()
+            checkpoint(m, x, use_reentrant=False).square().sum().backward()
+        assert gradients_differ(sharded, model) < 1e-5

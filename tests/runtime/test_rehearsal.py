@@ -14,7 +14,7 @@ from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
 
 OPTIM: Any = torch.optim
-NAMES = ("its own norms", "plain states", "Muon on pieces")
+NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "a closure")
 
 
 class Own(OPTIM.Optimizer):
@@ -47,6 +47,42 @@ class Shampoo(OPTIM.Optimizer):
                 p.sub_(group["lr"] * torch.linalg.solve(left, p.grad))
 
 
+class Sam(OPTIM.Optimizer):
+    """Steps by the gradients at a worse point nearby, by an optimizer that it holds (Foret et al. 2021)."""
+
+    def __init__(self, parameters: Any, base: Any, **options: Any) -> None:
+        super().__init__(parameters, options)
+        self.base = base(self.param_groups, **options)
+        self.param_groups = self.base.param_groups
+
+    def norm(self, grads: list[Tensor]) -> Tensor:
+        return torch.stack([g.norm() for g in grads]).norm()
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        closure = torch.enable_grad()(closure)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        scale = 0.05 / self.norm([p.grad for p in parameters])
+        moves = [p.grad * scale for p in parameters]
+        for p, move in zip(parameters, moves, strict=True):
+            p.add_(move)
+        closure()
+        for p, move in zip(parameters, moves, strict=True):
+            p.sub_(move)
+        self.base.step()
+
+
+class LocalSam(Sam):
+    def norm(self, grads: list[Any]) -> Tensor:
+        return torch.stack([g.to_local().norm() if hasattr(g, "to_local") else g.norm() for g in grads]).norm()
+
+    def step(self, closure: Any) -> None:
+        for group in self.param_groups:
+            group["lr"] = group["lr"] * float(self.norm([p.grad for p in group["params"]]))
+        self.base.step()
+
+
 class Attention(nn.Module):
     """Four heads that share two keys and values; q, k and v come from one weight."""
 
@@ -70,17 +106,43 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "its own norms": lambda: Own(sharded.parameters(), lr=0.1),
         "plain states": lambda: Shampoo([sharded.out.weight], lr=0.1),
         "Muon on pieces": lambda: OPTIM.Muon(pieces, lr=0.1),
+        "steps within steps": lambda: Sam(list(sharded.parameters()), Own, lr=0.1),
+        "a closure": lambda: LocalSam([sharded.out.weight], OPTIM.SGD, lr=0.1),
     }
+
+    def closure() -> Tensor:
+        return sharded(x).square().mean()
+
     found: dict[str, Any] = {"pieces": len(pieces)}
     before = sharded.full_state_dict()
     for name, make in makers.items():
         sharded.zero_grad()
         sharded(x).square().mean().backward()
         optimizer = make()
-        kind, text, _ = error_of(optimizer.step)
+        kind, text, _ = error_of(lambda step=optimizer.step: step(closure))
         after = sharded.full_state_dict()
         found[name] = kind, text, all(torch.equal(before[n], t) for n, t in after.items()) and not optimizer.state
+    found["right"] = [right(model, sharded, x, base) for base in (OPTIM.SGD, OPTIM.AdamW)]
     return found
+
+
+def right(model: Any, sharded: Any, x: Tensor, base: Any) -> float:
+    """How far two steps of `Sam` over an optimizer come out from the model's."""
+    model.load_state_dict(sharded.full_state_dict())
+    for m in (model, sharded):
+        optimizer = Sam(list(m.parameters()), base, lr=0.1)
+
+        def closure(m: Any = m, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            loss = m(x).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            closure()
+            optimizer.step(closure)
+    found = sharded.full_state_dict()
+    return max(float((found[n] - t).abs().max()) for n, t in model.state_dict().items())
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +157,7 @@ def test_a_step_that_would_come_out_otherwise_is_refused(found, name):
         kind, text, untouched = each[name]
         assert kind == "StateError" and "does not step on this module's parameters" in text and "AdamW" in text, text
         assert untouched, name
+
+
+def test_an_optimizer_that_holds_another_and_needs_a_closure_is_right(found):
+    assert all(max(each["right"]) < 1e-9 for each in found)

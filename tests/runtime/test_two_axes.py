@@ -18,7 +18,7 @@ import autotp
 from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
-from autotp.passes.shard.batch_program import local_program
+from autotp.passes.shard.batch_program import BatchAxis
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.two_axes import DP, ESM, TP, Contrastive, model_of, slice_of
 
@@ -212,7 +212,7 @@ def test_a_batch_of_a_fixed_size_is_refused():
 
 def test_one_rank_on_the_batch_axis_changes_nothing():
     program = captured(nn.Linear(4, 4), torch.randn(2, 4))
-    assert local_program(program, 1) is program
+    assert BatchAxis(1).idle(program) == "dp=1" and not BatchAxis(2).idle(program)
 
 
 def dropped(rank: int, world: int, group: Any) -> Tensor:

@@ -113,6 +113,16 @@ def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return op(*map(_local, args), **{k: _local(v) for k, v in kwargs.items()})
 
 
+def _mixed(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    """Lists moved towards others by a number each: of its own parts on each rank, for torch 2.11 has no rule for it."""
+    into, ends, *rest = args
+    ends = [
+        end.redistribute(to.device_mesh, to.placements) if isinstance(end, DTensor) and isinstance(to, DTensor) else end
+        for to, end in zip(into, ends, strict=True)
+    ]
+    return _by_element(op, (into, ends, *rest), kwargs)
+
+
 def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """An operator over lists of tensors that stand beside each other: those that are no DTensors are whole.
 
@@ -211,6 +221,7 @@ HANDLERS: dict[Any, Handler] = {
     **dict.fromkeys(compat.operators_named("_foreach_", "_fused_adam_", "_fused_adamw_"), _lists),
     **dict.fromkeys(compat.operators_named("_foreach_copy_", "_fused_sgd_", "_fused_adagrad_"), _by_element),
     **dict.fromkeys(COMPARISONS, _compared),
+    aten._foreach_lerp_.ScalarList: _mixed,
     aten._local_scalar_dense.default: _number,
     aten._amp_foreach_non_finite_check_and_unscale_.default: _overflow,
     aten.index_put_.default: _put,

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Iterator
@@ -85,13 +86,13 @@ Kinds = dict[Kind, list[tuple[str, list[Tensor]]]]  # with the names and the pie
 def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     """Refuse an optimizer that steps otherwise on parameters of these kinds than on whole ones. A collective call.
 
-    An optimizer that holds more than options and tensors, or takes no step by itself, is not rehearsed.
+    An optimizer that holds more than options, tensors and other optimizers is not rehearsed.
 
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
     kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _passed}
-    if not kinds or not all(_plain(v) for k, v in vars(optimizer).items() if not _kept_out(k, v)):
+    if not kinds or not _known_whole(optimizer):
         return
     fault = _trial(optimizer, kinds, ranks)
     everyone: list[Any] = [None] * ranks.tp
@@ -201,10 +202,19 @@ def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: K
     made = _copied(optimizer, stand, kinds)
     step: Any = type(optimizer).step
     for i in range(STEPS):
-        for kind, parameters in stand.items():
-            for p, g in zip(parameters, values[kind][i + 1], strict=True):
-                p.grad = g.clone()
-        step(made)
+
+        def closure(i: int = i) -> Tensor:
+            """As a backward through a loss that the steps do not change."""
+            for kind, parameters in stand.items():
+                for p, g in zip(parameters, values[kind][i + 1], strict=True):
+                    p.grad = g.clone()
+            return torch.zeros(())
+
+        closure()
+        if _wants_closure(optimizer):
+            step(made, closure)
+        else:
+            step(made)
     return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
 
 
@@ -221,8 +231,14 @@ def _copied(optimizer: Optimizer, stand: dict[Kind, list[nn.Parameter]], kinds: 
         if "lr" in options:
             options["lr"] = torch.full_like(options["lr"], RATE) if isinstance(options["lr"], Tensor) else RATE
         groups.append({**options, "params": [p for kind, ps in stand.items() if kind.group == i for p in ps]})
+    return _made(optimizer, groups, memo)
+
+
+def _made(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Optimizer:
+    """A copy of an optimizer with these groups, and of those that it holds."""
     made = object.__new__(type(optimizer))
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not _kept_out(k, v)}
+    memo = {**memo, **{id(v): _made(v, groups, memo) for v in rest.values() if isinstance(v, Optimizer)}}
     others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
     vars(made).update(copy.deepcopy(rest, {**others, **memo}))
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
@@ -242,6 +258,29 @@ def _kept_out(key: str, value: Any) -> bool:
     return callable(value) or (key.startswith("_optimizer_") and key.endswith("hooks")) or key in (
         "state", "grad_scale", "found_inf"
     )  # fmt: skip
+
+
+def _known_whole(optimizer: Optimizer) -> bool:
+    """Whether all that an optimizer holds can be copied: plain values, and optimizers of the same parameters."""
+    held = [v for k, v in vars(optimizer).items() if not _kept_out(k, v)]
+    return all(_known_whole(v) and _of(v) == _of(optimizer) if isinstance(v, Optimizer) else _plain(v) for v in held)
+
+
+def _of(optimizer: Optimizer) -> list[list[int]]:
+    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+
+
+def _wants_closure(optimizer: Optimizer) -> bool:
+    """Whether `step` cannot do without, or may have one and is that of an optimizer which holds another, as SAM does.
+
+    Not of one that lists its parameters beside the groups, as LBFGS does: in a rehearsal one stands for all of a kind.
+    """
+    if any(isinstance(x, nn.Parameter) for k, v in vars(optimizer).items() if k != "param_groups" for x in _leaves(v)):
+        return False
+    step: Any = inspect.unwrap(type(optimizer).step)
+    closure = inspect.signature(step).parameters.get("closure")
+    holds = any(isinstance(v, Optimizer) for v in vars(optimizer).values())
+    return closure is not None and (closure.default is inspect.Parameter.empty or holds)
 
 
 def _plain(value: Any) -> bool:

@@ -13,9 +13,12 @@ from autotp import compat
 from autotp.comm import symmetric
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
+from autotp.driver.schedule import schedule
 from autotp.errors import InputError
-from autotp.ir.program import MeshPlace
-from autotp.passes.optimise import Fired, Setting, optimise, read_switches
+from autotp.ir.program import MeshPlace, Sharded
+from autotp.log import dump
+from autotp.passes.base import run_passes
+from autotp.passes.optimise import Fired, RankProgram, Setting, read_switches
 
 from .regional import Compiler
 
@@ -67,7 +70,21 @@ class Lowering:
         """The same, for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
-    def optimised(self, graph: fx.Graph, place: MeshPlace, device: torch.device, held: float) -> Fired:
-        """Optimise one rank's graph in place, of a plan by which so many bytes are held; what fired."""
-        setting = Setting(place, self.cluster, self.objective, device, self.name, held)
-        return optimise(graph, setting, self.switches)
+    def program(
+        self, sharded: Sharded, axes: Mapping[str, MeshPlace], device: torch.device, held: float
+    ) -> tuple[fx.Graph, Fired]:
+        """The program of one rank, optimised, and what became of each optimisation.
+
+        Args:
+            sharded: the program of all ranks.
+            axes: this rank's place on each mesh axis.
+            device: where it computes.
+            held: bytes that the fullest rank holds by the plan.
+        """
+        setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, held)
+        program = RankProgram(sharded.graph, setting, axes)
+        specialise, *optimisations = schedule().rank
+        run_passes(program, (specialise,))
+        results = run_passes(program, optimisations, self.switches)
+        dump("optimised", program.graph)
+        return program.graph, tuple((name, changes.what) for name, changes in results)

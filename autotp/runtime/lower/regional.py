@@ -15,6 +15,7 @@ from torch import Tensor, fx, nn
 from torch.fx.node import map_arg
 
 from autotp.comm.symmetric import Fused
+from autotp.ir.copying import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
 
@@ -101,8 +102,7 @@ def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.
     """The graph of these nodes alone, as a function from `takes` to the tuple of `gives`."""
     graph = fx.Graph()
     env = {node: graph.placeholder(node.name) for node in takes}
-    for node in nodes:
-        env[node] = graph.node_copy(node, lambda n: env[n])
+    copy_graph(nodes, env, graph)
     graph.output(tuple(env[n] for n in gives))
     return graph
 

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from autotp.passes.optimise.base import Optimisation, Setting
+from autotp.passes.base import Changes
+from autotp.passes.optimise.base import Optimisation, RankProgram
 
 from .norm import norm, norm_of_sum
 from .pointwise import bias_then_gelu, gate, gate_of_halves
@@ -53,18 +54,19 @@ class Kernels(Optimisation):
 
     name: ClassVar[str] = "kernels"
 
-    def idle(self, setting: Setting) -> str:
+    def idle(self, program: RankProgram) -> str:
         """On no device by themselves, compiled or not: none has been measured and compared on one."""
         return "off (optimise={'kernels': True} turns them on)"
 
-    def run(self, graph: fx.Graph, setting: Setting) -> str:
+    def run(self, program: RankProgram) -> Changes:
         """Which were put in, and how often."""
         fired: Counter[str] = Counter()
-        node = graph.output_node().prev
+        node = program.graph.output_node().prev
         while node.op != "root":  # from the end, so that a longer expression comes before those within it
             node = _rewritten(node, fired).prev
         times = (kernel if n == 1 else f"{kernel} {n} times" for kernel, n in sorted(fired.items()))
-        return ", ".join(times) or "nowhere: no pattern was found"
+        program.graph.eliminate_dead_code()
+        return Changes(sum(fired.values()), ", ".join(times) or "nowhere: no pattern was found")
 
 
 def _rewritten(node: fx.Node, fired: Counter[str]) -> fx.Node:

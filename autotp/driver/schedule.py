@@ -1,0 +1,54 @@
+"""The order of all rewrites, from what torch.export gives to the program of one rank.
+
+A pass has a place in this order or does not run. `AUTOTP_LOG=debug` prints each with what it changed and how long it
+took, or why it had nothing to do.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autotp.capture.exported import EXPORTED, Exported
+from autotp.ir.graph import Capture
+from autotp.passes.base import Pass
+from autotp.passes.canonicalise.autocast import ExplicitCasts
+from autotp.passes.canonicalise.canonicalise import CANONICAL
+from autotp.passes.decompose.counter_random import CountedRandom
+from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
+from autotp.passes.optimise import RankProgram, table
+from autotp.passes.shard.batch_program import BatchAxis
+from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
+
+from .options import DEFAULT_CAPTURE, CaptureRequest
+
+
+class Schedule(NamedTuple):
+    """Passes by the kind of program that they rewrite, in the order in which they run.
+
+    Attributes:
+        exported: of each attempt of capture: functional, and every block in full.
+        canonical: of each attempt: one form for the rules to see, which is then held against the model.
+        requested: once a capture is the model: what it is asked to be.
+        planned: before rules are asked, where there is more than one rank.
+        sharded: the program of all ranks, by the plan's decisions.
+        rank: the program of one, and what makes it faster.
+    """
+
+    exported: tuple[Pass[Exported], ...]
+    canonical: tuple[Pass[Capture], ...]
+    requested: tuple[Pass[Capture], ...]
+    planned: tuple[Pass[Capture], ...]
+    sharded: tuple[Pass[ShardedProgram], ...]
+    rank: tuple[Pass[RankProgram], ...]
+
+
+def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
+    """The order for what a capture is to be."""
+    return Schedule(
+        exported=EXPORTED,
+        canonical=(*CANONICAL, ExplicitCasts()),
+        requested=(BatchAxis(request.dp), LossAlone(request.outputs), CountedRandom(request.random)),
+        planned=(DecomposeLosses(),),
+        sharded=(ShardOperators(request.outputs),),
+        rank=(Specialise(), *table.OPTIMISATIONS),
+    )

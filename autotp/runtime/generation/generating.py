@@ -1,0 +1,68 @@
+"""What a sharded module has for calls with state: `generate()`, and how such calls are recognised and captured."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from torch import Tensor
+
+from autotp.ir.graph import Capture
+from autotp.runtime.call_key import signature
+from autotp.runtime.programs import Program
+
+from .carrying import Arguments
+from .shell import one_generator, shell
+from .steps import Kind, Steps
+
+
+class Generates:
+    """For a sharded module."""
+
+    _source: Any
+    _shards: Any
+    _known: Any
+    _carriers: Any
+    _changes: Any
+    _mode: Any
+    _capture: Any
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
+
+        Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
+
+        Raises:
+            StateError: the original's class has no `generate`.
+        """
+        made = shell(self, self._source.bare)  # type: ignore[arg-type]
+        with one_generator(self._source.ranks, self._shards.device):
+            return made.generate(*args, **kwargs)
+
+    @property
+    def _steps(self) -> Steps:
+        return self.__dict__.setdefault("_kinds_of_steps", Steps())
+
+    def _key(self, call: Arguments) -> tuple[Hashable, Kind | None]:
+        """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
+        mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
+        if not call.given:
+            return (mode, of, *signature(call.whole, call.spec)), None
+        kind = self._steps.kind((mode, of), call.whole, call.spec)
+        return (mode, kind.digest, tuple(x.shape for x in call.whole if isinstance(x, Tensor))), kind
+
+    def _remember(self, call: Arguments, program: Program, order: list[int]) -> None:
+        """Note what ran a call."""
+        key, kind = self._key(call)
+        if kind is not None:
+            kind.learn(program, order)
+        elif program.capture.conditions is None:  # else every call is asked whether it meets them
+            self._known[key] = program, order
+
+    def _captured(self, call: Arguments) -> Capture:
+        """The graph for a call; captured again while it shows more of what changes from call to call."""
+        captured = self._capture(call, self._mode())
+        while self._carriers.learn(captured):
+            call.read()
+            captured = self._capture(call, self._mode())
+        return captured

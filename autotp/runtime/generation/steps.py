@@ -1,0 +1,110 @@
+"""Which program runs a call that carries state, whose lengths are others at every call.
+
+Equal calls but for sizes are one kind. A kind knows the programs that ran such calls, and asks each in plain numbers
+whether it takes these sizes: no text is compared between the ranks, and nothing is looked up by size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import sympy
+import torch
+from torch import Tensor
+
+from autotp import compat
+from autotp.ir.graph import Capture
+from autotp.ir.op import expression
+from autotp.runtime.programs import Program
+
+MOST = 256  # kinds of calls
+
+
+@dataclass
+class Fit:
+    """The sizes that a program takes, as code.
+
+    Attributes:
+        capture: of the program. order: where its tensors lie among the leaves of a call.
+    """
+
+    capture: Capture
+    order: Sequence[int]
+
+    @cached_property
+    def _code(self) -> tuple[list[tuple[int, int]], Callable[..., bool]] | None:
+        """Where each symbol is read, and whether all sizes fit, of the values of the symbols and of all sizes."""
+        tensors = [v for x in self.capture.inputs if isinstance(v := x.node.meta.get("val"), Tensor)]
+        sizes = [(i, d, expression(n)) for i, v in enumerate(tensors) for d, n in enumerate(v.shape)]
+        first: dict[sympy.Symbol, tuple[int, int]] = {}
+        for i, d, size in sizes:
+            if isinstance(size, sympy.Symbol):
+                first.setdefault(size, (i, d))
+        tests: list[Any] = []
+        for symbol in first:
+            low, high = self.capture.ranges.get(symbol, (0, 2**62))
+            tests += [symbol >= low, symbol <= high]
+        tests += [g for g in self.capture.guards if g.free_symbols <= first.keys()]
+        equal = [(i, d, size) for i, d, size in sizes if first.get(size) != (i, d)]  # type: ignore[call-overload]
+        code = compat.size_code(list(first), tests, [size for _, _, size in equal])
+        if code is None:
+            return None
+        at = [*first.values(), *((i, d) for i, d, _ in equal)]
+        return at, code
+
+    def takes(self, flat: Sequence[Any]) -> bool:
+        """Whether the program accepts these leaves; they are of its kind of call."""
+        if self._code is None or self.capture.conditions is not None:
+            return False
+        places, code = self._code
+        return code(*[flat[self.order[i]].shape[d] for i, d in places])
+
+
+@dataclass
+class Kind:
+    """Calls that are equal but for sizes. `digest` says which in any process."""
+
+    digest: str
+    found: list[tuple[Program, list[int], Fit]] = field(default_factory=list)
+
+    def program(self, flat: Sequence[Any]) -> tuple[Program, list[int]] | None:
+        """What runs a call of these sizes, the latest first; None where it is not known yet."""
+        for at, (program, order, fit) in enumerate(self.found):
+            if fit.takes(flat):
+                if at:
+                    self.found.insert(0, self.found.pop(at))
+                return program, order
+        return None
+
+    def learn(self, program: Program, order: list[int]) -> None:
+        """Note a program that ran such a call."""
+        if all(known is not program for known, _, _ in self.found):
+            self.found.insert(0, (program, order, Fit(program.capture, order)))
+
+
+class Steps:
+    """The kinds of calls of one module."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[Hashable, Kind] = {}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
+        return Steps()
+
+    def kind(self, key: Hashable, flat: Sequence[Any], spec: Any) -> Kind:
+        """The kind of a call; `key` is what else it is of, `flat` and `spec` its leaves."""
+        grad = torch.is_grad_enabled()
+        leaves = tuple(
+            (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
+        )
+        whole = (grad, key, spec, leaves)
+        found = self.kinds.get(whole)
+        if found is None:
+            if len(self.kinds) >= MOST:
+                self.kinds.clear()
+            found = self.kinds[whole] = Kind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
+        return found
