@@ -10,6 +10,7 @@ counted: the weights and the cache, once.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import tempfile
@@ -26,6 +27,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from transformers.utils import logging as messages
 
+from benchmarks.helpers import soak
 from benchmarks.helpers.command import made
 from benchmarks.helpers.decode_legs import Step, legs
 from benchmarks.helpers.interleaved import Times, interleaved
@@ -41,7 +43,7 @@ SHAPE, PROMPT, RANKS, ROUNDS = Shape(), 128, 2, 15
 CLOSE = 2e-4  # of the largest logit: float32 sums in another order
 
 
-def measure(rank: int, shape: Shape, prompt: int, rounds: int, only: Sequence[str], folder: str) -> None:
+def measure(rank: int, work: Callable[[], Record], folder: str) -> None:
     """One of the ranks; rank 0 writes what all found to the folder."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -50,7 +52,7 @@ def measure(rank: int, shape: Shape, prompt: int, rounds: int, only: Sequence[st
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     with torch.no_grad():
-        found = compared(shape, prompt, rounds, only)
+        found = work()
     everyone: list[Any] = [None] * RANKS
     dist.all_gather_object(everyone, found)
     if rank == 0:
@@ -107,11 +109,16 @@ def bytes_read(step: Step) -> tuple[int, int]:
     return len(storages.read), storages.nbytes
 
 
+def on_ranks(work: Callable[[], Record]) -> list[Record]:
+    """What a function that can be sent to processes finds on each rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, args=(work, folder), nprocs=RANKS)  # type: ignore[attr-defined]
+        return json.loads(Path(folder, "found.json").read_text())
+
+
 def run(shape: Shape = SHAPE, prompt: int = PROMPT, rounds: int = ROUNDS, only: Sequence[str] = ()) -> Record:
     """What all ranks found, put together: a row for every leg."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(shape, prompt, rounds, only, folder), nprocs=RANKS)  # type: ignore[attr-defined]
-        everyone = json.loads(Path(folder, "found.json").read_text())
+    everyone = on_ranks(functools.partial(compared, shape, prompt, rounds, only))
     return {"rows": rows(everyone), "refused": everyone[0]["refused"]}
 
 
@@ -148,7 +155,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="these, and the hand-written ones")
+    parser.add_argument(
+        "--soak", type=int, metavar="TOKENS", help="decode so many tokens, and see what memory grows by"
+    )
     given = parser.parse_args(arguments)
+    if given.soak:
+        return soaked(given.soak)
     before = os.getloadavg()[0]
     found = run(rounds=given.rounds, only=given.only)
     record = {"benchmark": "decode", **made("benchmarks.decode", arguments), "cores": os.cpu_count()}
@@ -158,6 +170,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check(found)
     if given.write:
         write_section(HEADING, page(record))
+    return None
+
+
+def soaked(tokens: int) -> None:
+    """Decode so many tokens on the ranks, and refuse growth beyond the cache."""
+    for rank, found in enumerate(on_ranks(functools.partial(soak.soak, tokens))):
+        grown = f"the cache grew by {found['cache'] / 1e6:.2f} MB, the process by {found['process'] / 1e6:.2f} MB"
+        print(f"rank {rank}: {tokens} tokens; in the last three quarters {grown}")
+        soak.check(found)
 
 
 def page(record: Mapping[str, Any]) -> str:

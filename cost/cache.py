@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.ir.graph import placed_outputs, resolve, tensors
-from autotp.ir.layouts import share
 from autotp.ir.op import sizes
 from autotp.ir.program import Planned
 
@@ -43,7 +42,7 @@ def cache_of(planned: Planned, hints: Mapping[Any, int]) -> Cache | None:
     for name, layout in planned.states.items():
         ends = [_value(n) for n in (before.get(name), after.get(name)) if n is not None]
         val = ends[-1]
-        part = nbytes(val, hint) * share(layout, planned.tp, hint)
+        part = nbytes(val, hint) * layout.share(planned.tp, hint)
         total += part
         shape = [hint(s) for s in sizes(val)]
         each = part / max(shape[0], 1) if len(shape) > 1 else part

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from autotp.ir.graph import tensors
-from autotp.ir.layouts import Size, share
+from autotp.ir.layouts import Size
 from autotp.ir.op import EXPERTS, Op
 from autotp.ir.program import Planned
 
@@ -76,7 +76,7 @@ class _Reads:
             return 0.0
         share_read = self._most(leaf)
         layout = self.planned.decisions[leaf].outs[0]
-        own = nbytes(tensors(leaf)[0], self.hint) * share(layout, self.planned.tp, self.hint)
+        own = nbytes(tensors(leaf)[0], self.hint) * layout.share(self.planned.tp, self.hint)
         return own * share_read
 
     def _most(self, node: fx.Node) -> float:
@@ -100,6 +100,6 @@ class _Reads:
         """The part of a table that a lookup reads: its result, of which a rank may have all that it holds rows for."""
         decision = self.planned.decisions[op.node]
         table, result = op.slots[0].meta["val"], tensors(op.node)[0]
-        own = nbytes(table, self.hint) * share(decision.ins[0], self.planned.tp, self.hint)
-        result_bytes = nbytes(result, self.hint) * share(decision.outs[0], self.planned.tp, self.hint)
+        own = nbytes(table, self.hint) * decision.ins[0].share(self.planned.tp, self.hint)
+        result_bytes = nbytes(result, self.hint) * decision.outs[0].share(self.planned.tp, self.hint)
         return min(1.0, result_bytes / own) if own else 0.0

@@ -18,9 +18,8 @@ from typing import Any
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.comm.slices import to_runtime
 from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
-from autotp.ir.layouts import Layout, share
+from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.parts import GraphPart
@@ -136,7 +135,7 @@ class _Line:
 
     def share(self, layout: Layout) -> float:
         if layout not in self.shares:
-            self.shares[layout] = share(layout, self.planned.tp, self.hint)
+            self.shares[layout] = layout.share(self.planned.tp, self.hint)
         return self.shares[layout]
 
     def size(self, value: Value, layout: Layout) -> float:
@@ -159,7 +158,7 @@ class _Line:
         old, index = self.sharded.origin[node]
         source: fx.Node | None = None
         if (conversion := mark(node).conversion) is not None:
-            kind = conversions.kind_of(*map(to_runtime, conversion))
+            kind = conversions.kind_of(*conversion)
             if kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:

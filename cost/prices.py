@@ -11,10 +11,9 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from autotp.comm import conversions
-from autotp.comm.slices import to_runtime
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
-from autotp.ir.layouts import I, Layout, Partial, R, Shard, Size, share
+from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
@@ -90,7 +89,7 @@ class Prices:
 
     def share(self, layout: Layout) -> float:
         """Largest part of a value that one rank holds."""
-        return share(layout, self.tp, self.hint)
+        return layout.share(self.tp, self.hint)
 
     def bytes(self, val: Tensor) -> float:
         """Bytes of the whole value."""
@@ -185,7 +184,7 @@ class Prices:
     def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
         """The factor that splitting a product's columns adds to its arithmetic: columns are computed in whole tiles."""
         last, out = len(op.outs[0]) - 1, outs[0]
-        if not (isinstance(out, Shard) and out.dim == last) or None not in split.ins:
+        if out.sharded_dim != last or None not in split.ins:
             return 1.0
         columns, tile = size_hint(op.outs[0][last], self.hints), self.cluster.matmul_tile
         own = columns * self.share(out)
@@ -205,9 +204,9 @@ class Prices:
 
     def _convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         node, i = value
-        if node in self.weights and isinstance(a, Shard):
+        if node in self.weights and a.sharded_dim is not None:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
-        if node in self.cached and isinstance(a, Shard | Partial):
+        if node in self.cached and (a.sharded_dim is not None or a.partial):
             return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
@@ -225,13 +224,13 @@ class Prices:
         if self.sequence is None or node in self.leaves or node not in self.grads:
             return False
         if not self.sequence:
-            return isinstance(b, Shard) and not isinstance(a, Shard)
+            return b.sharded_dim is not None and a.sharded_dim is None
         lengths = self._lengths(node)
         if not lengths or node in self.outputs:
             return False
-        if isinstance(a, Partial):
-            return not (isinstance(b, Shard) and b.dim in lengths)
-        return b == I or b == R and not (isinstance(a, Shard) and a.dim in lengths)
+        if a.partial:
+            return b.sharded_dim not in lengths
+        return b == I or b == R and a.sharded_dim not in lengths
 
     def _lengths(self, node: fx.Node) -> list[int]:
         """A value's dimensions along the sequence: the inputs' second dimension, alone or in a product."""
@@ -245,7 +244,7 @@ class Prices:
         """
         if a == b:
             return 0.0
-        kind = conversions.KINDS.get(conversions.key(to_runtime(a), to_runtime(b)))
+        kind = conversions.KINDS.get(conversions.key(a, b))
         if kind is None:
             return None
         work = "none" if kind.primitive is None and kind.pre is kind.post else kind.primitive or "local"

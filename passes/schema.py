@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from autotp.comm import conversions, symmetric
-from autotp.comm.slices import to_runtime
 from autotp.errors import SchemaError
 from autotp.ir.graph import Capture, resolve
 from autotp.ir.marks import Mark, mark
@@ -154,8 +153,8 @@ def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
         yield Fault(node, "conversion", "is not written" if converts else "stands on no conversion")
     elif own.conversion is not None:
         given: Any = node.args[1:3]
-        kinds = tuple(to_runtime(x)[0] for x in own.conversion)
-        if kinds != tuple(spec[0] for spec in given):
+        kinds = tuple(x.mark for x in own.conversion)
+        if kinds != tuple(spec.mark for spec in given):
             yield Fault(node, "conversion", f"is {_told(own)}, and the call has {given}")
         if own.scope is None:
             yield Fault(node, "scope", "is not written")

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from autotp.ir.specs import INVARIANT, REPLICATED
+
 from .conversions import f
 
 
@@ -28,7 +30,7 @@ def f_bucket(tensors: Sequence[Tensor], *, rank: int, tp: int, group: str) -> tu
     for dtype in dict.fromkeys([t.dtype for t in tensors if graded and t.requires_grad]):
         at = [i for i, t in enumerate(tensors) if t.requires_grad and t.dtype == dtype]
         flat = torch.cat([tensors[i].flatten() for i in at])
-        flat = f(flat, ("I",), ("R",), rank=rank, tp=tp, group=group)
+        flat = f(flat, INVARIANT, REPLICATED, rank=rank, tp=tp, group=group)
         for i, part in zip(at, flat.split([tensors[i].numel() for i in at]), strict=True):
             out[i] = part.view(tensors[i].shape)
     return tuple(out)

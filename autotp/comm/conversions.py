@@ -2,8 +2,8 @@
 
 A conversion says how every rank turns what it holds of a value under layout `src` into what it holds under `dst`. Its
 backward is the conversion dual(dst) -> dual(src), found in the same table: that sentence is the whole of Megatron's
-f, f*, g, g* (Shoeybi et al. 2019; Korthikanti et al. 2022). Layouts are `slices.Spec` tuples here, so that they
-can be literal arguments in a torch.fx graph; the functions named in `KINDS` are that graph's call targets.
+f, f*, g, g* (Shoeybi et al. 2019; Korthikanti et al. 2022). Layouts are those of `autotp.ir.specs` here, which can be
+literal arguments in a torch.fx graph; the functions named in `KINDS` are that graph's call targets.
 """
 
 from __future__ import annotations
@@ -17,82 +17,67 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
+from autotp.ir.specs import Spec
 
-from . import collectives, slices
+from . import collectives
 from .collectives import Exchange, Primitive
-from .slices import Spec, from_runtime, local_size, recombine, same, split, to_runtime
 
-LocalFunction = Callable[[Tensor, Spec, Spec, int, int], Tensor]  # (x, src, dst, rank, tp)
+LocalFunction = Callable[[Tensor, Any, Any, int, int], Tensor]  # (x, src, dst, rank, tp), with the methods of the kinds
 
 
-def nothing(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def nothing(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """What the rank holds already."""
     return x.view_as(x)
 
 
-def keep_first(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The value on rank 0, zeros elsewhere: summands that add up to it."""
-    return x.view_as(x) if rank == 0 else torch.zeros_like(x)
+def take(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The rank's own part of a whole value: a slice, rows, a summand."""
+    return dst.take(x, rank, tp)
 
 
-def take(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The rank's own slice of a whole value."""
-    return slices.take(x, dst, rank, tp)
+def place(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The rank's part in its places, zeros around it."""
+    return src.place(x, rank, tp)
 
 
-def place(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The rank's slice in its places, zeros around it."""
-    return slices.place(x, src, rank, tp)
-
-
-def own_rows(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The rows of the rank's own groups, zeros for the others."""
-    return slices.mask(x, src if src[0] == "G" else dst, rank, tp)
-
-
-def collect_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The rows of the rank's own groups from everybody's slices."""
-    return slices.mask(slices.collect(x, src, tp), dst, rank, tp)
-
-
-def deal_own(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """Everybody's slices of the rows of the rank's own groups."""
-    return slices.deal(slices.mask(x, src, rank, tp), dst, tp)
-
-
-def pad(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def pad(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """The rank's slice, as large as the largest."""
-    return slices.pad(x, src, rank, tp)
+    return src.pad(x, rank, tp)
 
 
-def collect(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def collect(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """The whole from everybody's padded slices."""
-    return slices.collect(x, src, tp)
+    return src.collect(x, tp)
 
 
-def deal(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """Everybody's padded slices of the whole."""
-    return slices.deal(x, dst, tp)
+    return dst.deal(x, tp)
 
 
-def trim(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """The rank's slice without its padding."""
-    return slices.trim(x, dst, rank, tp)
+    return dst.trim(x, rank, tp)
 
 
-def pad_deal(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def pad_deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """The rank's `src` slice cut into everybody's `dst` slices."""
-    return slices.deal(slices.pad(x, src, rank, tp), dst, tp)
+    return dst.deal(src.pad(x, rank, tp), tp)
 
 
-def collect_trim(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
+def place_deal(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """Everybody's `dst` slices of the rank's part in its places."""
+    return dst.deal(src.place(x, rank, tp), tp)
+
+
+def collect_trim(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
     """The rank's `dst` slice from the parts that everybody had of it."""
-    return slices.trim(slices.collect(x, src, tp), dst, rank, tp)
+    return dst.trim(src.collect(x, tp), rank, tp)
 
 
-def collect_take(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int) -> Tensor:
-    """The rank's `dst` slice of the whole from everybody's `src` slices."""
-    return slices.take(slices.collect(x, src, tp), dst, rank, tp)
+def collect_take(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
+    """The rank's `dst` part of the whole from everybody's `src` slices."""
+    return dst.take(src.collect(x, tp), rank, tp)
 
 
 @dataclass(frozen=True)
@@ -125,54 +110,40 @@ KINDS: dict[tuple[str, str], Kind] = {
     ("S", "S'"): Kind("repartition", pad, "all_gather", collect_take),
     ("P", "R"): Kind("all_reduce", nothing, "all_reduce"),
     ("R", "I"): Kind("as_invariant"),
-    ("I", "P"): Kind("keep_first_i", keep_first),
-    ("R", "P"): Kind("keep_first_r", keep_first),
+    ("I", "P"): Kind("keep_first_i", take),
+    ("R", "P"): Kind("keep_first_r", take),
     ("R", "S"): Kind("shard_r", take),
     ("S", "P"): Kind("zero_pad", place),
-    ("I", "G"): Kind("group_i", own_rows),
-    ("R", "G"): Kind("group_r", own_rows),
-    ("P", "G"): Kind("group_p", nothing, "all_reduce", own_rows),
-    ("S", "G"): Kind("group_s", pad, "all_gather", collect_own),
-    ("G", "S"): Kind("ungroup_s", deal_own, "reduce_scatter", trim),
-    ("G", "I"): Kind("ungroup_i", own_rows, "all_reduce"),
-    ("G", "R"): Kind("ungroup_r", own_rows, "all_reduce"),
-    ("G", "P"): Kind("ungroup_p", own_rows),
+    ("I", "G"): Kind("group_i", take),
+    ("R", "G"): Kind("group_r", take),
+    ("P", "G"): Kind("group_p", nothing, "all_reduce", take),
+    ("S", "G"): Kind("group_s", pad, "all_gather", collect_take),
+    ("G", "S"): Kind("ungroup_s", place_deal, "reduce_scatter", trim),
+    ("G", "I"): Kind("ungroup_i", place, "all_reduce"),
+    ("G", "R"): Kind("ungroup_r", place, "all_reduce"),
+    ("G", "P"): Kind("ungroup_p", place),
 }
 
 
-def key(src: Spec, dst: Spec) -> tuple[str, str]:
+def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
     """The entry of `KINDS` for a conversion."""
-    a, b = src[0], dst[0]
-    return a, "S'" if a == b == "S" and src[1] == dst[1] else b
+    a, b = src.mark, dst.mark
+    return (a, b) if a != b or src.sharded_dim != dst.sharded_dim else (a, b + "'")
 
 
-def kind_of(src: Spec, dst: Spec) -> Kind:
+def kind_of(src: Spec | Layout, dst: Spec | Layout) -> Kind:
     """The table's entry for `src` -> `dst`.
 
     Raises:
         PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
     """
     kind = KINDS.get(key(src, dst))
-    if kind is None or dst[0] == "P" and dst[1] != "sum":
+    if kind is None or dst.reduction != "sum":
         raise PlanError(
             f"There is no conversion from {src} to {dst}. Equal layouts need none, and a Partial maximum is only made "
             "by an operator's rule; ask for I, R, S or a Partial sum."
         )
     return kind
-
-
-def dual(spec: Spec) -> Spec:
-    """The layout of the gradient of a value laid out as `spec`: I and S their own, R and P each other's.
-
-    Raises:
-        PlanError: `spec` is a Partial maximum, whose gradient has no layout.
-    """
-    if spec[0] == "P" and spec[1] != "sum":
-        raise PlanError(
-            f"A gradient arrived at a Partial {spec[1]}, which has none: only values that need no gradient (the "
-            "maximum inside a softmax) may be laid out so. Detach the value, or plan it without this layout."
-        )
-    return {"R": ("P", "sum"), "P": ("R",)}.get(spec[0], spec)
 
 
 def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec) -> list[Tensor]:
@@ -199,7 +170,7 @@ def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> T
     if kind.pre is not nothing:
         x = kind.pre(x, src, dst, rank, tp)
     if kind.primitive is not None:
-        x = collectives.real(kind.primitive, x, src[1] if src[0] == "P" else "sum", tp=tp, group=group)
+        x = collectives.real(kind.primitive, x, src.reduction, tp=tp, group=group)
     return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
 
 
@@ -208,7 +179,7 @@ def _run(xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, 
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
     if kind.primitive is not None:
-        ys = exchange(kind.primitive, ys, src[1] if src[0] == "P" else "sum")
+        ys = exchange(kind.primitive, ys, src.reduction)
     return [kind.post(y, src, dst, rank, tp) for y, rank in zip(ys, ranks, strict=True)]
 
 
@@ -221,7 +192,7 @@ class _Simulated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst = ctx.layouts
-        return None, None, *simulate(grads, dual(dst), dual(src))
+        return None, None, *simulate(grads, dst.dual, src.dual)
 
 
 class _Real(torch.autograd.Function):
@@ -236,7 +207,7 @@ class _Real(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst, rank, tp, group = ctx.conversion
         convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
-        return convert(grad, dual(dst), dual(src), rank, tp, group), None, None, None, None, None
+        return convert(grad, dst.dual, src.dual, rank, tp, group), None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:
@@ -252,7 +223,7 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
 
     Args:
         x: what this rank holds under `src`.
-        src, dst: run-time layouts (`slices.Spec`).
+        src, dst: run-time layouts (`autotp.ir.specs`).
         rank: of this process on the axis, 0 to tp-1.
         tp: number of ranks on the axis; with one rank `x` itself is returned.
         group: name of the functional process group, `ProcessGroup.group_name`.
@@ -289,16 +260,28 @@ ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 
+def register(src: str, dst: str, kind: Kind) -> Callable[..., Tensor]:
+    """Take the conversion between two kinds of layout, at least one of which is not among the five, into the table.
+
+    Args:
+        src, dst: marks of the kinds; a further `'` on `dst` means another distribution of the same dimension.
+        kind: what it does; its name is that of no other.
+
+    Returns:
+        The public function.
+
+    Raises:
+        ValueError: the table has an entry for these marks, or one with this name.
+    """
+    if (src, dst) in KINDS or kind.name in FUNCTIONS:
+        raise ValueError(f"there is a conversion {src} -> {dst} already, or one that is called {kind.name}")
+    KINDS[src, dst] = kind
+    FUNCTIONS[kind.name] = _function(src, dst)
+    return FUNCTIONS[kind.name]
+
+
 def primitive(src: Layout, dst: Layout) -> str | None:
     """The primitive of a conversion; None where no bytes are sent."""
     if src == dst:
         return None
-    return KINDS[key(to_runtime(src), to_runtime(dst))].primitive
-
-
-__all__ = [
-    "FUNCTIONS", "KINDS", "Kind", "Spec", "all_reduce", "as_invariant", "dual", "f", "f_star", "from_runtime",
-    "function_for", "g", "g_star", "gather", "group_i", "group_p", "group_r", "group_s", "keep_first_i", "keep_first_r",
-    "kind_of", "local_size", "primitive", "recombine", "repartition", "reshard", "same", "shard", "shard_r", "simulate",
-    "split", "to_runtime", "ungroup_i", "ungroup_p", "ungroup_r", "ungroup_s", "zero_pad",
-]  # fmt: skip
+    return KINDS[key(src, dst)].primitive

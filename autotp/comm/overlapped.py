@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from autotp.ir.specs import Spec
+
 from . import collectives
-from .conversions import dual, function_for, kind_of
-from .slices import Spec
+from .conversions import function_for, kind_of
 
 # A rank's `MeshPlace` as literals of a graph: rank, size of the axis, name of the group
 PlaceLiterals = tuple[int, int, str]
@@ -43,7 +44,7 @@ def grouped(
 
     Args:
         x: what this rank holds under `src`, [..., k].
-        src, dst: run-time layouts (`slices.Spec`), of f (I -> R) or g (S -> R, not along k).
+        src, dst: run-time layouts (`autotp.ir.specs`), of f (I -> R) or g (S -> R, not along k).
         kinds: for each product "linear" (weight [n, k]), "matmul" or "addmm" (weight [k, n]).
         weights, biases: for each product; a bias is [n], or None.
         chunks: that the rows are gathered in.
@@ -107,7 +108,7 @@ def begin(x: Tensor, src: Spec, dst: Spec, place: PlaceLiterals) -> _Flight:
     if kind.primitive is None or _twice():
         return _Flight(function_for(src, dst)(x, src, dst, rank=rank, tp=tp, group=group), x.dtype, None)
     wire = kind.pre(x, src, dst, rank, tp)
-    started = collectives.start(kind.primitive, wire, src[1] if src[0] == "P" else "sum", tp=tp, group=group)
+    started = collectives.start(kind.primitive, wire, src.reduction, tp=tp, group=group)
     return _Flight(started, x.dtype, (src, dst, place))
 
 
@@ -132,7 +133,7 @@ class _Grouped(torch.autograd.Function):
         src, dst, kinds, chunks, regather, place = how
         weights: Any = operands[::2]
         weighed = any(ctx.needs_input_grad[2::2])
-        keep = weighed and not regather and src[0] == "S"
+        keep = weighed and not regather and not src.whole
         whole, outs = _gather(x, src, dst, kinds, weights, operands[1::2], chunks, place, keep)
         ctx.how = how
         ctx.set_materialize_grads(False)
@@ -145,12 +146,12 @@ class _Grouped(torch.autograd.Function):
         src, dst, kinds, _, regather, place = ctx.how
         saved, *weights = ctx.saved_tensors
         wanted = ctx.needs_input_grad
-        converted = regather or src[0] == "I" and _twice()  # f does nothing but to the gradient
+        converted = regather or src.whole and _twice()  # f does nothing but to the gradient
         again = begin(saved, src, dst, place) if converted and saved is not None else None
         rows = [None if g is None else g.flatten(0, -2) for g in grads[1:]]
         total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if wanted[0] else None
         whole = saved if again is None else end(again)
-        flight = begin(total, dual(dst), dual(src), place) if total is not None else None
+        flight = begin(total, dst.dual, src.dual, place) if total is not None else None
         gradients: list[Any] = []
         for i, (kind, g) in enumerate(zip(kinds, rows, strict=True)):
             gradients += _weight_gradients(kind, whole, g, wanted[2 + 2 * i], wanted[3 + 2 * i])
@@ -170,7 +171,7 @@ class _Scattered(torch.autograd.Function):
         src, dst, kind, _, chunks, place = ctx.how
         x, weight = ctx.saved_tensors
         turned, weights = ([TURNED[kind]], [weight]) if weight is not None else ([], [])
-        sides = dual(dst), dual(src)
+        sides = dst.dual, src.dual
         whole, inputs = _gather(grad, *sides, turned, weights, [None] * len(turned), chunks, place, keep=True)
         assert whole is not None
         rows = whole.flatten(0, -2)
@@ -179,16 +180,16 @@ class _Scattered(torch.autograd.Function):
 
 
 def _gather(
-    x: Tensor, src: Spec, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
+    x: Tensor, src: Any, dst: Spec, kinds: Sequence[str], weights: Sequence[Tensor], biases: Sequence[Tensor | None],
     chunks: int, place: PlaceLiterals, keep: bool,
 ) -> tuple[Tensor | None, list[Tensor]]:  # fmt: skip
     """The converted value where it is to be kept, and its products."""
-    run = _run(src, place[1], chunks) if src[0] == "S" and kinds else None
+    run = _run(src, place[1], chunks) if not src.whole and kinds else None
     if run is None or _twice():
-        whole = x if src[0] == "I" else end(begin(x, src, dst, place))
+        whole = x if src.whole else end(begin(x, src, dst, place))
         outs = [_product(*operands, whole) for operands in zip(kinds, weights, biases, strict=True)]
         return whole if keep else None, outs
-    dim, tp, group = src[1], place[1], place[2]
+    dim, tp, group = src.dim, place[1], place[2]
     parts = x.unflatten(dim, run).unbind(dim + 1)
     flights = [collectives.start("all_gather", part, "sum", tp=tp, group=group) for part in parts]
     pieces: list[list[Tensor]] = []
@@ -212,7 +213,7 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
     run = _run(dst, place[1], chunks)
     if run is None:
         return end(begin(_product(kind, weight, bias, rows), src, dst, place))
-    dim, tp, group = dst[1], place[1], place[2]
+    dim, tp, group = dst.dim, place[1], place[2]
     repeat, chunks, length = run
     parts = rows.unflatten(dim, (repeat, tp, chunks, length)).movedim(dim + 1, 0).unbind(dim + 2)
     flights = [
@@ -223,9 +224,9 @@ def _scatter(x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor
     return torch.stack(dealt, dim + 1).flatten(dim, dim + 2)
 
 
-def _run(spec: Spec, tp: int, chunks: int) -> tuple[int, int, int] | None:
+def _run(spec: Any, tp: int, chunks: int) -> tuple[int, int, int] | None:
     """(repeat, chunks, length) of a rank's rows where they come evenly and divide into the chunks."""
-    _, _, repeat, segments = spec
+    repeat, segments = spec.repeat, spec.segments
     if chunks == 1 or len(segments) != 1 or segments[0][0] % tp != 0:
         return None
     rows = segments[0][0] // tp * segments[0][1]

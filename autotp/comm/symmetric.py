@@ -17,9 +17,9 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.compat import c10d_ops
+from autotp.ir.specs import Spec
 
 from . import conversions
-from .slices import Spec
 
 FUSED = ("fused_all_gather_matmul", "fused_matmul_reduce_scatter")
 
@@ -61,19 +61,19 @@ def gather(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -
     """The conversion g: of an even split in the form that can be fused; arguments as `conversions.g`."""
     if not even(src, tp):
         return conversions.g(x, src, dst, rank=rank, tp=tp, group=group)
-    return _Gather.apply(x, src[1], tp, group)  # type: ignore[return-value]
+    return _Gather.apply(x, src.sharded_dim, tp, group)  # type: ignore[return-value]
 
 
 def scatter(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -> Tensor:
     """The conversion g*: of an even split in the form that can be fused; arguments as `conversions.g_star`."""
     if not even(dst, tp):
         return conversions.g_star(x, src, dst, rank=rank, tp=tp, group=group)
-    return _Scatter.apply(x, dst[1], tp, group)  # type: ignore[return-value]
+    return _Scatter.apply(x, dst.sharded_dim, tp, group)  # type: ignore[return-value]
 
 
-def even(split: Spec, tp: int) -> bool:
+def even(split: Any, tp: int) -> bool:
     """Whether this split gives every rank an equal run of neighbours; asked when a program is traced."""
-    _, _, repeat, segments = split
+    repeat, segments = split.repeat, split.segments
     return repeat == 1 and len(segments) == 1 and segments[0][0] % tp == 0 and segments[0][0] > 0
 
 

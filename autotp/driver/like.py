@@ -10,7 +10,6 @@ from typing import Any
 
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture
-from autotp.ir.layouts import Shard
 from autotp.ir.scopes import generic
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.pins import Dims
@@ -109,7 +108,7 @@ def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
 
 def _pins(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, Any], like: Plan) -> dict[str, int | None]:
     """What the plan says as pins: one for all blocks where they agree, otherwise one for every name that both have."""
-    dims = {p.name: p.layout.dim if isinstance(p.layout, Shard) else None for p in like.parameters}
+    dims = {p.name: p.layout.sharded_dim for p in like.parameters}
     keys = sorted(saved, key=len, reverse=True)  # the longest first, for a * also fits what has more parts
     out: dict[str, int | None] = {}
     for key in keys:

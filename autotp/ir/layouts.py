@@ -1,246 +1,168 @@
-"""How a value lies over the ranks of one mesh axis: partitions, the layouts, and their duals.
+"""How a value lies over the ranks of one mesh axis: the layouts, their duals, and what depends on the kind of layout.
 
 I, R, S and P are those of JAX `shard_map`'s varying and invariant axes and of the package `spmd-types`.
-Sizes are ints or sympy expressions over the graph's input sizes.
+`register` takes a further kind: planning, rewriting, simulating and saving ask a layout, never for its class.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
 
-import sympy
+from .distributions import Distribution
+from .partitions import Groups, Partition, Segment, chunk, spans
+from .sizes import Size, divide, simplify
+from .specs import GroupedSpec, InvariantSpec, PartialSpec, ReplicateSpec, ShardSpec, Spec
 
-Size = int | sympy.Expr
+__all__ = [
+    "Distribution", "Grouped", "Groups", "I", "Invariant", "Layout", "P", "Partial", "Partition", "R", "Reduction",
+    "Replicate", "Segment", "Shard", "Size", "chunk", "dealt_by", "divide", "kinds", "register", "simplify", "spans",
+]  # fmt: skip
 Reduction = Literal["sum", "max"]
-
-
-def divide(a: Size, b: Size) -> Size | None:
-    """`a / b` where that is a whole number for certain, otherwise None."""
-    if isinstance(a, int) and isinstance(b, int):
-        return a // b if b and a % b == 0 else None
-    quotient = sympy.cancel(sympy.sympify(a) / b)
-    whole = quotient.is_integer and sympy.denom(quotient) == 1
-    return simplify(quotient) if whole else None
-
-
-def simplify(size: Size) -> Size:
-    """The plain int where the expression is one."""
-    return int(size) if isinstance(size, sympy.Integer) else size
-
-
-def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
-    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
-    step = -(-count // tp)
-    start = min(rank * step, count)
-    return start, min(step, count - start)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`count` units of `unit` consecutive elements; whole units are dealt to the ranks by `chunk`."""
-
-    count: Size
-    unit: Size = 1
-
-    @property
-    def length(self) -> Size:
-        return simplify(self.count * self.unit)
-
-
-@dataclass(frozen=True)
-class Partition:
-    """How one dimension is dealt: a run of segments, the run repeated `repeat` times.
-
-    `((N, 1),)` is a plain split, `((q, d), (k, d), (v, d))` a fused q/k/v in whole heads, `((6, 8),)` six heads of
-    8. A rank owns its chunk of every segment of every repetition. Make one with `Partition.of`, which brings equal
-    distributions to one form, so that `==` means the same elements on every rank.
-    """
-
-    segments: tuple[Segment, ...]
-    repeat: Size = 1
-
-    @classmethod
-    def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
-        """The canonical form for `tp` ranks: largest units (even segments have `tp` of them), repeated runs folded."""
-        run = [_coarsest(s, tp) for s in segments if s.length != 0]
-        if not run or repeat == 0:
-            return cls((Segment(tp, 0),))
-        for period in range(1, len(run)):
-            if len(run) % period == 0 and run == run[:period] * (len(run) // period):
-                return cls(tuple(run[:period]), simplify(repeat * (len(run) // period)))
-        return cls(tuple(run), simplify(repeat))
-
-    @classmethod
-    def plain(cls, length: Size, tp: int) -> Partition:
-        """One segment of single elements."""
-        return cls.of([Segment(length, 1)], 1, tp)
-
-    @property
-    def length(self) -> Size:
-        return simplify(self.repeat * sum(s.length for s in self.segments))
-
-    @property
-    def static(self) -> bool:
-        return isinstance(self.repeat, int) and all(
-            isinstance(s.count, int) and isinstance(s.unit, int) for s in self.segments
-        )
-
-    def even(self, tp: int) -> bool:
-        """Whether every rank certainly owns the same number of elements."""
-        return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
-
-    def one(self, tp: int) -> bool:
-        """Whether what a rank owns lies in one piece, dealt element by element or evenly: as DTensor's `Shard`."""
-        alone = len(self.segments) == 1 and self.repeat == 1
-        return alone and (self.segments[0].unit == 1 or self.even(tp))
-
-    def full(self, tp: int) -> bool:
-        """Whether every rank certainly owns something: the last one owns least."""
-        return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)
-
-    def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
-        """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
-        segments = [Segment(s.count, simplify(s.unit * unit)) for s in self.segments]
-        return Partition.of(segments, simplify(self.repeat * repeat), tp)
-
-    def lower(self, repeat: Size, unit: Size, tp: int) -> Partition | None:
-        """The inverse of `lift`, or None where this partition cuts through a unit."""
-        times = divide(self.repeat, repeat)
-        units = [divide(s.unit, unit) for s in self.segments]
-        if times is None or any(u is None for u in units):
-            return None
-        segments = [Segment(s.count, u) for s, u in zip(self.segments, units, strict=True) if u is not None]
-        return Partition.of(segments, times, tp)
-
-    def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Partition, ...] | None:
-        """The partitions of consecutive pieces, or None where a boundary falls inside a segment."""
-        if not isinstance(self.repeat, int) or self.repeat > 64:
-            return None
-        run = [s for s in self.segments * self.repeat if s.length != 0]
-        pieces, at = [], 0
-        for length in lengths:
-            start, total = at, 0
-            while at < len(run) and total != length:
-                total, at = simplify(total + run[at].length), at + 1
-            if total != length:
-                return None
-            pieces.append(Partition.of(run[start:at], 1, tp))
-        return tuple(pieces) if at == len(run) else None
-
-    @staticmethod
-    def join(parts: Sequence[Distribution], tp: int) -> Partition | None:
-        """The partition of a concatenation; None where a part repeats a symbolic or large number of times."""
-        run: list[Segment] = []
-        for p in parts:
-            if not isinstance(p, Partition) or not isinstance(p.repeat, int) or p.repeat > 64:
-                return None
-            run += p.segments * p.repeat
-        return Partition.of(run, 1, tp)
-
-    def local(self, rank: int, tp: int) -> int:
-        """Elements of a static partition that `rank` owns."""
-        return self.repeat * sum(chunk(s.count, rank, tp)[1] * s.unit for s in self.segments)  # type: ignore[operator]
-
-    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
-        """The (offset, length) runs of a static partition that `rank` owns, in order."""
-        return spans(self.repeat, [(s.count, s.unit) for s in self.segments], rank, tp)  # type: ignore[misc,arg-type]
-
-
-def spans(repeat: int, segments: Sequence[tuple[int, int]], rank: int, tp: int) -> list[tuple[int, int]]:
-    """The (offset, length) runs that `rank` owns of `repeat` runs of (count, unit) segments."""
-    out, at = [], 0
-    for _ in range(repeat):
-        for count, unit in segments:
-            start, number = chunk(count, rank, tp)
-            out.append((at + start * unit, number * unit))
-            at += count * unit
-    return out
-
-
-def _coarsest(segment: Segment, tp: int) -> Segment:
-    """The same shares in the largest units: as many as divide rank 0's share and the whole."""
-    if not isinstance(segment.count, int):
-        return segment
-    units = math.gcd(segment.count, -(-segment.count // tp))
-    return Segment(segment.count // units, simplify(units * segment.unit))
-
-
-@dataclass(frozen=True)
-class Groups:
-    """How rows that are sorted by group are dealt: a rank owns the rows of its groups, as many as the data says.
-
-    Every rank keeps all rows in their places. Those of other ranks' groups hold nothing that may be read, and their
-    gradients are zero: so row by row operators run as they are, and only a sum over the rows needs them masked.
-
-    Attributes:
-        ends: name of the value that holds the row after each group's last, [groups].
-        of: how the groups are dealt, one segment.
-    """
-
-    ends: str
-    of: Partition
-
-    def lift(self, repeat: Size, unit: Size, tp: int) -> Groups | None:
-        """The same rows where they are a dimension by themselves, otherwise None; likewise `lower`."""
-        return self if repeat == unit == 1 else None
-
-    lower = lift
-
-    def cut(self, lengths: Sequence[Size], tp: int) -> None:
-        """Where a boundary falls only the data knows."""
-
-    def even(self, tp: int) -> bool:
-        return True  # in what every rank stores
-
-    def full(self, tp: int) -> bool:
-        return self.of.full(tp)
-
-
-Distribution = Partition | Groups  # how a loop may be dealt
+ToSize = Callable[[Any], Any]  # a size, or groups' ends, as what a run-time layout has in its place
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Base of the layouts of a value on one mesh axis."""
+    """Base of the layouts of a value on one mesh axis.
+
+    Attributes:
+        mark: the short name of the kind, unique among them.
+        distribution_kind: how it deals out a dimension, the class; None: it deals out none.
+        partial: whether a rank holds a summand, or a candidate, of every element.
+        reduction: how the ranks' tensors become the value where it is partial.
+        split: whether ranks own different elements.
+    """
+
+    mark: ClassVar[str] = ""
+    distribution_kind: ClassVar[type[Distribution] | None] = None
+    partial: ClassVar[bool] = False
+    reduction: ClassVar[Reduction] = "sum"
+    split: ClassVar[bool] = False
 
     @property
     def dual(self) -> Layout:
         """The layout of the value's gradient."""
         return self
 
+    @property
+    def sharded_dim(self) -> int | None:
+        """The dimension of which a rank stores a slice; None where it stores every dimension whole."""
+        return None
+
+    @property
+    def distribution(self) -> Distribution | None:
+        """How its dimension is dealt out; None where it has none."""
+        return None
+
+    @property
+    def groups(self) -> Groups | None:
+        """By which groups rows are dealt; None where they are not."""
+        return None
+
+    @property
+    def stored(self) -> Partition | None:
+        """The partition of `sharded_dim` that DTensors hold; None: a rank stores the whole and takes its slice."""
+        return None
+
+    @property
+    def pieces(self) -> Size:
+        """How many runs of a dimension are dealt separately, as those of a fused weight."""
+        return 1
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        """Largest part of a value that one rank holds; `hint` gives a number for every size."""
+        return 1.0
+
+    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
+        """The shape of what `rank` holds of a value of this shape, in a layout of numbers; rank 0 has most."""
+        return tuple(shape)
+
+    def plain(self, tp: int) -> bool:
+        """Whether DTensor's placement of the same name means the same."""
+        return True
+
+    def even(self, tp: int) -> bool:
+        """Whether every rank certainly stores the same number of elements."""
+        return True
+
+    def penalty(self, tp: int) -> int:
+        """What breaks ties between equal costs."""
+        return 0
+
+    def small(self, tp: int) -> Layout:
+        """The same kind of layout of a dimension with a few elements."""
+        return self
+
+    def words(self, units: bool = True) -> str:
+        """The layout of a parameter as a reader of plans sees it; with `units`, in units of how many elements."""
+        return "whole"
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        """What conversions take: sizes mapped by `size` (to an int, or to the fx.Node that computes it)."""
+        raise NotImplementedError(f"{type(self).__name__}.to_runtime")
+
+    def to_json(self) -> Any:
+        """Plain data that `from_json` reads."""
+        return str(self)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        """The inverse of `to_json`; None where the data are of another kind."""
+        return cls() if data == cls.mark else None
+
+    @classmethod
+    def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
+        """The distributions of this kind that a dimension of this length may have by itself."""
+        return ()
+
+    def __str__(self) -> str:
+        return self.mark
+
 
 @dataclass(frozen=True)
 class Invariant(Layout):
     """The whole value, the same on every rank; its gradient is too."""
 
-    def __str__(self) -> str:
-        return "I"
+    mark: ClassVar[str] = "I"
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        return InvariantSpec()
 
 
 @dataclass(frozen=True)
 class Replicate(Layout):
     """The whole value, the same on every rank; each rank's gradient is one summand."""
 
+    mark: ClassVar[str] = "R"
+
     @property
     def dual(self) -> Layout:
         return P
 
-    def __str__(self) -> str:
-        return "R"
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        return ReplicateSpec()
 
 
 @dataclass(frozen=True)
 class Partial(Layout):
     """One summand (or, for `max`, one candidate) of the value on every rank; its gradient is whole on each."""
 
-    reduction: Reduction = "sum"
+    reduction: Reduction = "sum"  # type: ignore[misc]
+    mark: ClassVar[str] = "P"
+    partial: ClassVar[bool] = True
 
     @property
     def dual(self) -> Layout:
         return R
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        return PartialSpec(reduction=self.reduction)
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        return {"P": P, "P(max)": Partial("max")}.get(data) if isinstance(data, str) else None
 
     def __str__(self) -> str:
         return "P" if self.reduction == "sum" else f"P({self.reduction})"
@@ -252,6 +174,64 @@ class Shard(Layout):
 
     dim: int
     partition: Partition
+    mark: ClassVar[str] = "S"
+    distribution_kind: ClassVar[type[Distribution] | None] = Partition
+    split: ClassVar[bool] = True
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
+
+    @property
+    def distribution(self) -> Distribution | None:
+        return self.partition
+
+    @property
+    def stored(self) -> Partition | None:
+        return self.partition
+
+    @property
+    def pieces(self) -> Size:
+        return self.partition.pieces
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        return self.partition.share(tp, hint)
+
+    def local_shape(self, shape: Sequence[int], tp: int, rank: int = 0) -> tuple[int, ...]:
+        return (*shape[: self.dim], self.partition.local(rank, tp), *shape[self.dim + 1 :])
+
+    def plain(self, tp: int) -> bool:
+        return self.partition.is_plain(tp)
+
+    def even(self, tp: int) -> bool:
+        return self.partition.even(tp)
+
+    def penalty(self, tp: int) -> int:
+        return self.partition.penalty(tp)
+
+    def small(self, tp: int) -> Layout:
+        return replace(self, partition=self.partition.small(tp))
+
+    def words(self, units: bool = True) -> str:
+        """`Shard(0) by 128`: dealt in units of 128; `in 3 pieces`, each of which is dealt."""
+        pieces, unit = self.partition.pieces, self.partition.unit
+        by = f" by {unit}" if units and unit is not None else ""
+        return f"Shard({self.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        return ShardSpec(self.dim, *self.partition.to_runtime(size))
+
+    def to_json(self) -> Any:
+        return {"dim": self.dim, "partition": self.partition.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        ours = isinstance(data, dict) and "partition" in data
+        return cls(data["dim"], Partition.from_json(data["partition"])) if ours else None
+
+    @classmethod
+    def seeds(cls, length: Size, tp: int) -> Iterable[Distribution]:
+        return (Partition.plain(length, tp),)
 
     def __str__(self) -> str:
         return f"S({self.dim})"
@@ -263,20 +243,66 @@ class Grouped(Layout):
 
     dim: int
     partition: Groups
+    mark: ClassVar[str] = "G"
+    distribution_kind: ClassVar[type[Distribution] | None] = Groups
+    split: ClassVar[bool] = True
+
+    @property
+    def distribution(self) -> Distribution | None:
+        return self.partition
+
+    @property
+    def groups(self) -> Groups | None:
+        return self.partition
+
+    def plain(self, tp: int) -> bool:
+        return False
+
+    def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        return GroupedSpec(self.dim, *self.partition.to_runtime(size))
+
+    def to_json(self) -> Any:
+        return {"dim": self.dim, "groups": self.partition.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        ours = isinstance(data, dict) and "groups" in data
+        return cls(data["dim"], Groups.from_json(data["groups"])) if ours else None
 
     def __str__(self) -> str:
         return f"G({self.dim})"
 
 
 I, R, P = Invariant(), Replicate(), Partial()  # noqa: E741  the field's letters
+_KINDS: dict[str, type[Layout]] = {}
 
 
-def share(layout: Layout, tp: int, hint) -> float:
-    """Largest part of a value that one rank holds."""
-    if not isinstance(layout, Shard):
-        return 1.0
-    held = total = 0
-    for s in layout.partition.segments:
-        count, unit = hint(s.count), hint(s.unit)
-        held, total = held + -(-count // tp) * unit, total + count * unit
-    return held / max(total, 1)
+def register(kind: type[Layout]) -> type[Layout]:
+    """Take a kind of layout into planning and saved plans; its conversions go to `comm.conversions.register`.
+
+    Raises:
+        ValueError: another kind has its mark.
+    """
+    if _KINDS.setdefault(kind.mark, kind) is not kind:
+        raise ValueError(f"{kind.__name__} and {_KINDS[kind.mark].__name__} have the same mark {kind.mark!r}")
+    return kind
+
+
+for _kind in (Invariant, Replicate, Partial, Shard, Grouped):
+    register(_kind)
+
+
+def kinds() -> tuple[type[Layout], ...]:
+    """All kinds of layout, in the order in which they were registered."""
+    return tuple(_KINDS.values())
+
+
+def dealt_by(dim: int, distribution: Distribution) -> Layout:
+    """The layout that deals this dimension so.
+
+    Example:
+        >>> str(dealt_by(0, Partition.plain(8, 2)))
+        'S(0)'
+    """
+    kind: Any = next(k for k in kinds() if k.distribution_kind is type(distribution))
+    return kind(dim, distribution)

@@ -14,7 +14,7 @@ from rich.text import Text
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import SLACK, solve
 from autotp.errors import InputError, PlanError
-from autotp.ir.layouts import I, Layout, Shard
+from autotp.ir.layouts import I, Layout
 from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.planner import Builder, decide
@@ -199,13 +199,7 @@ def _choice(parameter: Parameter, units: bool = True) -> str:
 
 
 def _words(layout: Layout, units: bool = True) -> str:
-    """`Shard(0) by 128`: dealt in units of 128; `in 3 pieces`, each of which is dealt."""
-    if not isinstance(layout, Shard):
-        return "whole"
-    segments, repeat = layout.partition.segments, layout.partition.repeat
-    pieces = len(segments) * repeat if isinstance(repeat, int) else repeat
-    by = f" by {segments[0].unit}" if units and len(segments) == 1 else ""
-    return f"Shard({layout.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
+    return layout.words(units)
 
 
 # two plans

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.comm.slices import Spec, to_runtime
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.graph import Capture, Leaf, differentiable, short_name
 from autotp.ir.layouts import Distribution, Layout, Partition, Segment, divide
 from autotp.ir.leaves import BUFFER, PARAMETER
 from autotp.ir.op import Factor, Op, Rule
 from autotp.ir.program import Decision, Planned
+from autotp.ir.specs import Spec
 from autotp.passes.shard.strategies import Candidates, place, signatures
 from autotp.rules.core import rule_of
 
@@ -62,7 +62,7 @@ class RuleProgram:
         """A layout at run time; that of rows by group holds the operand which says where the groups end."""
         carries = [c for f in (self.rule.factors if self.rule else ()) for c in (*f.ins, *f.outs) if c is not None]
         ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
-        return to_runtime(layout, lambda size: ends if isinstance(size, str) else size)
+        return layout.to_runtime(lambda size: ends if isinstance(size, str) else size)
 
 
 def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.comm.slices import Spec, split, to_runtime
 from autotp.ir.graph import Value, resolve, short_name
-from autotp.ir.layouts import I, Layout, R, Shard, Size
+from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
+from autotp.ir.specs import Spec
 
 from .numerics import backward, largest, layout_error, loss, weighted, weights
 from .report import TOLERANCE, Difference, Report
@@ -126,7 +126,7 @@ class _Proof:
             return [value] * self.planned.tp
         wanted = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
         spec = self._spec(self.sharded.layouts.get(node, R))
-        return [_leaf(v, wanted) for v in split(value.detach(), spec, self.planned.tp)]
+        return [_leaf(v, wanted) for v in spec.split(value.detach(), self.planned.tp)]
 
     def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
         if node in self.sharded.origin:
@@ -140,7 +140,7 @@ class _Proof:
                 return self.expected.values[self.sharded.origin[self.sharded.ends[node]]]
             return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
 
-        return to_runtime(layout, number)
+        return layout.to_runtime(number)
 
     def _value_error(self, node: fx.Node, ranks: list[Any]) -> float:
         origin = self.sharded.origin[node]
@@ -210,11 +210,11 @@ class _Proof:
     def _loss(self, outputs: list[Any], rank: int) -> Tensor:
         """The loss on one rank: of states, of which it has a part, with that part's weights."""
         states = {i: self.sharded.states.get(self.planned.program.becomes(i) or "", I) for i in range(len(outputs))}
-        total = loss([v for i, v in enumerate(outputs) if not isinstance(states[i], Shard)])
+        total = loss([v for i, v in enumerate(outputs) if states[i].sharded_dim is None])
         for i, layout in states.items():
             whole = self.expected.outputs[i]
-            if isinstance(layout, Shard) and whole.is_floating_point():
-                total = total + weighted(outputs[i], split(weights(whole), self._spec(layout), self.planned.tp)[rank])
+            if layout.sharded_dim is not None and whole.is_floating_point():
+                total = total + weighted(outputs[i], self._spec(layout).split(weights(whole), self.planned.tp)[rank])
         return total
 
     def _gradient_error(self, node: fx.Node) -> float:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from autotp import compat
-from autotp.comm.slices import Spec, recombine
 from autotp.errors import PlanError
-from autotp.ir.layouts import I, R
+from autotp.ir.specs import Spec
 
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
 
@@ -22,7 +21,7 @@ def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: floa
     """Relative error of the recombined value; for whole layouts the worst rank counts."""
     ranks = [v.detach() for v in ranks]
     try:
-        found = ranks if spec[0] in (str(I), str(R)) else [recombine(ranks, spec)]
+        found = ranks if spec.whole else [spec.recombine(ranks)]
     except (RuntimeError, ValueError, IndexError, PlanError):  # shapes that do not fit
         return float("inf")
     return max(relative(f, whole, scale) for f in found)

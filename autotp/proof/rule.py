@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from autotp import compat
-from autotp.comm import conversions, slices
 from autotp.errors import RuleError
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Layout, Partial
+from autotp.ir.layouts import Layout
 from autotp.ir.op import Factor, Rule
 from autotp.ir.program import Decision, Planned
+from autotp.ir.specs import Spec
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.rules.core import rule_of
@@ -74,7 +74,7 @@ class _Differs(Exception):
 def _told(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
     """What is wrong, of which choice, why it may be, and what to do."""
     rule, tp = p.rule or Rule(), p.planned.tp
-    partial = [p.operand(i) for i, x in enumerate(decision.ins) if isinstance(x, Partial)]
+    partial = [p.operand(i) for i, x in enumerate(decision.ins) if x.partial]
     what, advice = "run whole", "The operator must give the same results for the same operands."
     if factor is not None and decision.factor is not None:
         letter = letters(rule)[decision.factor]
@@ -106,11 +106,9 @@ def _gradient(y: Tensor, draw: torch.Generator) -> Tensor:
 def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set[Any]:
     assert p.rule is not None or factor is None
     if factor is not None and p.rule is not None:
-        added = {("addend", s) for s in p.rule.addends if isinstance(decision.ins[s], Partial)}
+        added = {("addend", s) for s in p.rule.addends if decision.ins[s].partial}
         return {("factor", decision.factor), *added}
-    return {("linear", frozenset(i for i, x in enumerate(decision.ins) if isinstance(x, Partial)))} - {
-        ("linear", frozenset())
-    }
+    return {("linear", frozenset(i for i, x in enumerate(decision.ins) if x.partial))} - {("linear", frozenset())}
 
 
 def _call(case: Case, operands: Sequence[Tensor]) -> list[Tensor]:
@@ -133,9 +131,9 @@ def _gradients(
 
 
 def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
-    if isinstance(layout, Partial) and x.dtype == torch.bool:
+    if layout.partial and x.dtype == torch.bool:
         raise _Differs("a truth value has no summands")
-    return slices.split(x, p.spec(layout), p.planned.tp, seed)
+    return p.spec(layout).split(x, p.planned.tp, seed)
 
 
 def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
@@ -153,7 +151,7 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     for i, (y, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
         _compare(f"result {i}", [rank[i].detach() for rank in got], p.spec(layout), y, case)
     duals = [
-        [None] * tp if g is None else slices.split(g, conversions.dual(p.spec(x)), tp, 7)
+        [None] * tp if g is None else p.spec(x).dual.split(g, tp, 7)
         for g, x in zip(expected.given, decision.outs, strict=True)
     ]
     for rank in range(tp):
@@ -170,13 +168,13 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
         _compare(f"the gradient of {p.operand(i)}", parts, p.spec(layout.dual), g, case)
 
 
-def _compare(what: str, parts: list[Tensor], spec: slices.Spec, whole: Tensor, case: Case) -> None:
-    joined = slices.recombine(parts, spec)
+def _compare(what: str, parts: list[Tensor], spec: Spec, whole: Tensor, case: Case) -> None:
+    joined = spec.recombine(parts)
     if joined.shape != whole.shape or joined.dtype != whole.dtype:
         raise _Differs(f"{what} is {joined.dtype} {list(joined.shape)}, should be {whole.dtype} {list(whole.shape)}")
     if not case.values:
         return
-    if spec[0] in "IR" and not all(_close(x, joined, case.tolerance) for x in parts):
+    if spec.whole and not all(_close(x, joined, case.tolerance) for x in parts):
         raise _Differs(f"{what} differs from rank to rank")
     if not _close(joined, whole, case.tolerance):
         raise _Differs(f"{what} is wrong by {(joined.to(whole.dtype) - whole).abs().max().item():.3g}")

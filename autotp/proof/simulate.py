@@ -80,6 +80,8 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
 def _at(args: Any, env: dict[fx.Node, Ranks], rank: Any) -> Any:
     if isinstance(args, fx.Node):
         return env[args][rank]
+    if isinstance(args, tuple) and hasattr(args, "_fields"):  # a layout at run time
+        return type(args)(*(_at(a, env, rank) for a in args))
     if isinstance(args, tuple | list):
         return type(args)(_at(a, env, rank) for a in args)
     if isinstance(args, dict):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx
 from autotp import compat
 from autotp.comm.slices import local_size
 from autotp.errors import PlanError
-from autotp.ir.layouts import Layout, Partition, Shard, Size
+from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write
 from autotp.ir.op import Factor, Op, Rule, expression
 
@@ -36,7 +36,7 @@ class Sizes:
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
     known: dict[Any, fx.Node] = field(default_factory=dict)
     formulas: dict[sympy.Symbol, Callable[[Sizes], fx.Node]] = field(default_factory=dict)  # of further symbols
-    equal: Callable[[Sizes, Partition], Any] | None = None  # what every rank owns of a partition, where that is known
+    equal: Callable[[Sizes, Distribution], Any] | None = None  # what every rank owns of it, where known
 
     def note(self, node: fx.Node) -> None:
         """Remember a node whose value is a size."""
@@ -52,7 +52,7 @@ class Sizes:
             self.known[size] = self._compute(size)
         return self.known[size]
 
-    def share(self, partition: Partition) -> Any:
+    def share(self, partition: Distribution) -> Any:
         """What every rank owns of a symbolic partition, where it is known to be the same for all."""
         return None if self.equal is None else self.equal(self, partition)
 
@@ -81,14 +81,14 @@ class ShardCall:
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
     factor: Factor | None
-    loop: Partition | None
+    loop: Distribution | None
     rule: Rule | None
     tp: int
 
     @property
     def split(self) -> bool:
         """Whether some operand or result is sharded."""
-        return any(isinstance(x, Shard) for x in (*self.ins, *self.outs))
+        return any(x.sharded_dim is not None for x in (*self.ins, *self.outs))
 
     @property
     def contracted(self) -> bool:
@@ -96,7 +96,7 @@ class ShardCall:
         return self.factor is not None and any(c is None for c in self.factor.outs)
 
     @property
-    def pieces(self) -> tuple[Partition, ...] | None:
+    def pieces(self) -> Sequence[Distribution] | None:
         """The partitions of the pieces of a cut loop, where that loop is split."""
         if self.factor is None or self.loop is None or not self.factor.pieces:
             return None
@@ -105,10 +105,10 @@ class ShardCall:
     def operand(self, slot: int) -> fx.Node:
         return self.operands[slot]
 
-    def out_partition(self, result: int, dim: int) -> Partition | None:
+    def out_partition(self, result: int, dim: int) -> Distribution | None:
         return _partition(self.outs[result], dim)
 
-    def in_partition(self, slot: int, dim: int) -> Partition | None:
+    def in_partition(self, slot: int, dim: int) -> Distribution | None:
         return _partition(self.ins[slot], dim)
 
     def out_length(self, result: int, dim: int, size: Size) -> Any:
@@ -116,18 +116,16 @@ class ShardCall:
         partition = self.out_partition(result, dim)
         return self.sizes.of(size) if partition is None else self.length(partition)
 
-    def length(self, partition: Partition) -> Any:
+    def length(self, partition: Distribution) -> Any:
         """Elements that this rank owns: an int where all ranks own the same, otherwise a node."""
         if partition.static and partition.even(self.tp):
             return partition.local(0, self.tp)
         even = self.sizes.share(partition)
         return even if even is not None else self.ranked(local_size, *self.segments(partition))
 
-    def segments(self, partition: Partition) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+    def segments(self, partition: Distribution) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
         """`(repeat, ((count, unit), ...))` with nodes for symbolic sizes."""
-        return self.sizes.of(partition.repeat), tuple(
-            (self.sizes.of(s.count), self.sizes.of(s.unit)) for s in partition.segments
-        )
+        return partition.to_runtime(self.sizes.of)
 
     def size(self, size: Size) -> Any:
         return self.sizes.of(size)
@@ -140,7 +138,7 @@ class ShardCall:
             return next(operands) if x in slots else self.env[x] if isinstance(x, fx.Node) else x
 
         slots = set(op.slots)
-        return {name: _map(value, new) for name, value in op.args.items()}
+        return {name: fx.map_arg(value, new) for name, value in op.args.items()}
 
     def call(self, op: Op, args: dict[str, Any]) -> LocalCall:
         """The operator called with these arguments by name."""
@@ -167,11 +165,5 @@ class ShardCall:
         return node
 
 
-def _partition(layout: Layout, dim: int) -> Partition | None:
-    return layout.partition if isinstance(layout, Shard) and layout.dim == dim else None
-
-
-def _map(value: Any, new: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return type(value)(_map(v, new) for v in value)
-    return new(value) if isinstance(value, fx.Node) else value
+def _partition(layout: Layout, dim: int) -> Distribution | None:
+    return layout.distribution if layout.sharded_dim == dim else None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.ir.layouts import Shard, spans
+from autotp.ir.layouts import spans
 from autotp.ir.op import Op, Rule
 from autotp.kernels.operators import OPS
 
@@ -33,13 +33,13 @@ def dropout(op: Op) -> Rule:
 def _local_part(op: Op, local: ShardCall) -> Any:
     """The whole's size stays; along the split dimension the part says where its elements are."""
     out, args = local.outs[0], local.named(op)
-    if not isinstance(out, Shard):
+    if out.sharded_dim is None or out.distribution is None:
         return local.call(op, args)
     if "size" in args:
         args["size"] = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
     seed = local.operand(op.names.index("seed"))
-    place = local.ranked(coordinates, seed, local.segments(out.partition))
-    return local.call(op, {**args, "place": place, "dim": out.dim})
+    place = local.ranked(coordinates, seed, local.segments(out.distribution))
+    return local.call(op, {**args, "place": place, "dim": out.sharded_dim})
 
 
 def coordinates(like: Tensor, segments: tuple, *, rank: int, tp: int) -> Tensor:

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.compat import like_dtensor, local_of
-from autotp.ir.layouts import Layout, Partial, Segment, Shard, chunk
+from autotp.ir.layouts import Layout, Segment, chunk
 
 MOST = 16  # pieces of a parameter
 
@@ -48,9 +48,9 @@ class Storage:
     @property
     def pieces(self) -> tuple[Piece, ...]:
         """Empty for a parameter that is held whole: one that is not split, and a bias of uneven heads."""
-        if not isinstance(self.layout, Shard):
+        d, (segments, times) = self.layout.sharded_dim, self._run
+        if d is None or not segments:
             return ()
-        d, (segments, times) = self.layout.dim, self._run
         out, at = [], 0
         for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
@@ -68,15 +68,16 @@ class Storage:
 
         A few runs are as many pieces, in the parameter's own dimensions; many are one piece with a dimension more.
         """
-        assert isinstance(self.layout, Shard)
-        segments, times = self.layout.partition.segments, self.layout.partition.repeat
+        if (partition := self.layout.stored) is None:
+            return (), 1
+        segments, times = partition.segments, partition.repeat
         assert isinstance(times, int)  # a parameter's size is no symbol
         return (segments * times, 1) if len(segments) * times <= MOST else (segments, times)
 
     @property
     def repeat(self) -> int:
         """How often the run of pieces comes along the sharded dimension."""
-        return self._run[1] if isinstance(self.layout, Shard) else 1
+        return self._run[1]
 
     def names(self, name: str) -> list[str]:
         """Attribute names of what holds the parameter `name`: its own where that has its dimensions."""
@@ -86,26 +87,26 @@ class Storage:
     @property
     def as_held(self) -> bool:
         """Whether the rank's slice is one DTensor's local tensor in the parameter's own dimensions."""
-        return not isinstance(self.layout, Shard) or [len(x.shape) for x in self.pieces] == [len(self.shape)]
+        return self.layout.sharded_dim is None or [len(x.shape) for x in self.pieces] == [len(self.shape)]
 
     @property
     def held_whole(self) -> bool:
         """Whether every rank holds all of it, and uses a slice."""
-        return isinstance(self.layout, Shard) and not self.pieces
+        return self.layout.sharded_dim is not None and not self.pieces
 
     def cut(self, full: Tensor) -> list[Tensor]:
         """The whole pieces of a whole parameter, as views."""
-        if not isinstance(self.layout, Shard) or not self.pieces:
+        d = self.layout.sharded_dim
+        if d is None or not self.pieces:
             return [full]
-        d = self.layout.dim
         run = full.unflatten(d, (self.repeat, -1))
         return [run.narrow(d + 1, x.offset, x.length).reshape(x.shape) for x in self.pieces]
 
     def fuse(self, pieces: Sequence[Tensor]) -> Tensor:
         """The inverse of `cut`."""
-        if not isinstance(self.layout, Shard) or not self.pieces:
+        d, repeat = self.layout.sharded_dim, self.repeat
+        if d is None or not self.pieces:
             return pieces[0]
-        d, repeat = self.layout.dim, self.repeat
         runs = [
             t.reshape(*self.shape[:d], repeat, x.length, *self.shape[d + 1 :])
             for t, x in zip(pieces, self.pieces, strict=True)
@@ -114,9 +115,9 @@ class Storage:
 
     def local(self, pieces: Sequence[Tensor]) -> Tensor:
         """The rank's slice of the parameter, in the parameter's own dimensions, from its slices of the pieces."""
-        if not isinstance(self.layout, Shard) or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
+        d, repeat = self.layout.sharded_dim, self.repeat
+        if d is None or (len(pieces) == 1 and pieces[0].ndim == len(self.shape)):
             return pieces[0]
-        d, repeat = self.layout.dim, self.repeat
         around = math.prod(self.shape[:d]) * math.prod(self.shape[d + 1 :]) * repeat
         runs = [t.reshape(*self.shape[:d], repeat, t.numel() // max(around, 1), *self.shape[d + 1 :]) for t in pieces]
         fused = torch.cat(runs, d + 1) if len(runs) > 1 else runs[0]
@@ -197,9 +198,9 @@ def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh
 
 def placement(layout: Layout) -> Placement:
     """DTensor's word for a layout."""
-    if isinstance(layout, Shard):
-        return Split(layout.dim)
-    return Summand(layout.reduction) if isinstance(layout, Partial) else Whole()
+    if layout.sharded_dim is not None:
+        return Split(layout.sharded_dim)
+    return Summand(layout.reduction) if layout.partial else Whole()
 
 
 class _Wrap(torch.autograd.Function):

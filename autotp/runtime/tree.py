@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
-from autotp.comm.slices import to_runtime
-from autotp.ir.layouts import I
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
+from autotp.ir.specs import INVARIANT
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
@@ -134,7 +133,7 @@ def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Te
         return local[0]
     if not storage.held_whole or ranks is None:
         return storage.local(local)
-    whole, mine = to_runtime(I), to_runtime(storage.layout)
+    whole, mine = INVARIANT, storage.layout.to_runtime()
     return function_for(whole, mine)(local[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
 

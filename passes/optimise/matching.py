@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp.ir.layouts import Grouped, Partial, Shard
 from autotp.ir.marks import inherit, mark
 from autotp.ir.op import aten, is_tensor
 from autotp.ir.scopes import innermost, is_region, scope_path
@@ -148,14 +147,15 @@ def value_of(node: fx.Node) -> Tensor:
 def whole_along(node: fx.Node, dim: int) -> bool:
     """Whether every rank has this node's value, not a summand of it, whole along the dimension."""
     layout = mark(node).layout
-    if isinstance(layout, Partial):
-        return False
-    return not (isinstance(layout, Shard) and layout.dim == dim % value_of(node).ndim)
+    if layout is None:
+        return True
+    return not layout.partial and layout.sharded_dim != dim % value_of(node).ndim
 
 
 def summable(node: fx.Node) -> bool:
     """Whether all of the node's rows on a rank may be read: a kernel that sums gradients over rows reads them all."""
-    return not isinstance(mark(node).layout, Grouped)
+    layout = mark(node).layout
+    return layout is None or layout.groups is None
 
 
 def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from itertools import chain
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import fx
 
@@ -27,6 +27,7 @@ from autotp.cost import (
     size_hint,
     tensor_bytes,
 )
+from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
@@ -181,7 +182,6 @@ class _Model:
         return op_seconds(0.0, 2 * size, "float32", self.cluster) if chunks > 1 else 0.0
 
 
-def _rows(spec: object, node: fx.Node) -> bool:
+def _rows(spec: Any, node: fx.Node) -> bool:
     """Whether the layout deals out one run of rows, so that they can go in chunks."""
-    assert isinstance(spec, tuple)
-    return spec[0] == "S" and len(spec[3]) == 1 and spec[1] < node.meta["val"].ndim - 1
+    return isinstance(spec, ShardSpec) and len(spec.segments) == 1 and spec.dim < node.meta["val"].ndim - 1

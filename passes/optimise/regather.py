@@ -41,7 +41,7 @@ class Regather(Optimisation):
     def run(self, program: RankProgram) -> Changes:
         """Where it fired, and what autograd keeps less."""
         graph, setting = program.graph, program.setting
-        found = [n for n in graph.nodes if n.target is grouped and n.args[1][0] == "S"]
+        found = [n for n in graph.nodes if n.target is grouped and not n.args[1].whole]
         found += [call for x in groups(graph) if x.gathers and (call := fuse(x)) is not None]
         for call in found:
             call.update_arg(REGATHER, True)

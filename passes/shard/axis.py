@@ -16,8 +16,8 @@ from torch import fx
 from autotp import compat
 from autotp.cost.prices import Surcharge
 from autotp.ir.graph import Capture, Leaf, Value, outputs_of, resolve, tensors
-from autotp.ir.layouts import Distribution, I, Layout, P, Partition, R, Shard
-from autotp.ir.op import Op, Rule, sizes
+from autotp.ir.layouts import Distribution, I, Layout, P, Partition, R
+from autotp.ir.op import Op, Rule
 from autotp.ir.program import Planned
 from autotp.rules.core import rule_of
 from autotp.rules.local import Sizes
@@ -161,11 +161,10 @@ class TensorWriter:
         pinned = planned.decisions.get(planned.program.graph.output_node())
         if pinned is not None:
             return pinned.ins[outputs_of(planned.program).index(x)]
-        made, val = planned.decisions[node].outs[index], tensors(node)[index]
-        if isinstance(made, Shard):
-            plain = Partition.plain(sizes(val)[made.dim], planned.tp)
-            return made if made.partition == plain else whole
-        return made if graded and made == P else whole
+        layout = planned.decisions[node].outs[index]
+        if layout.sharded_dim is not None:
+            return layout if layout.plain(planned.tp) else whole
+        return layout if graded and layout == P else whole
 
 
 def results(planned: Planned, layout: Callable[[int, fx.Node], Layout]) -> list[Result]:

@@ -35,11 +35,11 @@ class Apart:
 
     def operator(self, op: Op, outs: tuple[Layout, ...], nbytes: Callable[[Tensor], float]) -> float:
         results = zip(tensors(op.node), outs, strict=False)
-        whole = [v for v, x in results if not isinstance(x, Shard) and _has(v, self.batch)]
+        whole = [v for v, x in results if x.sharded_dim is None and _has(v, self.batch)]
         return WHOLE * sum(map(nbytes, whole))
 
     def conversion(self, a: Layout, b: Layout, nbytes: float) -> float:
-        return WHOLE * nbytes if isinstance(a, Shard) and not isinstance(b, Shard) else 0.0
+        return WHOLE * nbytes if a.sharded_dim is not None and b.sharded_dim is None else 0.0
 
 
 def _has(val: Tensor, symbol: sympy.Symbol) -> bool:
@@ -112,7 +112,7 @@ def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
     def whole(own: Sizes) -> fx.Node:
         return graph.call_function(operator.mul, (own.of(local), dp))
 
-    def equal(own: Sizes, partition: Partition) -> Any:
+    def equal(own: Sizes, partition: Distribution) -> Any:
         length = substitute(sympy.sympify(partition.length), {batch: dp * local})  # type: ignore[dict-item]
         return own.of(sympy.cancel(length / dp))
 
@@ -176,9 +176,10 @@ def scale_gradient(x: Tensor, factor: int) -> Tensor:
 def across(op: Op) -> Rule:
     """The tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
-    touched = {spec[1] for spec in specs if spec[0] in "SG"}
+    touched = {spec.dim for spec in specs}
     labels = [d if d not in touched else None for d in range(len(op.outs[0]))]
-    return loops(op, [labels], [labels], linear=() if ("P", "max") in specs else (frozenset({0}),))
+    linear = (frozenset({0}),) if all(spec.reduction == "sum" for spec in specs) else ()
+    return loops(op, [labels], [labels], linear=linear)
 
 
 for _function in (*conversions.FUNCTIONS.values(), scale_gradient):

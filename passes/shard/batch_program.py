@@ -24,7 +24,7 @@ from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, substitute, where
-from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.layouts import Layout, Size
 from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
@@ -85,7 +85,7 @@ class BatchAxis(Pass[Capture]):
         _Localised(program, sharded.graph, self.dp, batch).run()
         over = [(n, mark(n).batch) for n in program.graph.nodes]
         converted = [(n, conversion) for n, conversion in over if conversion is not None]
-        gathered = [n.args[0] for n, conversion in converted if isinstance(conversion.source, Shard)]
+        gathered = [n.args[0] for n, conversion in converted if conversion.source.sharded_dim is not None]
         if gathered:
             told = listed(where(n) for n in gathered)
             program.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
@@ -188,9 +188,10 @@ class _Localised:
     def _tensor(self, val: Tensor, layout: Layout) -> Tensor:
         shape = list(sizes(val))
         local: list[Any] = [self._size(n, True) for n in shape]
-        if isinstance(layout, Shard):
-            share = substitute(sympy.sympify(layout.partition.length), self.whole) / self.dp
-            local[layout.dim] = self._size(sympy.cancel(share), False)
+        dim, distribution = layout.sharded_dim, layout.distribution
+        if dim is not None and distribution is not None:
+            share = substitute(sympy.sympify(distribution.length), self.whole) / self.dp
+            local[dim] = self._size(sympy.cancel(share), False)
         same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
         return val if same else val.new_empty(local)
 

@@ -23,7 +23,7 @@ from autotp import compat
 from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, floating, outputs_of, read, resolve, tensors, where
-from autotp.ir.layouts import I, Layout, R, Shard
+from autotp.ir.layouts import I, Layout, R
 from autotp.ir.op import Op, Rule
 from autotp.ir.scopes import module_path
 from autotp.passes.analysis.axes import AXES, find_axes
@@ -56,7 +56,7 @@ class Ask:
         return self.key, self.dims, self.split
 
     def fits(self, layout: Layout) -> bool:
-        dealt = isinstance(layout, Shard) and layout.dim in self.dims
+        dealt = layout.sharded_dim in self.dims
         return dealt if self.split else not dealt if self.axis else layout in (I, R)
 
     def __str__(self) -> str:

@@ -30,7 +30,7 @@ from autotp.ir.graph import (
     tensors,
     where,
 )  # fmt: skip
-from autotp.ir.layouts import Distribution, Grouped, I, Layout, Partition, R, Shard
+from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
@@ -194,8 +194,8 @@ class Builder:
         layouts: list[Layout] = [whole]
         if leaf.kind.weight:
             dealt = [(d, p) for d in range(val.ndim) for p in self.candidates.of.get(((node, 0), d), ())]
-            fits = [(d, p) for d, p in dealt if isinstance(p, Partition) and (leaf.kind.trained or p.one(self.tp))]
-            layouts += [Shard(d, p) for d, p in fits]
+            fits = [(d, p) for d, p in dealt if not p.by_data and (leaf.kind.trained or p.is_plain(self.tp))]
+            layouts += [dealt_by(d, p) for d, p in fits]
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
@@ -242,7 +242,7 @@ class Builder:
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Whether rows dealt by group are so where it is known already where the groups end."""
-        ends = {x.partition.ends for side in layouts for x in side if isinstance(x, Grouped)}
+        ends = {x.groups.ends for side in layouts for x in side if x.groups is not None}
         return all(self.order[name] < self.order[node.name] for name in ends)
 
     def conflict(self) -> PlanError | None:

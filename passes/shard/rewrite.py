@@ -14,12 +14,11 @@ from torch import fx
 
 from autotp import compat
 from autotp.comm import conversions as convert
-from autotp.comm.slices import to_runtime
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
 from autotp.ir.copying import copy_graph
 from autotp.ir.graph import Value, resolve, tensors
-from autotp.ir.layouts import Grouped, Layout, Partition, R
+from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, expression
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
@@ -110,7 +109,7 @@ class Rewriter:
             ins=decision.ins,
             outs=decision.outs,
             factor=factor,
-            loop=decision.loop if isinstance(decision.loop, Partition) else None,
+            loop=None if decision.loop is None or decision.loop.by_data else decision.loop,
             rule=rule,
             tp=self.planned.tp,
         )
@@ -122,7 +121,7 @@ class Rewriter:
         self.out.layouts[new] = layout
         write(new, layout=layout)
         self.out.origin[new] = (node, index)
-        if isinstance(layout, Grouped) and self.ends is not None:
+        if layout.groups is not None and self.ends is not None:
             self.out.ends[new] = self.ends
 
     def value(self, operand: fx.Node, layout: Layout, consumer: fx.Node) -> fx.Node:
@@ -143,7 +142,8 @@ class Rewriter:
         def size(n: Any) -> Any:
             return _known(ends) if isinstance(n, str) else self.sizes.of(n)
 
-        src, dst = to_runtime(source, size), to_runtime(layout, size)
+        src: Any = source.to_runtime(size)
+        dst: Any = layout.to_runtime(size)
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])
@@ -162,7 +162,7 @@ class Rewriter:
             held = self.held.get((resolve(operand), layout))
             if held in self.out.ends:
                 found[self.out.ends[held]] = None
-        names = {x.partition.ends for x in (*decision.ins, *decision.outs) if isinstance(x, Grouped)}
+        names = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
         if not found and names:
             found = {self.value(self._twin(name, op.node), R, op.node): None for name in names}
         if len(found) > 1:

@@ -18,7 +18,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item, Problem
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
-from autotp.ir.layouts import I, Layout, Partition, R, Shard
+from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
 from autotp.ir.op import sizes
 
 from .strategies import Candidates, penalty
@@ -95,16 +95,16 @@ class States:
         """The partitions that states suggest by themselves."""
         for name, node in self.leaves.items():
             value, layout = self.value(node), self.fixed.get(name)
-            if isinstance(layout, Shard):
-                candidates.add((value, layout.dim), layout.partition)
+            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
+                candidates.add((value, layout.sharded_dim), layout.distribution)
                 continue
             shape = sizes(tensors(node)[0])
             for d in self.dims(name, lengths):
                 candidates.add((value, d), Partition.plain(shape[d], self.tp))
         for name, node in self.results.items():
             layout = self.fixed.get(name)
-            if isinstance(layout, Shard):
-                candidates.add((self.value(node), layout.dim), layout.partition)
+            if layout is not None and layout.sharded_dim is not None and layout.distribution is not None:
+                candidates.add((self.value(node), layout.sharded_dim), layout.distribution)
 
     # ---- the problem -----------------------------------------------------------------------------------------------
 
@@ -145,17 +145,17 @@ class States:
         fixed = self.fixed.get(names[0])
         allowed = set.intersection(*(set(self.dims(n, lengths)) for n in names))
         if fixed is not None:
-            if isinstance(fixed, Shard) and names[0] in self.leaves and fixed.dim not in allowed:
+            if fixed.sharded_dim not in (None, *allowed) and names[0] in self.leaves:
                 raise PlanError(
-                    f"the plan splits the state {names[0]!r} along dimension {fixed.dim}, which grows or is the batch "
-                    "in this call. Plan with example inputs that pass the state, so that this is known."
+                    f"the plan splits the state {names[0]!r} along dimension {fixed.sharded_dim}, which grows or is "
+                    "the batch in this call. Plan with example inputs that pass the state, so that this is known."
                 )
             return [fixed]
         found: dict[Layout, None] = {R: None}
         for d in sorted(allowed):
             for partition in (p for v in values for p in candidates.of.get((v, d), ())):
-                if isinstance(partition, Partition) and partition.static:
-                    found[Shard(d, partition)] = None
+                if not partition.by_data and partition.static:
+                    found[dealt_by(d, partition)] = None
         return list(found)
 
     def consumers(self, names: tuple[str, ...]) -> list[Value]:
@@ -183,7 +183,7 @@ def decided(items: Sequence[CarriedItem], problem: Problem, chosen: Sequence[int
     for item, names in items:
         choice = item.choices[chosen[place[id(item)]]]
         layout = (*choice.ins, *choice.outs)[0]
-        found |= dict.fromkeys(names, layout if isinstance(layout, Shard) else R)
+        found |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
     return found
 
 
@@ -194,4 +194,6 @@ def same_of(same: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 def as_read(layout: Layout, graded: bool) -> Layout:
     """A state's layout as that of a value that carries a gradient, or of one that does not."""
-    return layout if isinstance(layout, Shard) else I if graded else R
+    if layout.sharded_dim is not None:
+        return layout
+    return I if graded else R

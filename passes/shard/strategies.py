@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.layouts import Distribution, Grouped, Groups, I, Layout, P, Partial, Partition, R, Shard
+from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, dealt_by, kinds
 from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
@@ -29,7 +29,8 @@ class Candidates:
         """A plain split of every dimension that is long enough."""
         for d, n in enumerate(shape):
             if d not in skip and (not isinstance(n, int) or n > 1):
-                self.add((value, d), Partition.plain(n, self.tp))
+                for partition in (p for kind in kinds() for p in kind.seeds(n, self.tp)):
+                    self.add((value, d), partition)
 
     def add(self, dim: Dim, partition: Distribution) -> None:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""
@@ -37,7 +38,7 @@ class Candidates:
             return
         known = self.of[dim]
         if partition not in known:
-            ranked = sorted([*known, partition], key=lambda p: simplicity(p, self.tp))[:MOST]
+            ranked = sorted([*known, partition], key=lambda p: p.simplicity(self.tp))[:MOST]
             self.changed |= partition in ranked
             self.of[dim] = ranked
 
@@ -85,7 +86,7 @@ class Candidates:
         """
         slots = [*ins, *(frozenset([o]) for o in outs)]
         for loop in self.loops(factor, ins, outs):
-            if isinstance(loop, Groups) and not self.arrives(factor, loop, ins):
+            if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
             for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
                 partition = place(carry, factor, loop, self.tp, ins) if carry is not None else None
@@ -93,7 +94,7 @@ class Candidates:
                     for value in values:
                         self.add((value, carry.dim), partition)
 
-    def arrives(self, factor: Factor, loop: Groups, ins: list[frozenset[ValueId]]) -> bool:
+    def arrives(self, factor: Factor, loop: Distribution, ins: list[frozenset[ValueId]]) -> bool:
         """Whether some operand may be split by these groups."""
         carried = [(carry, values) for carry, values in zip(factor.ins, ins, strict=True) if carry is not None]
         return any(loop in self.of.get((v, carry.dim), ()) for carry, values in carried for v in values)
@@ -108,19 +109,8 @@ def place(
         assert pieces is not None
         loop = pieces[carry.piece]
     if carry.groups is not None:
-        plain = isinstance(loop, Partition) and loop.repeat == len(loop.segments) == 1
-        return Groups(min(str(v[0]) for v in ins[carry.groups]), loop) if plain else None  # type: ignore[index,arg-type]
+        return loop.by_groups(min(str(v[0]) for v in ins[carry.groups]))  # type: ignore[index]
     return loop.lift(carry.repeat, carry.unit, tp)
-
-
-def simplicity(partition: Distribution, tp: int) -> tuple:
-    """The order of partitions: even, with few segments, not repeated before others, in this order; then by name.
-
-    Rows by group come with the plain ones.
-    """
-    if isinstance(partition, Groups):
-        return (False, 1, False, str(partition))
-    return (not partition.even(tp), len(partition.segments), partition.repeat != 1, str(partition))
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
@@ -132,12 +122,7 @@ def penalty(layouts: Iterable[Layout], tp: int) -> int:
         layouts: of an operator's operands and results.
         tp: number of ranks.
     """
-    total = 0
-    for partition in (x.partition for x in layouts if isinstance(x, Shard)):
-        total += len(partition.segments) - 1
-        total += partition.repeat != 1
-        total += 2 * (not partition.even(tp))
-    return total
+    return sum(x.penalty(tp) for x in layouts)
 
 
 Signature = tuple[tuple[Layout, ...], tuple[Layout, ...], int | None, Distribution | None]
@@ -176,7 +161,7 @@ def signatures(
             if not rule.empty and not candidates.full(loop):
                 continue
             # A sum over rows by group would add up rows that hold nothing.
-            if isinstance(loop, Groups) and (factor.contracts or not candidates.arrives(factor, loop, slots)):
+            if loop.by_data and (factor.contracts or not candidates.arrives(factor, loop, slots)):
                 continue
             layouts = _split(rule, factor, loop, slots, results, candidates)
             if layouts is not None:
@@ -209,8 +194,7 @@ def _split(
         # The candidates are capped, so a partition that one slot suggests may be none of another's.
         if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in values):
             return None
-        grouped = isinstance(partition, Groups)
-        layouts.append(Grouped(carry.dim, partition) if grouped else Shard(carry.dim, partition))
+        layouts.append(dealt_by(carry.dim, partition))
     return tuple(layouts[: len(slots)]), tuple(layouts[len(slots) :])
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,14 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.comm import conversions as cv
-from autotp.comm.conversions import KINDS, Kind, dual, kind_of, simulate, split
-from autotp.comm.slices import local_size, recombine, same
+from autotp.comm.conversions import KINDS, Kind, kind_of, simulate
+from autotp.comm.slices import local_size, same
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
-from autotp.ir.layouts import Partition, Segment, Shard
+from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
+from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, ShardSpec, Spec
 from tests.helpers.pool import Pool
 
-Spec = cv.Spec
+MAXIMA = PartialSpec("max")
 TPS = (2, 3, 4)
 
 
@@ -35,8 +37,8 @@ def partitions(tp: int) -> dict[str, tuple[int, tuple[tuple[int, int], ...]]]:
     }
 
 
-def length(spec: Spec) -> int:
-    return spec[2] * sum(count * unit for count, unit in spec[3])
+def length(spec: ShardSpec) -> int:
+    return spec.repeat * sum(count * unit for count, unit in spec.segments)
 
 
 def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[int, ...]]]:
@@ -44,28 +46,30 @@ def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[in
     out = []
     for name, (repeat, segments) in partitions(tp).items():
         for dim in (0, 1):
-            s: Spec = ("S", dim, repeat, segments)
+            s = ShardSpec(dim, repeat, segments)
             n = length(s)
-            other: Spec = ("S", 1 - dim, 1, ((tp + 2, 1),))
+            other = ShardSpec(1 - dim, 1, ((tp + 2, 1),))
             shape = (n, tp + 2, 2) if dim == 0 else (tp + 2, n, 2)
             ends = torch.tensor([0, *range(2, tp + 1), tp + 2])  # the first group has no rows, the last one two
-            g: Spec = ("G", 1 - dim, ends, ((tp + 1, 1),))
-            letters: dict[str, Spec] = {"I": ("I",), "R": ("R",), "P": ("P", "sum"), "S": s, "G": g}
-            dst = {"S": other if key[0] == "S" else s, "S'": ("S", dim, 1, ((2, 1), (n - 2, 1)))}.get(key[1])
+            g = GroupedSpec(1 - dim, ends, ((tp + 1, 1),))
+            letters: dict[str, Spec] = {"I": INVARIANT, "R": REPLICATED, "P": SUMMANDS, "S": s, "G": g}
+            dst = {"S": other if key[0] == "S" else s, "S'": ShardSpec(dim, 1, ((2, 1), (n - 2, 1)))}.get(key[1])
             out.append((f"{name} dim {dim}", letters[key[0]], dst or letters[key[1]], shape))
     return out if {"S", "G"} & set(key) else out[:1]
 
 
 def elements(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """A rank's slice by index lists, from the definition in `layouts`."""
-    partition = Partition(tuple(Segment(*s) for s in spec[3]), spec[2])
+    assert isinstance(spec, ShardSpec)
+    partition = Partition(tuple(Segment(*s) for s in spec.segments), spec.repeat)
     index = [i for start, n in partition.spans(rank, tp) for i in range(start, start + n)]
-    return x.index_select(spec[1], torch.tensor(index, dtype=torch.long))
+    return x.index_select(spec.dim, torch.tensor(index, dtype=torch.long))
 
 
 def own_rows(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """The rows of a rank's groups in their places, zeros elsewhere: row by row, from the definition in `layouts`."""
-    _, dim, ends, ((count, _),) = spec
+    assert isinstance(spec, GroupedSpec)
+    dim, ends, ((count, _),), _ = spec
     group = [sum(int(end) <= row for end in ends) for row in range(x.shape[dim])]
     mine = torch.tensor([g // -(-count // tp) == rank for g in group])
     return x * mine.view(-1, *[1] * (x.ndim - dim - 1))
@@ -73,12 +77,12 @@ def own_rows(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
 
 def whole_of(xs: list[Tensor], spec: Spec, reference: Tensor) -> bool:
     """Whether the ranks hold `reference` under `spec`."""
-    if spec[0] == "S":
+    if spec.mark == "S":
         want = [elements(reference, spec, rank, len(xs)) for rank in range(len(xs))]
         return all(a.shape == b.shape and torch.allclose(a, b) for a, b in zip(xs, want, strict=True))
-    if spec[0] == "G":
+    if spec.mark == "G":
         return all(torch.allclose(x, own_rows(reference, spec, r, len(xs))) for r, x in enumerate(xs))
-    if spec[0] == "P":
+    if spec.mark == "P":
         return torch.allclose(torch.stack(xs).sum(0), reference)
     return all(torch.allclose(x, reference) for x in xs)
 
@@ -90,15 +94,15 @@ def loss_of(ys: list[Tensor], spec: Spec, weight: Tensor) -> Tensor:
     see that. On I every rank computes all of it (its own copy), on R its own share, on S its slice, on P its summand.
     """
     tp = len(ys)
-    if spec[0] == "P":
+    if spec.mark == "P":
         return sum((weight * y).sum() for y in ys)  # type: ignore[return-value]
-    if spec[0] == "S":
+    if spec.mark == "S":
         weights = [elements(weight, spec, rank, tp) for rank in range(tp)]
-    elif spec[0] == "G":
+    elif spec.mark == "G":
         weights = [own_rows(weight, spec, rank, tp) for rank in range(tp)]
     else:
         share = torch.rand(tp, *weight.shape, dtype=weight.dtype) + 0.1
-        weights = [weight] * tp if spec[0] == "I" else list(weight * share / share.sum(0))
+        weights = [weight] * tp if spec.mark == "I" else list(weight * share / share.sum(0))
     return sum((w * y**2).sum() / 2 for w, y in zip(weights, ys, strict=True))  # type: ignore[return-value]
 
 
@@ -106,16 +110,16 @@ def right(src: Spec, dst: Spec, shape: tuple[int, ...], tp: int, spoil: Callable
     """Whether forward and gradients are those of the whole program; `spoil` runs between forward and backward."""
     torch.manual_seed(0)
     x, weight = torch.randn(2, *shape, dtype=torch.float64)
-    xs = [t.detach().clone().requires_grad_() for t in split(x, src, tp)]
+    xs = [t.detach().clone().requires_grad_() for t in src.split(x, tp)]
     assert whole_of(xs, src, x)
-    if src[0] == "G":  # what stands in the other rows does not count
+    if src.mark == "G":  # what stands in the other rows does not count
         xs = [(t + 1 - own_rows(torch.ones_like(x), src, r, tp)).detach().requires_grad_() for r, t in enumerate(xs)]
     ys = simulate(xs, src, dst)
     assert whole_of(ys, dst, x), "forward"
     loss = loss_of(ys, dst, weight)
     spoil()
     grads = torch.autograd.grad(loss, xs)
-    return whole_of(list(grads), dual(src), weight if dst[0] == "P" else weight * x)
+    return whole_of(list(grads), src.dual, weight if dst.mark == "P" else weight * x)
 
 
 # For every backward, one that gives the same shapes but forgets to communicate, or does what another entry does.
@@ -133,14 +137,14 @@ WRONG = {
     ("I", "R"): Kind("summed", cv.nothing, "all_reduce"),
     ("R", "I"): Kind("summed", cv.nothing, "all_reduce"),
     ("I", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
-    ("G", "I"): Kind("no all-reduce", cv.own_rows),
-    ("G", "R"): Kind("no all-reduce", cv.own_rows),
-    ("P", "G"): Kind("no all-reduce", cv.own_rows),
+    ("G", "I"): Kind("no all-reduce", cv.place),
+    ("G", "R"): Kind("no all-reduce", cv.place),
+    ("P", "G"): Kind("no all-reduce", cv.take),
     ("G", "P"): Kind("none", lambda x, *_: torch.zeros_like(x)),
     ("I", "G"): Kind("all rows"),
     ("R", "G"): Kind("all rows"),
     ("S", "G"): Kind("own slice only", cv.place),
-    ("G", "S"): Kind("own rows only", cv.own_rows, None, cv.take),
+    ("G", "S"): Kind("own rows only", cv.place, None, cv.take),
     ("R", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
 }
 
@@ -159,7 +163,7 @@ def test_a_wrong_backward_is_noticed(key: tuple[str, str], tp: int, monkeypatch:
     for name, src, dst, shape in cases(key, tp):
         if name.startswith("one unit"):  # all of it is on rank 0: nothing to communicate for some entries
             continue
-        back = cv.key(dual(dst), dual(src))
+        back = cv.key(dst.dual, src.dual)
         with monkeypatch.context() as patch:
             assert not right(src, dst, shape, tp, lambda: patch.setitem(KINDS, back, WRONG[back])), name  # noqa: B023
 
@@ -167,52 +171,52 @@ def test_a_wrong_backward_is_noticed(key: tuple[str, str], tp: int, monkeypatch:
 def test_the_table_is_closed_under_duality() -> None:
     for key in KINDS:
         for _, src, dst, _ in cases(key, 2):
-            back = cv.key(dual(dst), dual(src))
+            back = cv.key(dst.dual, src.dual)
             assert back in KINDS
-            assert cv.key(dual(dual(src)), dual(dual(dst))) == key
+            assert cv.key(src.dual.dual, dst.dual.dual) == key
     assert {k.name for k in KINDS.values()} == set(cv.FUNCTIONS) and len(cv.FUNCTIONS) == len(KINDS)
 
 
 def test_partial_maximum_has_no_backward() -> None:
     x = torch.randn(2, 3, dtype=torch.float64)
-    for dst in (("I",), ("R",), ("S", 1, 1, ((3, 1),))):
-        xs = [t.requires_grad_() for t in split(x, ("P", "max"), 2)]
-        ys = simulate(xs, ("P", "max"), dst)
+    for dst in (INVARIANT, REPLICATED, ShardSpec(1, 1, ((3, 1),))):
+        xs = [t.requires_grad_() for t in MAXIMA.split(x, 2)]
+        ys = simulate(xs, MAXIMA, dst)
         assert whole_of(ys, dst, x)
         with pytest.raises(PlanError, match="max"):
             ys[0].sum().backward()
     with pytest.raises(PlanError, match="no conversion"):
-        kind_of(("R",), ("P", "max"))
+        kind_of(REPLICATED, MAXIMA)
     with pytest.raises(PlanError, match="no conversion"):
-        simulate([x, x], ("I",), ("I",))
+        simulate([x, x], INVARIANT, INVARIANT)
 
 
 def test_second_derivative() -> None:
-    src, dst, share = ("S", 0, 1, ((3, 1),)), ("R",), (0.25, 0.75)
+    src, dst, share = ShardSpec(0, 1, ((3, 1),)), REPLICATED, (0.25, 0.75)
     x = torch.randn(3, dtype=torch.float64)
-    xs = [t.clone().requires_grad_() for t in split(x, src, 2)]
+    xs = [t.clone().requires_grad_() for t in src.split(x, 2)]
     loss = sum((w * y**3).sum() for w, y in zip(share, simulate(xs, src, dst), strict=True))
     grads = torch.autograd.grad(loss, xs, create_graph=True)  # type: ignore[arg-type]
     second = torch.autograd.grad(sum((g**2).sum() for g in grads), xs)  # type: ignore[arg-type]
-    assert torch.allclose(recombine(second, src), 36 * x**3)
+    assert torch.allclose(src.recombine(second), 36 * x**3)
 
 
 @pytest.mark.parametrize("tp", TPS)
 def test_split_and_local_size(tp: int) -> None:
     for repeat, segments in partitions(tp).values():
-        spec: Spec = ("S", 1, repeat, segments)
-        x = torch.randn(2, length(spec), 2)
-        xs = split(x, spec, tp)
-        assert whole_of(xs, spec, x) and torch.equal(recombine(xs, spec), x)
+        spec: Spec = ShardSpec(1, repeat, segments)
+        x = torch.randn(2, length(ShardSpec(1, repeat, segments)), 2)
+        xs = spec.split(x, tp)
+        assert whole_of(xs, spec, x) and torch.equal(spec.recombine(xs), x)
         assert [t.shape[1] for t in xs] == [local_size(repeat, segments, rank=r, tp=tp) for r in range(tp)]
         layout = Shard(1, Partition(tuple(Segment(*s) for s in segments), repeat))
-        assert cv.to_runtime(layout) == spec and cv.from_runtime(spec) == layout
+        assert layout.to_runtime() == spec and kind_of(layout, R) is kind_of(spec, REPLICATED)
     x = torch.randn(2, 3, dtype=torch.float64)
-    for spec in (("I",), ("R",), ("P", "sum"), ("P", "max")):
-        xs = split(x, spec, tp)
-        assert torch.allclose(recombine(xs, spec), x)
-        assert cv.to_runtime(cv.from_runtime(spec)) == spec
-        assert same(xs) == (spec[0] != "P")
+    for layout, spec in ((I, INVARIANT), (R, REPLICATED), (P, SUMMANDS), (Partial("max"), MAXIMA)):
+        xs = spec.split(x, tp)
+        assert torch.allclose(spec.recombine(xs), x)
+        assert layout.to_runtime() == spec
+        assert same(xs) == (spec.mark != "P")
     assert not same([x, x + 1e-3]) and same([x, x + 1e-3], tol=1e-2)
     odd = torch.tensor([1.0, -torch.inf, torch.nan])
     assert same([odd, odd], tol=0.1) and not same([odd, odd + torch.tensor([1.0, 0, 0])], tol=0.1)
@@ -221,20 +225,21 @@ def test_split_and_local_size(tp: int) -> None:
 
 def test_a_wrong_size_is_an_error() -> None:
     with pytest.raises(PlanError, match="shape"):
-        split(torch.zeros(5), ("S", 0, 1, ((4, 1),)), 2)
+        ShardSpec(0, 1, ((4, 1),)).split(torch.zeros(5), 2)
 
 
 def test_functions_are_graph_targets() -> None:
     for name, fn in cv.FUNCTIONS.items():
         assert fn.__name__ == name and getattr(cv, name) is fn and pickle.loads(pickle.dumps(fn)) is fn
-    x, s = torch.randn(4), ("S", 0, 1, ((4, 1),))
-    assert cv.function_for(s, ("R",)) is cv.g
-    assert cv.g(x, s, ("R",), rank=0, tp=1, group="none") is x
+    x, s = torch.randn(4), ShardSpec(0, 1, ((4, 1),))
+    assert cv.function_for(s, REPLICATED) is cv.g
+    assert cv.g(x, s, REPLICATED, rank=0, tp=1, group="none") is x
     with pytest.raises(PlanError, match="g_star"):
-        cv.g_star(x, s, ("R",), rank=0, tp=1, group="none")
+        cv.g_star(x, s, REPLICATED, rank=0, tp=1, group="none")
     graph = torch.fx.Graph()
     local = graph.call_function(local_size, (1, ((graph.placeholder("n"), 2),)), {"rank": 1, "tp": 2})
-    graph.output(graph.call_function(cv.f, (local, ("I",), ("R",)), {"rank": 0, "tp": 1, "group": "none"}))
+    arguments: list[Any] = [local, INVARIANT, REPLICATED]
+    graph.output(graph.call_function(cv.f, tuple(arguments), {"rank": 0, "tp": 1, "group": "none"}))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
     assert module(5) == 4 and "autotp_comm_conversions_f(" in module.code
 
@@ -251,9 +256,10 @@ def test_shapes_of_fake_tensors() -> None:
 
 
 def local_shape(shape: tuple[int, ...], spec: Spec, rank: int, tp: int) -> tuple[int, ...]:
-    if spec[0] != "S":
+    if not isinstance(spec, ShardSpec):
         return shape
-    return tuple(local_size(*spec[2:], rank=rank, tp=tp) if d == spec[1] else n for d, n in enumerate(shape))
+    own = local_size(spec.repeat, spec.segments, rank=rank, tp=tp)
+    return tuple(own if d == spec.dim else n for d, n in enumerate(shape))
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64, torch.int64, torch.int16, torch.bool)
@@ -274,7 +280,7 @@ def values(src: Spec, dst: Spec, shape: tuple[int, ...], dtype: torch.dtype, tp:
 
 def work_list(tp: int) -> list[tuple[Spec, Spec, tuple[int, ...], torch.dtype]]:
     out = [(s, d, shape, t) for key in KINDS for _, s, d, shape in cases(key, tp)[::3] for t in DTYPES]
-    return out + [(("P", "max"), ("R",), (3, 2), t) for t in (torch.float32, torch.int64, torch.bool)]
+    return out + [(MAXIMA, REPLICATED, (3, 2), t) for t in (torch.float32, torch.int64, torch.bool)]
 
 
 def real(rank: int, world: int, group: dist.ProcessGroup) -> list[tuple[Tensor, Tensor | None]]:
@@ -289,7 +295,7 @@ def real(rank: int, world: int, group: dist.ProcessGroup) -> list[tuple[Tensor, 
 
 
 def differentiable(src: Spec, dtype: torch.dtype) -> bool:
-    return (dtype.is_floating_point or dtype.is_complex) and src != ("P", "max")
+    return (dtype.is_floating_point or dtype.is_complex) and src != MAXIMA
 
 
 @pytest.mark.parametrize("tp", (2, 3))
@@ -317,14 +323,14 @@ def compiled(rank: int, world: int, group: dist.ProcessGroup, backend: str) -> b
     weights = [torch.randn(6, 4), torch.randn(4, 6)]
     good = True
     for count in (4, 5):  # even and uneven sequence
-        seq: Spec = ("S", 0, 1, ((count, 1),))
-        up, down = (split(w, ("S", d, 1, ((6, 1),)), world)[rank] for d, w in enumerate(weights))
+        seq: Spec = ShardSpec(0, 1, ((count, 1),))
+        up, down = (ShardSpec(d, 1, ((6, 1),)).split(w, world)[rank] for d, w in enumerate(weights))
 
         def block(x: Tensor, seq: Spec = seq, up: Tensor = up, down: Tensor = down) -> Tensor:
-            h = torch.relu(cv.g(x, seq, ("R",), **same_everywhere) @ up.T)
-            return cv.g_star(h @ down.T, ("P", "sum"), seq, **same_everywhere)
+            h = torch.relu(cv.g(x, seq, REPLICATED, **same_everywhere) @ up.T)
+            return cv.g_star(h @ down.T, SUMMANDS, seq, **same_everywhere)
 
-        x = split(torch.randn(count, 4), seq, world)[rank].requires_grad_()
+        x = seq.split(torch.randn(count, 4), world)[rank].requires_grad_()
         fast = torch.compile(block, fullgraph=True, backend=backend, dynamic=False)
         a, b = block(x), fast(x)
         good &= torch.allclose(a, b)

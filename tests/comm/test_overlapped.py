@@ -14,11 +14,12 @@ from torch.nn.functional import linear
 
 from autotp.comm import collectives, overlapped
 from autotp.comm import conversions as convert
+from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, ShardSpec
 from benchmarks.overlap import Link
 from tests.helpers.compare import difference
 
 EXACT = 1e-12
-S, R, I, P = ("S", 1, 1, ((16, 1),)), ("R",), ("I",), ("P", "sum")  # noqa: E741  the field's letters
+S, R, I, P = ShardSpec(1, 1, ((16, 1),)), REPLICATED, INVARIANT, SUMMANDS  # noqa: E741  the field's letters
 
 
 def operands(rank: int, world: int, first: Any) -> tuple[Tensor, list[Tensor], Tensor]:
@@ -66,7 +67,7 @@ def functions(rank: int, world: int, group: Any) -> dict[Any, tuple[float, bool]
                 kinds = ["linear", "matmul"]
                 return [*overlapped.grouped(x, how[0], R, kinds, [v, w], [b, None], how[1], how[2], **named)]
 
-            compare((src[0], chunks, regather), [x, v, w, b], plain, fused)
+            compare((src.mark, chunks, regather), [x, v, w, b], plain, fused)
     for chunks in (1, 2):
         for kind in ("linear", "addmm"):
             x, (v, _), b = operands(rank, world, I)
@@ -93,7 +94,7 @@ def test_functions_compute_what_they_stand_for(pool, world):
 
 def uneven(rank: int, world: int, group: Any) -> tuple[float, int]:
     """Thirteen rows on two ranks: seven and six, in one piece whatever is asked for."""
-    spec, named = ("S", 1, 1, ((13, 1),)), {"rank": rank, "tp": world, "group": group.group_name}
+    spec, named = ShardSpec(1, 1, ((13, 1),)), {"rank": rank, "tp": world, "group": group.group_name}
     x = torch.randn(2, 13, 6, dtype=torch.double, generator=torch.Generator().manual_seed(0))
     w = torch.randn(5, 6, dtype=torch.double, generator=torch.Generator().manual_seed(1))
     mine = x.chunk(world, 1)[rank].contiguous()
@@ -198,7 +199,7 @@ def compiling(rank: int, world: int, group: Any) -> dict[str, Any]:
         for run in (step, torch.compile(step, fullgraph=True, backend=backend)):
             leaves = [t.clone().requires_grad_() for t in (x, v, w)]
             results.append(torch.autograd.grad(run(*leaves), leaves))
-        found[src[0], regather] = max(map(difference, *results)), seen
+        found[src.mark, regather] = max(map(difference, *results)), seen
 
         def alone(x: Tensor, v: Tensor, how: Any = (src, chunks, regather)) -> Tensor:
             return overlapped.grouped(x, how[0], R, ["linear"], [v], [None], how[1], how[2], **named)[0]
@@ -207,7 +208,7 @@ def compiling(rank: int, world: int, group: Any) -> dict[str, Any]:
         for grad in (True, False):
             with torch.set_grad_enabled(grad):
                 own = torch.compile(alone, fullgraph=True, backend="aot_eager")(x, v)
-                found[src[0], regather, grad] = difference(own, alone(x, v)), []
+                found[src.mark, regather, grad] = difference(own, alone(x, v)), []
     return found
 
 

@@ -27,7 +27,6 @@ from autotp.ir.graph import size_hint
 from autotp.ir.op import sizes
 from autotp.ir.program import MeshPlace
 from autotp.passes.shard.rewrite import specialise
-from autotp.plans.describe.describe import local_shape
 from autotp.plans.plan import Plan
 from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.models import build, captured, inputs_of, transformer
@@ -63,7 +62,7 @@ def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
         if not isinstance(val, Tensor):
             continue
         whole = [size_hint(s, program.hints) for s in sizes(val)]
-        local = local_shape(whole, stages.planned.decisions[leaf.node].outs[0], stages.planned.tp)
+        local = stages.planned.decisions[leaf.node].outs[0].local_shape(whole, stages.planned.tp)
         x = torch.randn(local, dtype=val.dtype) if leaf.kind.trained else given[leaf.name].detach().clone()
         out[leaf.node.name] = x.requires_grad_() if leaf.node in stages.planned.grads else x
     return out

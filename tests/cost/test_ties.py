@@ -5,13 +5,14 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autotp.cost.solver import rows, solve
 from autotp.cost.solver.problem import Choice, Item, Problem, Use
 from autotp.cost.solver.search import Search
-from autotp.ir.layouts import P, Partition, R, Shard
+from autotp.ir.layouts import Layout, P, Partition, R, Shard
 
 S = Shard(0, Partition.plain(8, 2))
 FOLDER = Path(solve.__file__).parent
@@ -35,7 +36,7 @@ def always(problem: Problem, want: Sequence[Choice]) -> bool:
     return picks(problem) == picks(backward) == list(want)
 
 
-def source(outs=R, seconds=1.0, **amounts) -> Choice:
+def source(outs: Layout = R, seconds: float = 1.0, **amounts: Any) -> Choice:
     return Choice((), (outs,), seconds, **amounts)
 
 

@@ -10,7 +10,6 @@ from torch import nn
 
 from autotp.api import plan as make_plan
 from autotp.comm import conversions
-from autotp.comm.slices import to_runtime
 from autotp.cost import Cluster
 from autotp.driver.pipeline import capture_model
 from autotp.inputs import Inputs
@@ -54,7 +53,7 @@ def communicating(sharded: Sharded, planned: Planned) -> int:
         if n.op != "call_function" or name not in primitives:
             continue
         source, target = sharded.layouts[n.args[0]], sharded.layouts[n]
-        back = conversions.KINDS.get(conversions.key(to_runtime(target.dual), to_runtime(source.dual)))
+        back = conversions.KINDS.get(conversions.key(target.dual, source.dual))
         graded = sharded.origin[n][0] in planned.grads
         count += bool(primitives[name] or (graded and back is not None and back.primitive))
     return count

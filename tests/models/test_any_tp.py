@@ -60,6 +60,6 @@ def test_a_wrong_deal_is_noticed(monkeypatch: pytest.MonkeyPatch):
     """The control: ranks that take their slices by another rule than the plan's."""
     model = transformer("llama", **HEADS6, num_hidden_layers=1)
     monkeypatch.setattr(
-        "autotp.comm.slices._shares", lambda segments, rank, tp: [(0, -(-c // tp) * u) for c, u in segments]
+        "autotp.ir.windows.shares", lambda segments, rank, tp: [(0, -(-c // tp) * u) for c, u in segments]
     )
     assert not autotp.verify(model, 4, inputs_of(model))

@@ -13,12 +13,15 @@ import autotp
 from autotp.comm import bucket, collectives
 from autotp.comm import conversions as convert
 from autotp.ir.marks import mark
+from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
 from tests.helpers.overlapped import called, calls_of, made
 
 EXACT = 1e-12
 GRAPHS: dict[tuple[str, bool], list[str]] = {}
+
+LAYOUTS = INVARIANT, REPLICATED
 
 
 def graph_of(name: str, sequence: bool = False) -> list[str]:
@@ -83,7 +86,7 @@ def bucketed(rank: int, world: int, group: Any) -> dict[str, Any]:
     results, counts = [], []
     for one in (False, True):
         leaves = [x.clone().requires_grad_(i != 1) for i, x in enumerate(tensors)]
-        outs = bucket.f_bucket(leaves, **named) if one else [convert.f(x, ("I",), ("R",), **named) for x in leaves]
+        outs = bucket.f_bucket(leaves, **named) if one else [convert.f(x, *LAYOUTS, **named) for x in leaves]
         loss = torch.stack([(f * y**3).sum() for f, y in zip(factors, outs, strict=True)]).sum()
         wanted = [leaves[0], leaves[2]]
         with patch.object(collectives, "_start", wraps=collectives._start) as start:

@@ -3,7 +3,7 @@
 import pytest
 
 from autotp.ir.layouts import Grouped, Groups, I, P, Partition, R, Segment, Shard
-from autotp.passes.shard.strategies import MOST, Candidates, penalty, simplicity
+from autotp.passes.shard.strategies import MOST, Candidates, penalty
 
 TP = 2
 PLAIN = Partition.plain(8, TP)
@@ -26,14 +26,14 @@ def test_the_penalty_does_not_look_at_the_dimension():
 
 @pytest.mark.parametrize(("first", "then"), [(PLAIN, UNEVEN), (PLAIN, TWO), (PLAIN, REPEATED), (REPEATED, TWO)])
 def test_simpler_partitions_come_first(first, then):
-    assert simplicity(first, TP) < simplicity(then, TP)
-    assert sorted([then, first], key=lambda p: simplicity(p, TP)) == [first, then]
+    assert first.simplicity(TP) < then.simplicity(TP)
+    assert sorted([then, first], key=lambda p: p.simplicity(TP)) == [first, then]
 
 
 def test_even_comes_before_few_segments_and_those_before_a_run():
     three = Partition((Segment(2, 4), Segment(2, 2), Segment(2, 1)))
-    assert simplicity(three, TP) < simplicity(UNEVEN, TP)
-    assert simplicity(REPEATED, TP) < simplicity(TWO, TP)
+    assert three.simplicity(TP) < UNEVEN.simplicity(TP)
+    assert REPEATED.simplicity(TP) < TWO.simplicity(TP)
 
 
 def test_the_simplest_stay_candidates():

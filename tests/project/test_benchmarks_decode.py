@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
-from benchmarks import decode_limit
-from benchmarks.helpers.performance import table
+import pytest
+import torch
+from torch import Tensor
 
+from benchmarks import decode, decode_limit
+from benchmarks.helpers import soak
+from benchmarks.helpers.cached_llama import CachedLlama
+from benchmarks.helpers.decode_legs import HAND
+from benchmarks.helpers.interleaved import Times
+from benchmarks.helpers.megatron import Shape, untouched
+from benchmarks.helpers.performance import table
+from benchmarks.helpers.storages import Storages
+
+MADE = dict.fromkeys(["command", "machine", "torch", "transformers", "python", "date"], "x")
 ONE = "h100"
 
 
@@ -31,3 +42,62 @@ def test_the_columns_are_the_formula():
     assert read == round(nbytes / 1e9, 2) and abs(alone - 3.35e12 / nbytes) < 1
     for rate, seconds in ((one_shot, 6.3e-6), (nccl, 23e-6)):
         assert abs(rate - 1 / (nbytes / 3.35e12 + (2 * layers + 2) * seconds)) < 1
+
+
+SMALL = Shape(hidden=32, layers=2, heads=4, kv_heads=2, wide=48, vocabulary=64)
+IDS = torch.arange(12).view(2, 6) * 7 % 64
+
+
+def decoded(module: CachedLlama, first: int, late: int = 0) -> Tensor:
+    """Logits after a prompt of so many ids and then one id at a time, at positions that may be wrong."""
+    positions = torch.arange(IDS.shape[1])
+    out = module(IDS[:, :first], positions[:first])
+    for i in range(first, IDS.shape[1]):
+        out = module(IDS[:, i : i + 1], positions[i : i + 1] + late)
+    return out
+
+
+@torch.no_grad()
+def test_the_hand_written_cache_gives_the_logits_of_the_whole_forward():
+    model = untouched(SMALL)
+    wanted = model(IDS)[:, -1:]
+    assert torch.allclose(decoded(CachedLlama(model, 2, 8), 4), wanted, atol=1e-5)
+    assert not torch.allclose(decoded(CachedLlama(model, 2, 8), 4, late=1), wanted, atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_decoded_token_reads_each_weight_and_the_cache_once():
+    module = CachedLlama(untouched(SMALL), 2, 8)
+    decoded(module, 5)
+    held = {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in module.parameters()}
+    held |= {x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in module.buffers()}
+    token, position = IDS[:, 5:], torch.tensor([5])
+    with Storages() as storages:
+        module(token, position)
+    others = sum(x.untyped_storage().nbytes() for x in (token, position))
+    assert storages.nbytes == sum(held.values()) + others and len(storages.read) == len(held) + 2
+    another = torch.ones(3)
+    with Storages() as more:
+        module(token, position)
+        torch.ones(5).add(torch.zeros(5))  # what is made within the context does not count
+        another.add(1)
+    assert more.nbytes - storages.nbytes == 12
+
+
+def test_rows_of_decoded_tokens_are_of_all_ranks():
+    times = {HAND: Times([1.0, 1.0], [1.0, 2.0]), "autotp, static cache": Times([2.0, 2.0], [1.0, 1.0])}
+    one = {"first": dict.fromkeys(times, 1.0), "off": dict.fromkeys(times, 0.0), "read": dict.fromkeys(times, (3, 8))}
+    one |= {"times": {k: t._asdict() for k, t in times.items()}}
+    found = decode.rows([one, one])
+    assert found["autotp, static cache"]["cpu_ratio"] == 2.0 and found[HAND]["storages"] == 3
+    decode.check({"rows": found})
+    with pytest.raises(RuntimeError, match="something else"):
+        decode.check({"rows": {HAND: found[HAND] | {"off": 0.1}}})
+    text = decode.page({**MADE, "cores": 2, "rounds": 1, "load_before": 0.1, "rows": found, "refused": {"x": "why"}})
+    assert "| autotp, static cache | 4000.0 | 2.000 |" in text and "Not measured: x: why." in text
+
+
+def test_a_process_that_grows_beyond_its_cache_is_refused():
+    soak.check({"tokens": 9, "cache": 10**6, "process": 9 * 10**6})
+    with pytest.raises(RuntimeError, match="grew by"):
+        soak.check({"tokens": 9, "cache": 10**6, "process": 11 * 10**6})

@@ -8,7 +8,6 @@ import pytest
 from torch import fx
 
 from autotp.comm import conversions
-from autotp.comm.slices import to_runtime
 from autotp.driver.verify import compare
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
@@ -57,7 +56,7 @@ def communicating(program: Planned, sharded: Sharded) -> Iterator[fx.Node]:
 
 
 def moves(src: Layout, dst: Layout) -> bool:
-    kind = conversions.KINDS.get(conversions.key(to_runtime(src), to_runtime(dst)))
+    kind = conversions.KINDS.get(conversions.key(src, dst))
     return kind is not None and kind.primitive is not None
 
 

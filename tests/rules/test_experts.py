@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autotp
-from autotp.comm.slices import mask
+from autotp.ir.specs import GroupedSpec
 from autotp.plans.plan import Plan
 from tests.helpers.models import redrawn
 
@@ -69,7 +69,9 @@ def test_rows_of_other_ranks_are_masked(monkeypatch: pytest.MonkeyPatch):
     """The control: where the mask lets something through, the values of rows of other ranks are noticed to differ; no
     result is made of them here."""
     assert autotp.verify(redrawn(mixture()), 2, TOKENS, pins=BY_EXPERT).inside is None
-    monkeypatch.setattr("autotp.comm.slices.mask", lambda x, spec, rank, tp: mask(x, spec, rank, tp) + 1e-3)
+    take = GroupedSpec.take
+    for name in ("take", "place", "own"):
+        monkeypatch.setattr(GroupedSpec, name, lambda spec, x, rank, tp: take(spec, x, rank, tp) + 1e-3)
     report = autotp.verify(redrawn(mixture()), 2, TOKENS, pins=BY_EXPERT)
     assert report.inside is not None and "experts" in report.inside.module
 

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 import autotp
 from autotp.comm import conversions
 from autotp.comm.conversions import Kind
+from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import mesh_of
 from tests.helpers.trained import model_of
 
@@ -103,7 +104,7 @@ def without_f(rank: int, world: int, group: Any) -> Curve:
     own: Callable[..., Any] = conversions._Real.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (grad, *[None] * 5) if ctx.conversion[:2] == (("I",), ("R",)) else own(ctx, grad)
+        return (grad, *[None] * 5) if ctx.conversion[:2] == (INVARIANT, REPLICATED) else own(ctx, grad)
 
     with patch.object(conversions._Real, "backward", staticmethod(backward)):
         return on_ranks(rank, world, group, "llama", torch.float64)

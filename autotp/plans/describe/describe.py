@@ -11,13 +11,12 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.conversions import primitive
-from autotp.comm.slices import to_runtime
 from autotp.cost import collective_bytes
 from autotp.cost.decode import weights_read
 from autotp.cost.memory import measure
 from autotp.cost.prices import lengths
 from autotp.ir.graph import resolve, shape_of, short_name, size_hint
-from autotp.ir.layouts import Layout, Partial, Shard, Size, share
+from autotp.ir.layouts import Size
 from autotp.ir.leaves import TABLE
 from autotp.ir.marks import conversion_of, mark
 from autotp.ir.parts import GraphPart, HeadDims
@@ -70,7 +69,7 @@ def describe(
         notes=tuple(notes),
         layer=layer(tuple(steps.walk(sharded))),
         states=planned.states,
-        tables={n: x for n, x in tables.items() if isinstance(x, Shard)},
+        tables={n: x for n, x in tables.items() if x.sharded_dim is not None},
         machines={} if builder.cluster.known else builder.cluster.to_dict(),
     )
 
@@ -101,30 +100,22 @@ def _parameters(planned: Planned, builder: Builder) -> tuple[Parameter, ...]:
         if not leaf.kind.trained:
             continue
         val, layout = leaf.node.meta["val"], planned.decisions[leaf.node].outs[0]
-        split = isinstance(layout, Shard)
+        dim = layout.sharded_dim
         pinned = leaf.name in builder.pinned or leaf.name in builder.user.parameters
         out.append(
             Parameter(
                 leaf.name,
                 tuple(val.shape),
-                local_shape(val.shape, layout, planned.tp),
+                layout.local_shape([*map(int, val.shape)], planned.tp),
                 str(val.dtype).removeprefix("torch."),
                 layout,
-                role(planned, leaf.node, layout.dim) if split else "whole",
-                None if split else reason(planned, leaf.node, builder.candidates, pinned),
+                role(planned, leaf.node, dim) if dim is not None else "whole",
+                None if dim is not None else reason(planned, leaf.node, builder.candidates, pinned),
                 tuple(aliases.get(leaf.name, ())),
                 names[planned.same[leaf.node]],
             )  # fmt: skip
         )
     return tuple(out)
-
-
-def local_shape(shape: Sequence[int], layout: Layout, tp: int) -> tuple[int, ...]:
-    """The shape that the fullest rank, rank 0, holds of a value."""
-    local = list(map(int, shape))
-    if isinstance(layout, Shard):
-        local[layout.dim] = layout.partition.local(0, tp)
-    return tuple(local)
 
 
 def _local(part: GraphPart, planned: Planned) -> str:
@@ -160,9 +151,9 @@ def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
     """How many of the heads that lie in these dimensions of an operand the fullest rank has."""
     node, slot, dims = place
     layout = planned.decisions[node].ins[slot]
-    if not (isinstance(layout, Shard) and layout.dim in dims and isinstance(count, int)):
+    if layout.sharded_dim not in dims or not isinstance(count, int):
         return count
-    return math.ceil(count * share(layout, planned.tp, _hint(planned)))
+    return math.ceil(count * layout.share(planned.tp, _hint(planned)))
 
 
 def _hint(planned: Planned) -> Any:
@@ -198,7 +189,7 @@ class _Collectives:
             return None
         size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
         forward, backward = (collective_bytes(p or "none", size, tp) for p in (there, back))
-        name = conversions.kind_of(to_runtime(src), to_runtime(dst)).name
+        name = conversions.kind_of(src, dst).name
         called = origin.op == "call_function"
         op = short_name(origin.target) if called else "parameter"
         module, source = (
@@ -215,9 +206,9 @@ class _Collectives:
     def place(self, node: fx.Node, sharded: Sharded) -> int | None:
         """The block of what reads the value; of what made it for a sum of partials, or where several blocks read it."""
         (src, _), (origin, _) = conversion_of(node), sharded.origin[node]
-        own = self._maker(origin) if isinstance(src, Partial) else self.block.get(origin)
+        own = self._maker(origin) if src.partial else self.block.get(origin)
         readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
-        if isinstance(src, Partial) or len(readers) != 1 or origin.op == "placeholder":
+        if src.partial or len(readers) != 1 or origin.op == "placeholder":
             return own if own is not None else next((b for b in readers if b is not None), None)
         return readers[0] if readers[0] is not None else own
 
@@ -226,7 +217,7 @@ class _Collectives:
         if origin in self.block or origin not in self.planned.ops:
             return self.block.get(origin)
         operands = [resolve(s) for s in self.planned.ops[origin].slots]
-        partial = [n for n, i in operands if isinstance(self.planned.decisions[n].outs[i], Partial)]
+        partial = [n for n, i in operands if self.planned.decisions[n].outs[i].partial]
         latest = sorted(partial, key=self.order.__getitem__, reverse=True)
         return next((b for n in latest if (b := self._maker(n)) is not None), None)
 
@@ -252,7 +243,7 @@ def _totals(
         decision, whole = planned.decisions[node], builder.prices.flops(node)
         layouts = [*decision.ins, *decision.outs] if decision.factor is not None else []
         flops += whole
-        local += whole * min((share(x, planned.tp, _hint(planned)) for x in layouts), default=1.0)
+        local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
     hand = priced(hand_plan(planned, builder, parts, summed), builder)

@@ -11,7 +11,6 @@ from torch import fx
 
 from autotp.comm import conversions
 from autotp.comm.conversions import primitive
-from autotp.comm.slices import to_runtime
 from autotp.cost.prices import BACKWARD
 from autotp.ir.graph import short_name, tensors
 from autotp.ir.layouts import Layout
@@ -139,7 +138,7 @@ class Steps:
         forward = self.builder.prices.one_way(a, b, size) or 0.0
         backward = self.builder.prices.one_way(b.dual, a.dual, size) or 0.0 if trained else 0.0
         sends = primitive(a, b), primitive(b.dual, a.dual) if trained else None
-        name = conversions.kind_of(to_runtime(a), to_runtime(b)).name
+        name = conversions.kind_of(a, b).name
         return Timed(name, "", "", forward, backward, *sends, f"{a} -> {b}", size)
 
     def _home(self, index: int | None) -> tuple[str, ...]:

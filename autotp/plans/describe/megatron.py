@@ -119,7 +119,7 @@ class _Counter:
     def vocabulary(self, parts: Sequence[GraphPart]) -> set[object]:
         """The rows of the token embedding: as many as the head has columns; without a head, of the largest table."""
         rows = {self.rows(part) for part in parts if part.kind == "embedding"}
-        widths = {self.planned.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
+        widths: set[object] = {self.planned.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
         return widths & rows or {max(rows, key=str, default=0)}
 
     def covered(self, parts: Sequence[GraphPart]) -> float:

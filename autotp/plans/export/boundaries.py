@@ -17,7 +17,7 @@ from typing import Any
 from torch import fx
 
 from autotp.ir.graph import Value, outputs_of, resolve, where
-from autotp.ir.layouts import Grouped, Layout, Partial, Shard
+from autotp.ir.layouts import Layout
 from autotp.ir.op import Op, aten
 from autotp.ir.program import Decision
 from autotp.ir.scopes import generic, module_path
@@ -92,7 +92,8 @@ class Boundaries:
         for node, op in self.builder.ops.items():
             self._operands(node, op)
         for value in map(resolve, self.ends):
-            if isinstance(self.made(value), Shard):
+            layout = self.made(value)
+            if layout is not None and layout.sharded_dim is not None:
                 self.regions.refuse(self.port(value), "" if value[0] in self.sites else "the model's output is whole")
         for node in self.sums.loose:
             for value in ((node, 0), *map(resolve, self.builder.ops[node].slots)):
@@ -129,7 +130,7 @@ class Boundaries:
         if leaf is None or made_by != known:
             return None
         layout, out = self.decisions[leaf.node.name].outs[0], self.decisions[node.name].outs[0]
-        if not isinstance(layout, Shard) or not isinstance(out, Shard | Partial):
+        if layout.sharded_dim is None or (out.sharded_dim is None and not out.partial):
             return None
         tied = any(first == leaf.name and name != leaf.name for name, first in self.builder.program.aliases.items())
         if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1:
@@ -138,7 +139,7 @@ class Boundaries:
         if generic(leaf.name) in self.refused:
             self.kept[leaf.name] = self.refused[generic(leaf.name)]
             return None
-        return path, "row" if isinstance(out, Partial) else "column"
+        return path, "row" if out.partial else "column"
 
     def made(self, value: Value) -> Layout | None:
         """How a value lies where it is made, sums taken; None for whole."""
@@ -149,8 +150,8 @@ class Boundaries:
         return self._lies(node, self.decisions[node.name].ins[slot])
 
     def _lies(self, node: fx.Node, layout: Layout) -> Layout | None:
-        layout = self.sums.goals.get(node, layout) if isinstance(layout, Partial) else layout
-        return layout if isinstance(layout, Shard | Grouped) else None
+        layout = self.sums.goals.get(node, layout) if layout.partial else layout
+        return layout if layout is not None and layout.split else None
 
     def port(self, value: Value) -> Port:
         """Where a value leaves what made it."""
@@ -211,15 +212,15 @@ class Boundaries:
         if all(x is None for x in ins):
             self.regions.refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
         rule = self.builder.rules[node]
-        if rule is None or rule.localise is None or not isinstance(out, Shard):
+        if rule is None or rule.localise is None or out is None or out.sharded_dim is None:
             return
         if rule.localise is local_shape:  # the size that is left to be found must be the one that is split
             start = op.dim() if "sizes" in op.args else 0
             given = next((op.args[k] for k in ("size", "shape", "sizes") if k in op.args), ())
-            fits = {start + d for d, n in enumerate(given) if isinstance(n, int) and n == -1} <= {out.dim}
+            fits = {start + d for d, n in enumerate(given) if isinstance(n, int) and n == -1} <= {out.sharded_dim}
         elif op.args.get("dim") is not None:
             dims = op.args["dim"] if isinstance(op.args["dim"], list | tuple) else [op.args["dim"]]
-            fits = not isinstance(ins[0], Shard) or ins[0].dim not in {d % len(op.ins[0]) for d in dims}
+            fits = ins[0] is None or ins[0].sharded_dim not in {d % len(op.ins[0]) for d in dims}
         else:
             fits = node.target is aten.expand.default
         if not fits:
@@ -238,10 +239,11 @@ class Boundaries:
             outs = {self.made((n, 0)) for n in inside if any(u in ops and u not in inside for u in n.users)}
             own = all(name.rpartition(".")[0] == path for name in names)
             x, y = next(iter(ins), None), next(iter(outs), None)
-            one = own and len(ins) == len(outs) == 1 and isinstance(x, Shard) and isinstance(y, Shard)
-            if one and x.dim == y.dim:  # type: ignore[union-attr]
+            sides = {z.sharded_dim if z is not None else None for z in (x, y)}
+            dim = sides.pop() if own and len(ins) == len(outs) == len(sides) == 1 else None
+            if dim is not None:
                 along = self.regions.root(port) in of_data
-                yield port, Boundary(path, "whole", False, x.dim, x.dim, (along, along))  # type: ignore[union-attr]
+                yield port, Boundary(path, "whole", False, dim, dim, (along, along))
             else:
                 told = ", ".join(sorted(names))
                 self.regions.refuse(port, f"the gradient of {told} is a sum over parts, and no style is for that")
@@ -270,4 +272,6 @@ def innermost(node: fx.Node) -> tuple[str, str]:
 
 
 def _words(layout: Layout | None) -> str:
-    return "whole" if layout is None else f"split along dim {layout.dim}" if isinstance(layout, Shard) else "grouped"
+    if layout is None:
+        return "whole"
+    return "grouped" if layout.sharded_dim is None else f"split along dim {layout.sharded_dim}"

@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from autotp.ir.graph import resolve
-from autotp.ir.layouts import Layout, Partial, Partition, Shard
+from autotp.ir.layouts import Layout
 from autotp.ir.op import Op
 from autotp.ir.program import Decision
 
@@ -50,15 +50,15 @@ class Regions(Joined):
 
     def lies(self, port: Port, layout: Layout, shape: tuple[Any, ...]) -> None:
         """Note how a value lies at a port; code between modules knows even parts in one piece only."""
-        if not isinstance(layout, Shard):
+        dim, p = layout.sharded_dim, layout.distribution
+        if dim is None or p is None:
             return self.refuse(port, "rows are dealt by group")
-        p = layout.partition
-        if len(p.segments) > 1 or p.repeat != 1:
+        if p.pieces != 1:
             self.refuse(port, "the parts lie in several pieces, and a style cuts in one")
-        elif p.static and not (p.even(self.tp) and p == Partition.plain(p.length, self.tp)):
+        elif p.static and not (p.even(self.tp) and p.is_plain(self.tp)):
             self.refuse(port, f"{p.length} are not split evenly")
-        side = port[0] != "op" and layout.dim != len(shape) - 1
-        self.dims[port].add((layout.dim, side or not isinstance(shape[layout.dim], int)))
+        side = port[0] != "op" and dim != len(shape) - 1
+        self.dims[port].add((dim, side or not isinstance(shape[dim], int)))
 
     def refuse(self, port: Port, reason: str) -> None:
         """Have the values of a port's region whole."""
@@ -98,7 +98,7 @@ class Sums(Joined):
         ends: list[fx.Node],
     ) -> None:  # fmt: skip
         super().__init__()
-        partial = {n for n in ops if isinstance(decisions[n.name].outs[0], Partial)}
+        partial = {n for n in ops if decisions[n.name].outs[0].partial}
         wants: dict[fx.Node, list[Any]] = defaultdict(list)
         self.passing: list[fx.Node] = []
         for node, op in ops.items():
@@ -106,7 +106,7 @@ class Sums(Joined):
                 maker = resolve(slot)[0]
                 if maker not in partial:
                     continue
-                if isinstance(have, Partial) and node not in modules:
+                if have.partial and node not in modules:
                     self.join(maker, node)
                     self.passing.append(node)
                 else:
@@ -119,4 +119,4 @@ class Sums(Joined):
             layouts[self.root(maker)] |= set(asked)
         one = {root: next(iter(asked)) for root, asked in layouts.items() if len(asked) == 1}
         goals = {n: one.get(self.root(n)) for n in {*partial, *self.passing}}
-        self.goals = {n: x for n, x in goals.items() if isinstance(x, Shard)}
+        self.goals = {n: x for n, x in goals.items() if x is not None and x.sharded_dim is not None}

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from autotp.cost.memory import Memory
-from autotp.ir.layouts import Shard
 from autotp.plans.estimates import NAMED, REST, Degree
 from autotp.plans.plan import Parameter, Plan
 from autotp.text import amount, round_seconds
@@ -109,10 +108,11 @@ def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
 
     A weight of one piece is cut once for each rank; of several, each of which is dealt separately, these are shown.
     """
-    if not isinstance(p.layout, Shard):
+    dim = p.layout.sharded_dim
+    if dim is None:
         return {"own": [], "cuts": [], "across": False}
-    across = p.layout.dim > 0 or len(p.shape) == 1
-    side, pieces = GLYPH[0 if across else 1], rows.pieces(p.layout)
+    across = dim > 0 or len(p.shape) == 1
+    side, pieces = GLYPH[0 if across else 1], p.layout.pieces
     shown = min(pieces, PIECES) if isinstance(pieces, int) else PIECES
     size, bands = side / shown, min(tp, BANDS) if shown == 1 else 1
     own = [(round(i * size, 2), round(size / min(tp, BANDS), 2)) for i in range(shown)]

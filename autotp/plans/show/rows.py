@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
 from autotp.errors import InputError
-from autotp.ir.layouts import Layout, Shard, Size
+from autotp.ir.layouts import Layout
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
@@ -82,17 +82,12 @@ def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> l
     rows = []
     for p in parameters:
         name = p.name.removeprefix(module + ".") if module else p.name
-        where = f", dim {p.layout.dim}" if isinstance(p.layout, Shard) else ""
-        if isinstance(p.layout, Shard) and (several := pieces(p.layout)) != 1:
+        where = f", dim {p.layout.sharded_dim}" if p.layout.sharded_dim is not None else ""
+        if (several := p.layout.pieces) != 1:
             where += f" in {several} pieces"
         tied = " (tied)" if p.name in shown or p.aliases else ""
         rows.append((f"{name}{tied}", f"{p.role}{where}", shape(p.shape), shape(p.local)))
     return rows
-
-
-def pieces(layout: Shard) -> Size:
-    """How many pieces of one dimension are dealt separately, as those of a fused weight."""
-    return layout.partition.repeat * len(layout.partition.segments)
 
 
 def _grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
@@ -200,9 +195,10 @@ def cache(plan: Plan) -> str:
 
 def _placement(layout: Layout, tp: int) -> str:
     """`Shard(1): 2 of 8`: the part of the dimension that the fullest rank has."""
-    if not isinstance(layout, Shard):
+    dim, distribution = layout.sharded_dim, layout.distribution
+    if dim is None or distribution is None:
         return "whole"
-    return f"Shard({layout.dim}): {layout.partition.local(0, tp)} of {layout.partition.length}"
+    return f"Shard({dim}): {distribution.local(0, tp)} of {distribution.length}"
 
 
 def memory_parts(m: Memory) -> list[tuple[str, float]]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
-from autotp.ir.layouts import Shard, chunk
+from autotp.ir.layouts import chunk
 from autotp.runtime.storage import Piece, Storage
 
 
@@ -45,14 +45,15 @@ def boxes(storage: Storage, held: Sequence[Tensor]) -> list[Box]:
     """
     if math.prod(storage.shape) == 0:
         return whole(held[0].new_empty(storage.shape))
-    if not isinstance(storage.layout, Shard) or not storage.pieces:
+    dim = storage.layout.sharded_dim
+    if dim is None or not storage.pieces:
         start, local = _window(held[0], storage.shape, None)
         return [Box(start, local)] if local.numel() else []
     out: list[Box] = []
     for t, piece in zip(held, storage.pieces, strict=True):
         start, local = _window(t, piece.shape, piece.dim)
         if local.numel():
-            out += _unfold(storage, storage.layout.dim, piece, start, local)
+            out += _unfold(storage, dim, piece, start, local)
     return out
 
 

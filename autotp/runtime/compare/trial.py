@@ -19,11 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autotp import compat
-from autotp.comm import slices
 from autotp.comm.ranks import together
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Grouped, Layout, Partial, Shard
+from autotp.ir.layouts import Layout
 from autotp.ir.leaves import CONSTANT, SEEDS
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
@@ -160,14 +159,12 @@ class Trial:
 
     def _error(self, node: fx.Node, local: Tensor, whole: Tensor, layout: Layout, scale: float) -> float:
         """How far this rank's part is from what it should be; a summand says nothing until it is summed."""
-        if isinstance(layout, Partial):
+        if layout.partial:
             return 0.0
         self.compared += 1
-        if isinstance(layout, Shard | Grouped):
-            spec, place = slices.to_runtime(layout, partial(self._size, node)), (self.place.rank, self.place.size)
-            if isinstance(layout, Grouped):
-                local = slices.mask(local, spec, *place)
-            whole = (slices.mask if isinstance(layout, Grouped) else slices.take)(whole, spec, *place)
+        if layout.split:
+            spec, place = layout.to_runtime(partial(self._size, node)), (self.place.rank, self.place.size)
+            local, whole = spec.own(local, *place), spec.take(whole, *place)
         return relative(wide(local), wide(whole), scale)
 
     def _size(self, node: fx.Node, size: Any) -> Any:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.comm.slices import take, to_runtime
 from autotp.errors import InputError
 from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
 from autotp.ir.graph import Capture
-from autotp.ir.layouts import Layout, Partition, Shard
+from autotp.ir.layouts import Distribution, Layout
 from autotp.ir.named_states import places_of
 
 FOREIGN = (
@@ -94,10 +93,12 @@ class Carriers:
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in found)
 
-    def partition(self, name: str) -> tuple[int, Partition] | None:
+    def partition(self, name: str) -> tuple[int, Distribution] | None:
         """The dimension that a state is split in, and how; None where it is whole."""
         layout = self.layouts.get(name)
-        return (layout.dim, layout.partition) if isinstance(layout, Shard) and self.tp > 1 else None
+        if layout is None or layout.sharded_dim is None or layout.distribution is None or self.tp == 1:
+            return None
+        return layout.sharded_dim, layout.distribution
 
     def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
         """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
@@ -123,7 +124,7 @@ class Carriers:
         mine, have, length = partition.local(self.rank, self.tp), tensor.shape[dim], int(partition.length)
         wrong = ""
         if have == length:
-            tensor = take(tensor, to_runtime(self.layouts[name]), self.rank, self.tp)
+            tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
         elif have != mine:
             wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
         shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]

@@ -26,7 +26,6 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
-from autotp.ir.layouts import Partition, Shard
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Storage
 
@@ -130,17 +129,10 @@ def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
 def small(storage: Storage) -> Storage:
     """The same way of lying with a few elements."""
     shape = [min(n, REST) for n in storage.shape]
-    layout = storage.layout
-    if not isinstance(layout, Shard):
-        return replace(storage, shape=tuple(shape))
-    segments = [
-        replace(s, count=min(int(s.count), storage.tp + (s.count % storage.tp != 0)), unit=min(int(s.unit), 2))
-        for s in layout.partition.segments
-    ]
-    partition = replace(layout.partition, segments=tuple(segments))
-    assert isinstance(partition, Partition) and isinstance(partition.length, int)
-    shape[layout.dim] = partition.length
-    return replace(storage, shape=tuple(shape), layout=replace(layout, partition=partition))
+    layout, dim = storage.layout.small(storage.tp), storage.layout.sharded_dim
+    if dim is not None and layout.distribution is not None:
+        shape[dim] = int(layout.distribution.length)
+    return replace(storage, shape=tuple(shape), layout=layout)
 
 
 def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
@@ -181,8 +173,8 @@ def _values(kind: Kind, ranks: Ranks, draw: torch.Generator) -> Tensor:
     """Numbers whose slices differ in size, so that a number of one slice is far from that of the whole."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
     value = torch.randn(kind.storage.shape, generator=draw, dtype=torch.float64).to(dtype)
-    if isinstance(kind.storage.layout, Shard):
-        d = kind.storage.layout.dim
+    d = kind.storage.layout.sharded_dim
+    if d is not None:
         growth = torch.linspace(1, 4, value.shape[d]).view(-1, *[1] * (value.ndim - d - 1))
         value = value * growth.to(value.real.dtype if value.is_complex() else value.dtype)
     return value.to(ranks.device)

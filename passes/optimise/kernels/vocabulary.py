@@ -12,6 +12,7 @@ from autotp.ir.layouts import Partial, spans
 from autotp.ir.marks import conversion_of, inherit, mark
 from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
+from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE
 from autotp.passes.optimise.matching import CASTS, calls, erase, put, value_of
 from autotp.rules.lookup import vocabulary_embedding
@@ -86,7 +87,7 @@ def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
         return None
     of = most.args[0]
     if of.target in CONVERSIONS:
-        if chain or of.args[1][:2] != ("S", 1) or of.args[2][0] not in ("I", "R"):
+        if chain or of.args[1].sharded_dim != 1 or not of.args[2].whole:
             return None
         chain, of = [of], of.args[0]
     return chain if calls(of, aten.detach) and of.args[0] is scores else None
@@ -121,7 +122,7 @@ def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:
     """A conversion of the maximum: the same one, or for a gather of the scores a maximum over the ranks."""
     target, args, conversion = old.target, old.args[1:], mark(old).conversion
     if value_of(old).ndim == 2:
-        args = (("P", MAX), args[1])
+        args = (PartialSpec(MAX), args[1])
         target, conversion = convert.function_for(*args), (Partial(MAX), conversion_of(old)[1])
     new = value.graph.call_function(target, (value, *args), old.kwargs)
     inherit(new, old, scope=scope, conversion=conversion)

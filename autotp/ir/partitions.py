@@ -1,0 +1,220 @@
+"""How one dimension is dealt to the ranks: partitions, whose elements are known, and groups, which the data decides."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from .distributions import Distribution, Segment
+from .sizes import Size, divide, read_size, simplify, write_size
+
+
+def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
+    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
+    step = -(-count // tp)
+    start = min(rank * step, count)
+    return start, min(step, count - start)
+
+
+@dataclass(frozen=True)
+class Partition(Distribution):
+    """How one dimension is dealt: a run of segments, the run repeated `repeat` times.
+
+    `((N, 1),)` is a plain split, `((q, d), (k, d), (v, d))` a fused q/k/v in whole heads, `((6, 8),)` six heads of
+    8. A rank owns its chunk of every segment of every repetition. Make one with `Partition.of`, which brings equal
+    distributions to one form, so that `==` means the same elements on every rank.
+    """
+
+    segments: tuple[Segment, ...]
+    repeat: Size = 1
+    field: ClassVar[str] = "segments"
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], repeat: Size, tp: int) -> Partition:
+        """The canonical form for `tp` ranks: largest units (even segments have `tp` of them), repeated runs folded."""
+        run = [_coarsest(s, tp) for s in segments if s.length != 0]
+        if not run or repeat == 0:
+            return cls((Segment(tp, 0),))
+        for period in range(1, len(run)):
+            if len(run) % period == 0 and run == run[:period] * (len(run) // period):
+                return cls(tuple(run[:period]), simplify(repeat * (len(run) // period)))
+        return cls(tuple(run), simplify(repeat))
+
+    @classmethod
+    def plain(cls, length: Size, tp: int) -> Partition:
+        """One segment of single elements."""
+        return cls.of([Segment(length, 1)], 1, tp)
+
+    @property
+    def length(self) -> Size:
+        return simplify(self.repeat * sum(s.length for s in self.segments))
+
+    @property
+    def static(self) -> bool:
+        return isinstance(self.repeat, int) and all(
+            isinstance(s.count, int) and isinstance(s.unit, int) for s in self.segments
+        )
+
+    @property
+    def pieces(self) -> Size:
+        return simplify(self.repeat * len(self.segments))
+
+    @property
+    def unit(self) -> Size | None:
+        return self.segments[0].unit if len(self.segments) == 1 else None
+
+    def is_plain(self, tp: int) -> bool:
+        return self == Partition.plain(self.length, tp)
+
+    def even(self, tp: int) -> bool:
+        """Whether every rank certainly owns the same number of elements."""
+        return all(isinstance(s.count, int) and s.count % tp == 0 for s in self.segments)
+
+    def full(self, tp: int) -> bool:
+        """Whether every rank certainly owns something: the last one owns least."""
+        return any(isinstance(s.count, int) and chunk(s.count, tp - 1, tp)[1] > 0 for s in self.segments)
+
+    def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
+        """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
+        segments = [Segment(s.count, simplify(s.unit * unit)) for s in self.segments]
+        return Partition.of(segments, simplify(self.repeat * repeat), tp)
+
+    def lower(self, repeat: Size, unit: Size, tp: int) -> Partition | None:
+        """The inverse of `lift`, or None where this partition cuts through a unit."""
+        times = divide(self.repeat, repeat)
+        units = [divide(s.unit, unit) for s in self.segments]
+        if times is None or any(u is None for u in units):
+            return None
+        segments = [Segment(s.count, u) for s, u in zip(self.segments, units, strict=True) if u is not None]
+        return Partition.of(segments, times, tp)
+
+    def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Partition, ...] | None:
+        """The partitions of consecutive pieces, or None where a boundary falls inside a segment."""
+        if not isinstance(self.repeat, int) or self.repeat > 64:
+            return None
+        run = [s for s in self.segments * self.repeat if s.length != 0]
+        pieces, at = [], 0
+        for length in lengths:
+            start, total = at, 0
+            while at < len(run) and total != length:
+                total, at = simplify(total + run[at].length), at + 1
+            if total != length:
+                return None
+            pieces.append(Partition.of(run[start:at], 1, tp))
+        return tuple(pieces) if at == len(run) else None
+
+    def runs(self) -> Sequence[Segment] | None:
+        """None where the run repeats a symbolic or large number of times."""
+        return self.segments * self.repeat if isinstance(self.repeat, int) and self.repeat <= 64 else None
+
+    @staticmethod
+    def join(parts: Sequence[Distribution], tp: int) -> Partition | None:
+        """The partition of a concatenation; None where a part has no `runs`."""
+        joined: list[Segment] = []
+        for p in parts:
+            run = p.runs()
+            if run is None:
+                return None
+            joined += run
+        return Partition.of(joined, 1, tp)
+
+    def by_groups(self, ends: str) -> Groups | None:
+        return Groups(ends, self) if self.repeat == len(self.segments) == 1 else None
+
+    def local(self, rank: int, tp: int) -> int:
+        """Elements of a static partition that `rank` owns."""
+        return self.repeat * sum(chunk(s.count, rank, tp)[1] * s.unit for s in self.segments)  # type: ignore[operator]
+
+    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
+        """The (offset, length) runs of a static partition that `rank` owns, in order."""
+        return spans(self.repeat, [(s.count, s.unit) for s in self.segments], rank, tp)  # type: ignore[misc,arg-type]
+
+    def share(self, tp: int, hint: Callable[[Size], int]) -> float:
+        part = total = 0
+        for s in self.segments:
+            count, unit = hint(s.count), hint(s.unit)
+            part, total = part + -(-count // tp) * unit, total + count * unit
+        return part / max(total, 1)
+
+    def small(self, tp: int) -> Partition:
+        def few(s: Segment) -> Segment:
+            count = min(int(s.count), tp + (s.count % tp != 0))
+            return Segment(count, min(int(s.unit), 2))
+
+        return replace(self, segments=tuple(map(few, self.segments)))
+
+    def simplicity(self, tp: int) -> tuple[bool, int, bool, str]:
+        return (not self.even(tp), len(self.segments), self.repeat != 1, str(self))
+
+    def penalty(self, tp: int) -> int:
+        """A point for each further segment and for repetition, two for unevenness."""
+        return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
+
+    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+        return size(self.repeat), tuple((size(s.count), size(s.unit)) for s in self.segments)
+
+    def to_json(self) -> dict[str, Any]:
+        segments = [[write_size(s.count), write_size(s.unit)] for s in self.segments]
+        return {"repeat": write_size(self.repeat), "segments": segments}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Partition:
+        segments = tuple(Segment(read_size(count), read_size(unit)) for count, unit in data["segments"])
+        return cls(segments, read_size(data["repeat"]))
+
+
+def spans(repeat: int, segments: Sequence[tuple[int, int]], rank: int, tp: int) -> list[tuple[int, int]]:
+    """The (offset, length) runs that `rank` owns of `repeat` runs of (count, unit) segments."""
+    out, at = [], 0
+    for _ in range(repeat):
+        for count, unit in segments:
+            start, number = chunk(count, rank, tp)
+            out.append((at + start * unit, number * unit))
+            at += count * unit
+    return out
+
+
+def _coarsest(segment: Segment, tp: int) -> Segment:
+    """The same shares in the largest units: as many as divide rank 0's share and the whole."""
+    if not isinstance(segment.count, int):
+        return segment
+    units = math.gcd(segment.count, -(-segment.count // tp))
+    return Segment(segment.count // units, simplify(units * segment.unit))
+
+
+@dataclass(frozen=True)
+class Groups(Distribution):
+    """How rows that are sorted by group are dealt: a rank owns the rows of its groups, as many as the data says.
+
+    Every rank keeps all rows in their places. Those of other ranks' groups hold nothing that may be read, and their
+    gradients are zero: so row by row operators run as they are, and only a sum over the rows needs them masked.
+    The rows lift and lower only where they are a dimension by themselves.
+
+    Attributes:
+        ends: name of the value that holds the row after each group's last, [groups].
+        of: how the groups are dealt, one segment.
+    """
+
+    ends: str
+    of: Partition
+    by_data: ClassVar[bool] = True
+    field: ClassVar[str] = "ends"
+
+    def even(self, tp: int) -> bool:
+        return True  # in what every rank stores
+
+    def full(self, tp: int) -> bool:
+        return self.of.full(tp)
+
+    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+        """`(ends, ((count, unit),))` of the groups."""
+        return size(self.ends), self.of.to_runtime(size)[1]
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ends": self.ends, "of": self.of.to_json()}
+
+    @classmethod
+    def from_json(cls, data: Any) -> Groups:
+        return cls(data["ends"], Partition.from_json(data["of"]))

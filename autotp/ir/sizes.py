@@ -1,0 +1,72 @@
+"""Sizes: ints or sympy expressions over the graph's input sizes; their division, and JSON."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import sympy
+
+from .files import GREATEST
+
+Size = int | sympy.Expr
+LONGEST, HIGHEST = 1000, 16  # characters of a size, and its highest power
+OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+
+
+def divide(a: Size, b: Size) -> Size | None:
+    """`a / b` where that is a whole number for certain, otherwise None."""
+    if isinstance(a, int) and isinstance(b, int):
+        return a // b if b and a % b == 0 else None
+    quotient = sympy.cancel(sympy.sympify(a) / b)
+    whole = quotient.is_integer and sympy.denom(quotient) == 1
+    return simplify(quotient) if whole else None
+
+
+def simplify(size: Size) -> Size:
+    """The plain int where the expression is one."""
+    return int(size) if isinstance(size, sympy.Integer) else size
+
+
+def write_size(size: Size) -> int | str:
+    """A size as JSON: an int, or the text of an expression."""
+    return size if isinstance(size, int) else str(size)
+
+
+def read_size(x: int | str) -> Size:
+    """The inverse of `write_size`.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    if isinstance(x, int) and not isinstance(x, bool):
+        return x
+    if not isinstance(x, str) or len(x) > LONGEST:
+        raise ValueError(f"{str(x)[:40]!r} is not a size")
+    try:
+        return simplify(_expression(ast.parse(x, mode="eval").body))
+    except (RecursionError, MemoryError, ZeroDivisionError):  # how Python says that text nests too deep
+        raise ValueError(f"{x[:40]!r}... is not a size") from None
+
+
+def _expression(x: ast.AST) -> Any:
+    """A size as `str` wrote it. Not `sympify`, which would run whatever code a file holds."""
+    if isinstance(x, ast.Constant) and type(x.value) is int and x.value <= GREATEST:
+        return sympy.Integer(x.value)
+    if isinstance(x, ast.Name):
+        return sympy.Symbol(x.id, positive=True, integer=True)
+    if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
+        return -_expression(x.operand)
+    if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
+        left, right = _expression(x.left), _expression(x.right)
+        if isinstance(x.op, ast.Pow) and not (right.is_Integer and 0 <= right <= HIGHEST):
+            raise ValueError(f"{ast.unparse(x)!r} is not a size")  # powers of numbers would never end
+        result = OPERATORS[type(x.op)](left, right)
+        if not result.is_Integer or abs(result) <= GREATEST:
+            return result
+    raise ValueError(f"{ast.unparse(x)!r} is not a size")

@@ -1,0 +1,268 @@
+"""Layouts at run time: one NamedTuple for each kind, with what a rank does with a tensor that lies so.
+
+They are literal arguments in a torch.fx graph, and Dynamo traces their methods. The numbers are those of the layout
+as ints or `torch.SymInt`. Uneven shares are padded **per segment** to the largest share, rank 0's. As `torch.chunk`
+leaves only trailing shares short, padding then sits at the end of each joined segment, and the even algorithm followed
+by one cut serves the uneven case too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import reduce
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from autotp.errors import PlanError
+
+from . import windows
+from .windows import Segments
+
+
+class Spec(Protocol):
+    """What every layout at run time has; the last element of the tuple is the kind's mark, so that `==` is right.
+
+    A kind that conversions take slices of has also those methods of `ShardSpec` that `comm.conversions` calls for it.
+
+    Attributes:
+        whole: whether every rank holds the whole value.
+        dim: the dimension that is dealt out; None: there is none.
+        sharded_dim: the same where a rank holds a slice of it; None where it holds all dimensions whole.
+        reduction: how the ranks' tensors become the value where they are summands or candidates.
+    """
+
+    @property
+    def mark(self) -> str: ...
+    @property
+    def whole(self) -> bool: ...
+    @property
+    def dim(self) -> int | None: ...
+    @property
+    def sharded_dim(self) -> int | None: ...
+    @property
+    def reduction(self) -> str: ...
+    @property
+    def dual(self) -> Spec:
+        """The layout of the gradient."""
+        ...
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """What `rank` owns of the whole `x`."""
+        ...
+
+    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """What of `rank`'s tensor may be read."""
+        ...
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        """What each rank holds of the whole `x`.
+
+        Partial summands (or candidates) are pseudo-random, drawn with `seed`, so that an operator that is not linear
+        shows.
+        """
+        ...
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        """The whole value from what each rank holds, in rank order."""
+        ...
+
+
+class InvariantSpec(NamedTuple):
+    """`layouts.Invariant`."""
+
+    mark: str = "I"
+    whole = True
+    dim = sharded_dim = None
+    reduction = "sum"
+
+    @property
+    def dual(self) -> Spec:
+        return self
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return x
+
+    own = take
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        return [x] * tp
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        return xs[0]
+
+
+class ReplicateSpec(NamedTuple):
+    """`layouts.Replicate`."""
+
+    mark: str = "R"
+    whole = True
+    dim = sharded_dim = None
+    reduction = "sum"
+
+    @property
+    def dual(self) -> Spec:
+        return SUMMANDS
+
+    take = own = InvariantSpec.take
+    split, recombine = InvariantSpec.split, InvariantSpec.recombine
+
+
+class PartialSpec(NamedTuple):
+    """`layouts.Partial`."""
+
+    reduction: str = "sum"
+    mark: str = "P"
+    whole = False
+    dim = sharded_dim = None
+
+    @property
+    def dual(self) -> Spec:
+        """R.
+
+        Raises:
+            PlanError: of a maximum, whose gradient has no layout.
+        """
+        if self.reduction != "sum":
+            raise PlanError(
+                f"A gradient arrived at a Partial {self.reduction}, which has none: only values that need no gradient "
+                "(the maximum inside a softmax) may be laid out so. Detach the value, or plan it without this layout."
+            )
+        return REPLICATED
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """The value on rank 0, zeros elsewhere: summands that add up to it."""
+        return x.view_as(x) if rank == 0 else torch.zeros_like(x)
+
+    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return x
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        draw = torch.Generator().manual_seed(seed)
+        noise = torch.randint(1, 4, (tp - 1, *x.shape), generator=draw).to(x.device, x.dtype)
+        if self.reduction == "max":
+            return [x, *(x - n for n in noise)]
+        return [x - noise.sum(0, dtype=x.dtype), *noise]
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        return reduce(torch.add if self.reduction == "sum" else torch.maximum, xs)
+
+
+class ShardSpec(NamedTuple):
+    """`layouts.Shard`: `dim` is `repeat` runs of `segments`, (count, unit) each."""
+
+    dim: int
+    repeat: int
+    segments: Segments
+    mark: str = "S"
+    whole = False
+    reduction = "sum"
+
+    @property
+    def sharded_dim(self) -> int | None:
+        return self.dim
+
+    @property
+    def dual(self) -> Spec:
+        return self
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        dim, repeat, segments, _ = self
+        mine = windows.shares(segments, rank, tp)
+        return windows.window(x, dim, repeat, windows.lengths(segments), mine).contiguous()
+
+    def own(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        return x
+
+    def place(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """The whole tensor with `rank`'s slice `x` in its places and zeros elsewhere."""
+        dim, repeat, segments, _ = self
+        mine, whole = windows.shares(segments, rank, tp), windows.lengths(segments)
+        want = [(-start, length) for (start, _), length in zip(mine, whole, strict=True)]
+        return windows.window(x, dim, repeat, [n for _, n in mine], want)
+
+    def pad(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """`rank`'s slice `x`, every share padded with zeros to rank 0's: the same size on all ranks."""
+        dim, repeat, segments, _ = self
+        if share := windows.even_share(repeat, segments, tp):
+            return windows.checked(x, dim, 1, [share])
+        largest = [(0, n) for _, n in windows.shares(segments, 0, tp)]
+        return windows.window(x, dim, repeat, [n for _, n in windows.shares(segments, rank, tp)], largest)
+
+    def trim(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """The inverse of `pad`."""
+        dim, repeat, segments, _ = self
+        if share := windows.even_share(repeat, segments, tp):
+            return windows.checked(x, dim, 1, [share]).contiguous()
+        mine = [(0, n) for _, n in windows.shares(segments, rank, tp)]
+        return windows.window(x, dim, repeat, [n for _, n in windows.shares(segments, 0, tp)], mine).contiguous()
+
+    def deal(self, x: Tensor, tp: int) -> Tensor:
+        """The padded slices of all ranks of the whole `x`, stacked on a new first dimension of size `tp`."""
+        dim, repeat, segments, _ = self
+        if share := windows.even_share(repeat, segments, tp):
+            x = windows.checked(x, dim, 1, [tp * share])
+            return x.unflatten(dim, (tp, share)).movedim(dim, 0).contiguous()
+        most = [n for _, n in windows.shares(segments, 0, tp)]
+        x = windows.window(x, dim, repeat, windows.lengths(segments), [(0, tp * n) for n in most])
+        x = x.unflatten(dim, (repeat, tp * sum(most)))
+        cuts = windows.cut(x, dim + 1, most, tp)
+        pieces = [p.unflatten(dim + 1, (tp, n)) for p, n in zip(cuts, most, strict=True)]
+        return windows.join(pieces, dim + 2).movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
+
+    def collect(self, stack: Tensor, tp: int) -> Tensor:
+        """The inverse of `deal`: the whole tensor from the stacked padded slices."""
+        dim, repeat, segments, _ = self
+        if share := windows.even_share(repeat, segments, tp):
+            return windows.checked(stack, dim + 1, 1, [share]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
+        most = [n for _, n in windows.shares(segments, 0, tp)]
+        stack = stack.unflatten(dim + 1, (repeat, sum(most))).movedim(0, dim + 1)
+        pieces = [p.flatten(dim + 1, dim + 2) for p in windows.cut(stack, dim + 2, most, 1)]
+        x = windows.join(pieces, dim + 1).flatten(dim, dim + 1)
+        whole = [(0, n) for n in windows.lengths(segments)]
+        return windows.window(x, dim, repeat, [tp * n for n in most], whole).contiguous()
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        return [self.take(x, rank, tp) for rank in range(tp)]
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        tp = len(xs)
+        return self.collect(torch.stack([self.pad(x, rank, tp) for rank, x in enumerate(xs)]), tp)
+
+
+class GroupedSpec(NamedTuple):
+    """`layouts.Grouped`: groups are dealt by `segments`; `ends` is the tensor of the row after each group's last."""
+
+    dim: int
+    ends: Any
+    segments: Segments
+    mark: str = "G"
+    whole = False
+    sharded_dim = None
+    reduction = "sum"
+
+    @property
+    def dual(self) -> Spec:
+        return self
+
+    def take(self, x: Tensor, rank: int, tp: int) -> Tensor:
+        """All rows of `x` in their places, zeros for those of groups that `rank` does not own."""
+        ((start, length),) = windows.shares(self.segments, rank, tp)
+        bounds = torch.cat([self.ends.new_zeros(1), self.ends])
+        rows = torch.arange(x.shape[self.dim], device=x.device)
+        mine = (rows >= bounds[start]) & (rows < bounds[start + length])
+        return torch.where(mine.view(-1, *[1] * (x.ndim - self.dim - 1)), x, x.new_zeros(()))
+
+    own = place = take  # a rank's rows are in their places already
+
+    def split(self, x: Tensor, tp: int, seed: int = 0) -> list[Tensor]:
+        return [self.take(x, rank, tp) for rank in range(tp)]
+
+    def recombine(self, xs: Sequence[Tensor]) -> Tensor:
+        return reduce(torch.add, [self.take(x, rank, len(xs)) for rank, x in enumerate(xs)])
+
+
+INVARIANT: Spec = InvariantSpec()
+REPLICATED: Spec = ReplicateSpec()
+SUMMANDS: Spec = PartialSpec()

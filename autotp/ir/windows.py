@@ -1,0 +1,90 @@
+"""Windows on the segments of a dimension: the arithmetic that all slices of tensors are made of.
+
+A dimension is `repeat` runs of segments, and a rank's share of a segment is a window on it. Numbers are ints or
+`torch.SymInt`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import PlanError
+
+Segments = Sequence[tuple[int, int]]  # (count, unit) each
+
+
+def lengths(segments: Segments) -> list[int]:
+    """Elements of each whole segment."""
+    return [count * unit for count, unit in segments]
+
+
+def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
+    """(start, length) in elements of `rank`'s share of each segment: `partitions.chunk`, for symbolic counts too."""
+    out = []
+    for count, unit in segments:
+        step = (count + tp - 1) // tp
+        start = torch.sym_min(rank * step, count)
+        out.append((start * unit, torch.sym_min(step, count - start) * unit))
+    return out
+
+
+def even_share(repeat: int, segments: Segments, tp: int) -> int:
+    """Elements of every rank's share where one run of one segment is dealt out evenly; 0 otherwise.
+
+    All conversions of such a dimension are what they are in the general case, at a third of its cost.
+    """
+    count, unit = segments[0]
+    if len(segments) > 1 or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
+        return 0
+    return 0 if repeat != 1 or count % tp else count // tp * unit
+
+
+def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
+    """`x`, whose dimension is so many runs of these lengths.
+
+    Raises:
+        PlanError: the dimension has another size.
+    """
+    if x.shape[dim] != repeat * sum(have):
+        raise PlanError(
+            f"A conversion expects {repeat} x {list(have)} elements in dimension {dim} but got a tensor of shape "
+            f"{tuple(x.shape)}. The plan was made for another shape, or a size in the graph was not made local."
+        )
+    return x
+
+
+def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
+    """Of every segment (`have`: their lengths) the window (start, length); what lies outside the segment is zero."""
+    x = checked(x, dim, repeat, have)
+    if all(start == 0 and length == n for (start, length), n in zip(want, have, strict=True)):
+        return x
+    axis = dim if repeat == 1 else dim + 1
+    x = x if repeat == 1 else x.unflatten(dim, (repeat, sum(have)))
+    pieces, at = [], 0
+    for n, (start, length) in zip(have, want, strict=True):
+        before: Any = torch.sym_max(-start, 0)
+        first: Any = torch.sym_max(start, 0)
+        inside: Any = torch.sym_min(start + length, n) - first
+        zeros = (_zeros(x, axis, before), _zeros(x, axis, length - before - inside))
+        pieces += [zeros[0], x.narrow(axis, at + first, inside), zeros[1]]
+        at += n
+    out = join([p for p in pieces if p.shape[axis] != 0] or pieces[:1], axis)
+    return out if repeat == 1 else out.flatten(dim, dim + 1)
+
+
+def _zeros(x: Tensor, axis: int, length: int) -> Tensor:
+    return x.new_zeros((*x.shape[:axis], length, *x.shape[axis + 1 :]))
+
+
+def cut(x: Tensor, axis: int, parts: Sequence[int], times: int) -> list[Tensor]:
+    """Consecutive pieces of `times * part` elements along `axis`."""
+    return list(x.split([times * n for n in parts], axis)) if len(parts) != 1 else [x]
+
+
+def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
+    """The inverse of `cut`."""
+    return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), axis)
