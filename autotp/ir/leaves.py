@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,10 @@ class Kind:
     carried: bool = False
     written: bool = False
     saved: bool = False
+
+    def __reduce__(self) -> Any:
+        """A copy, in this process or another, is the same kind: kinds are compared by identity."""
+        return next((name for name, kind in globals().items() if kind is self), super().__reduce__())
 
     @property
     def weight(self) -> bool:

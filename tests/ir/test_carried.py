@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 
 from autotp import compat
 from autotp.ir import carried as C
+from autotp.ir import leaves
 
 
 class Layer:
@@ -98,3 +101,9 @@ def test_a_cache_that_grew_is_another_shape_only_once():
     cache.update(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4), 0)
     assert empty != one == C.describe(cache, "past").shape
     assert StaticCache.__name__ not in repr(one)
+
+
+def test_a_copy_of_a_kind_of_leaves_is_that_kind():
+    for kind in (leaves.PARAMETER, leaves.BUFFER, leaves.TABLE, leaves.CONSTANT, leaves.STATE):
+        assert copy.deepcopy(kind) is kind and pickle.loads(pickle.dumps(kind)) is kind
+    assert copy.deepcopy(leaves.Kind("odd")) == leaves.Kind("odd")
