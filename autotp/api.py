@@ -30,7 +30,7 @@ from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
 
-Carried = Mapping[int | str | tuple[int | str, ...], str]  # place or key of an output -> argument that takes it
+Carried = Mapping[Any, str]  # place or key of an output -> argument that takes it
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 

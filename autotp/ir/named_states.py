@@ -104,11 +104,12 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
 
 def _follow(outputs: Any, path: Path) -> Any:
     """What lies at this place of a model's outputs."""
-    found = outputs
+    found: Any = outputs
+    if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model
+        return outputs
     for key in path:
-        whole = len(path) == 1 and key == 0 and isinstance(found, int)
         try:
-            found = found if whole else found[key]
+            found = found[key]
         except (KeyError, IndexError, TypeError):
             known = listed(compat.named_leaves(outputs))
             raise InputError(

@@ -15,7 +15,7 @@ from autotp.driver.pipeline import apply_plan, capture_model, plan_stages
 from autotp.driver.verify import compare
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
-from autotp.ir.layouts import Partition, R, Shard
+from autotp.ir.layouts import Layout, Partition, R, Shard
 from autotp.ir.leaves import STATE
 from autotp.proof.simulate import Values
 from tests.helpers.carried import CARRIED, KV, SIZE, Attention, Nested, past, tokens
@@ -130,7 +130,7 @@ def test_a_state_is_not_split_by_batch_or_length_and_never_gathered():
     values = Values.of(staged.planned.program, model, inputs)
     assert compare(staged.planned, staged.sharded, values)
     # Where another program has split it, it is gathered rather than that nothing runs.
-    split = dict.fromkeys(("row", "odd"), Shard(1, Partition.plain(8, 2)))
+    split: dict[str, Layout] = dict.fromkeys(("row", "odd"), Shard(1, Partition.plain(8, 2)))
     planned, sharded = apply_plan(found, replace(staged.plan, digest=""), Options.read(2), states=split)
     assert planned.states == {"flat": R, **split} and compare(planned, sharded, values)
 

@@ -20,6 +20,8 @@ class Quantised(nn.Module):
 
     def __init__(self, width: int, out: int) -> None:
         super().__init__()
+        self.weight: Tensor
+        self.scale: Tensor
         self.register_buffer("weight", torch.randint(-100, 100, (out, width), dtype=torch.int8))
         self.register_buffer("scale", torch.rand(out, 1) / 100)
 
@@ -32,6 +34,9 @@ class Frozen(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.table: Tensor
+        self.order: Tensor
+        self.seen: Tensor
         self.register_buffer("table", torch.randn(48, 16))
         self.up, self.down = Quantised(16, 32), Quantised(32, 16)
         self.register_buffer("order", torch.arange(16).view(4, 4))
