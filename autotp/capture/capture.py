@@ -107,18 +107,18 @@ def _made(
     if len(applied) < len(done):
         return None
     proofs = [proof for _, proof in applied if proof is not None]
-    compares = trial is not None and not trial.skip
+    compared = trial if trial is not None and not trial.skip else None
     attempt.assumes = True
-    trials = [proof(trial) for proof in proofs if compares]
+    trials = [proof(compared) for proof in proofs] if compared is not None else []
     attempt.assumes = False
     program = _exported(attempt, state)
     program.notes += [note for note, _ in applied if note]
     if proofs and trial is not None and trial.skip:
         program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")
     run_passes(program, passes)
-    if compares:
+    if compared is not None:
         with stage("self-check"):
-            program.error = trial.compare(program)
+            program.error = compared.compare(program)
     for each in trials:
         each.compare(program)
     return program

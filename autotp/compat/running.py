@@ -29,7 +29,7 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
 @contextlib.contextmanager
 def without_saved_hooks() -> Iterator[None]:
     """Within this context hooks on tensors that are saved for a backward, as checkpointing has them, see none."""
-    autograd: Any = torch._C._autograd
+    autograd: Any = vars(torch._C)["_autograd"]
     hooks: list[Any] = []
     while (top := autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

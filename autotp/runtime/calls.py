@@ -137,7 +137,7 @@ class Calls:
         self.versions = versions
         flags = NEW * (program is None) + WRITTEN * written
         exact, near = sampled(flat) if self.values else NOTHING
-        mine = Said(*self._digest(key, flat), trained, flags, *self._numbers(program), exact, near).packed()
+        mine = Said(*self._digest(key, flat), trained, flags, *self._numbers(program), exact, tuple(near)).packed()
         everyone = [Said.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted(slices):

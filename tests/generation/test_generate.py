@@ -25,8 +25,8 @@ EXACT = 1e-9
 
 def llama() -> Any:
     """Two layers with two key/value heads, with weights large enough that tokens change."""
-    sizes = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)).double().eval()
     for p in model.parameters():
@@ -102,7 +102,7 @@ def control(sharded: Any, model: Any) -> tuple[float, float]:
     wanted = model(input_ids=ids).logits[:, -1]
     gaps = []
     for change in (0.0, 1e-3):
-        cache = DynamicCache(config=model.config)
+        cache: Any = DynamicCache(config=model.config)
         sharded(input_ids=ids[:, :5], attention_mask=mask[:, :5], past_key_values=cache, use_cache=True)
         cache.layers[0].values[1, 0, 2, 0] += change
         out = sharded(input_ids=ids[:, 5:], attention_mask=mask[:, :6], past_key_values=cache, use_cache=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from transformers import LlamaForCausalLM
@@ -61,7 +62,8 @@ def generated(tmp_path_factory: pytest.TempPathFactory) -> str:
     spec.loader.exec_module(example)
     folder, tokenizer = tmp_path_factory.mktemp("small"), example.Bytes()
     example.small_model(folder)
-    model, inputs = LlamaForCausalLM.from_pretrained(folder), tokenizer(PROMPT, return_tensors="pt")
+    model: Any = LlamaForCausalLM.from_pretrained(folder)
+    inputs = tokenizer(PROMPT, return_tensors="pt")
     ids = model.generate(**inputs, max_new_tokens=16, do_sample=False)
     return tokenizer.decode(ids[0, inputs["input_ids"].shape[1] :].tolist())
 

@@ -103,7 +103,8 @@ def test_on_two_ranks_too(pool):
 
 def test_programs_of_ever_other_values_are_let_go(monkeypatch):
     monkeypatch.setattr(programs, "MOST_PROGRAMS", 2)
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)), torch.randn(4, 8)
+    model: Any = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8))
+    x = torch.randn(4, 8)
     sharded: Any = autotp.compile(model, 1, example_inputs=x)
     for eps in (1.0, 2.0, 1.0, 3.0, 1.0, 2.0):
         for m in (model, sharded):

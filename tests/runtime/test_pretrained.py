@@ -15,14 +15,14 @@ import autotp
 from autotp.errors import AutoTPError, InputError, RankError, StateError
 from tests.helpers.models import DECODER, redrawn
 
-SMALL = DECODER | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
+SMALL: dict[str, Any] = DECODER | {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 48, "vocab_size": 64}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("llama")
-    model = redrawn(LlamaForCausalLM(LlamaConfig(**SMALL)))
-    model.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=5)  # type: ignore[assignment]
+    model: Any = redrawn(LlamaForCausalLM(LlamaConfig(**SMALL)))
+    model.generation_config = GenerationConfig(max_new_tokens=7, eos_token_id=5)
     model.save_pretrained(path)
     return path
 

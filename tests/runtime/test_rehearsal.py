@@ -77,7 +77,7 @@ class LocalSam(Sam):
     def norm(self, grads: list[Any]) -> Tensor:
         return torch.stack([g.to_local().norm() if hasattr(g, "to_local") else g.norm() for g in grads]).norm()
 
-    def step(self, closure: Any) -> None:
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             group["lr"] = group["lr"] * float(self.norm([p.grad for p in group["params"]]))
         self.base.step()
