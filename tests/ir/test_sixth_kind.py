@@ -177,7 +177,7 @@ def sixth_kind() -> Iterator[None]:
         yield
 
 
-def mlp() -> nn.Module:
+def mlp() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
 
@@ -239,4 +239,4 @@ def test_trained_and_saved_on_ranks(pool: Pool, tmp_path: Path) -> None:
         losses.append(float(loss.detach()))
     for found, same, total in pool.run(trained, text, str(tmp_path), world=2):
         assert found == pytest.approx(losses, rel=1e-4) and same
-        assert total == pytest.approx(float(model[0].weight.detach().sum()), rel=1e-3)
+        assert total == pytest.approx(float(dict(model.named_parameters())["0.weight"].detach().sum()), rel=1e-3)
