@@ -137,7 +137,8 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> Kind:
     Raises:
         PlanError: there is none: equal layouts need no conversion, and nothing becomes a Partial maximum.
     """
-    kind = KINDS.get(key(src, dst))
+    a, b = src.mark, dst.mark
+    kind = KINDS.get((a, b) if a != b else key(src, dst))  # asked at every call: most marks differ
     if kind is None or dst.reduction != "sum":
         raise PlanError(
             f"There is no conversion from {src} to {dst}. Equal layouts need none, and a Partial maximum is only made "
