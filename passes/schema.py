@@ -82,7 +82,7 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
         if stated and own.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
         yield from _on_axis(node, own, "dp")
-        if (_converts(node)) != (own.batch is not None):
+        if converts(node) != (own.batch is not None):
             yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
         for field in ("layout", "conversion"):
             if getattr(own, field) is not None:
@@ -144,16 +144,16 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
             yield Fault(node, "scope", "is not written")
 
 
-def _converts(node: fx.Node) -> bool:
+def converts(node: fx.Node) -> bool:
     """Whether this calls a conversion; the table may have grown since this file was imported."""
     return node.target in (*conversions.FUNCTIONS.values(), *symmetric.FORMS.values())
 
 
 def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
     """A call of a conversion over tp says so, with the layouts of its arguments and where it belongs; no other does."""
-    converts = _converts(node) and own.batch is None
-    if converts != (own.conversion is not None):
-        yield Fault(node, "conversion", "is not written" if converts else "stands on no conversion")
+    moves = converts(node) and own.batch is None
+    if moves != (own.conversion is not None):
+        yield Fault(node, "conversion", "is not written" if moves else "stands on no conversion")
     elif own.conversion is not None:
         given: Any = node.args[1:3]
         kinds = tuple(x.mark for x in own.conversion)

@@ -22,7 +22,7 @@ from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace, Planned, Sharded
 from autotp.passes.base import Changes, Pass, run_passes
 from autotp.passes.optimise.base import Optimisation, RankProgram, Setting
-from autotp.passes.schema import CONVERSIONS, captured, verify
+from autotp.passes.schema import captured, converts, verify
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.planner import Builder, decide
 from autotp.passes.shard.rewrite import rewrite, specialise
@@ -81,7 +81,7 @@ def without(field: str, node: fx.Node, check: Callable[[], None]) -> str:
 # field -> which program it is taken off, and from which of its nodes
 PLACES: dict[str, tuple[str, Callable[[fx.Node], bool]]] = {
     "no_grad": ("local", lambda n: n.target is aten.relu.default),
-    "batch": ("local", lambda n: n.target in CONVERSIONS),
+    "batch": ("local", converts),
     "layout": ("sharded", lambda n: n.target is aten.relu.default),
     "conversion": ("sharded", lambda n: mark(n).conversion is not None),
     "axis": ("sharded", lambda n: "vocabulary" in str(n.target)),
