@@ -35,6 +35,9 @@ class Kind:
         """A copy, in this process or another, is the same kind: kinds are compared by identity."""
         return next((name for name, kind in globals().items() if kind is self), super().__reduce__())
 
+    def __str__(self) -> str:
+        return self.name
+
     @property
     def weight(self) -> bool:
         """Whether a rank holds a part of it all the time, trained or not."""

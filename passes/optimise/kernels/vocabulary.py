@@ -67,7 +67,7 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
         for old in reversed(chain):
             found = _again(old, found, scope)
         new = graph.call_function(OPS.class_sums_of.default, (scores, found, target, terms, total))
-    inherit(new, node)
+    inherit(new, node, scope=scope)
     node.replace_all_uses_with(new)
     erase([node])
     return new
