@@ -38,6 +38,7 @@ class Item:
     outs: list[ValueId] = field(default_factory=list)
     count: int = 1
     label: str = ""
+    kind: str = "weights"  # weights of other kinds have a slack of their own
 
 
 @dataclass(frozen=True)

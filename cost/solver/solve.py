@@ -29,8 +29,8 @@ Rows:
 Stages, each with the knapsack of those before:
 
     memory           M* = min of sum n[i] M[c] x[c]: refuse where M* exceeds the budget, else M's knapsack   `_budget`
-    parameters       P* = min of sum n[i] P[c] x[c]; then P's knapsack: at most slack times P*, what has
-                       one choice apart                                                             `_parameters`
+    parameters       P* = min of sum n[i] P[c] x[c]; then P's knapsack for each kind of weight: at most slack
+                       times its part of P*, what has one choice apart                              `_parameters`
     time             min of sum n[i] T[c] x[c] + sum m[u] w[u, a, b] y[u, a, b] + tie * S           `_cheapest`
     proof            min of the same without S, from the last basis, below the seconds that were found       `_cheapest`
 
@@ -146,12 +146,17 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
-    least = _minimise(program, program.parameter_bytes, "fewest parameters per rank").value
+    x, least, _ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold
-    # all norms and every small projection whole.
-    fixed = sum(i.choices[0].parameter_bytes * i.count for i in problem.items if len(i.choices) == 1)
-    sizes = [[c.parameter_bytes * i.count for c in i.choices] for i in problem.items]
-    program.rows += within(sizes, program.parameter_bytes, picks, fixed + (least - fixed) * slack + 0.5)
+    # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.
+    for kind in dict.fromkeys(item.kind for item in problem.items):
+        sizes = [[c.parameter_bytes * i.count * (i.kind == kind) for c in i.choices] for i in problem.items]
+        terms: Terms = {}
+        for columns, each in zip(picks, sizes, strict=True):
+            terms |= zip(columns, each, strict=True)
+        fixed = sum(each[0] for each in sizes if len(each) == 1)
+        limit = fixed + (total(terms, np.round(x)) - fixed) * slack + 0.5
+        program.rows += within(sizes, terms, picks, limit) if any(terms.values()) else []
     return least
 
 

@@ -205,7 +205,8 @@ class Builder:
             own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.weight else (0.0, part)
             ties = penalty([x], self.tp)
             choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
-        return Item(leaf.name, choices, [], [(node, 0)], count)
+        kind = "weights" if leaf.kind.trained else "tables"
+        return Item(leaf.name, choices, [], [(node, 0)], count, kind=kind)
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
         """What pins leave of a parameter's layouts: those of an earlier plan, or what the user's pin asks for."""

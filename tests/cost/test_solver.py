@@ -128,6 +128,14 @@ def test_equal_to_enumeration():
     assert 150 < feasible < GRAPHS, "there must be graphs with a plan and without one"
 
 
+def test_a_large_table_that_splits_leaves_no_room_to_hold_weights_whole():
+    whole = [Choice((), (R,), parameter_bytes=20.0), Choice((), (LAYOUTS[3],), seconds=1.0, parameter_bytes=10.0)]
+    halves = [Choice((), (R,), parameter_bytes=2e4), Choice((), (LAYOUTS[3],), parameter_bytes=1e4)]
+    for kind, choice in (("tables", 1), ("weights", 0)):
+        items = [Item("weight", whole, [], [("w", 0)]), Item("table", halves, [], [("t", 0)], kind=kind)]
+        assert solve(Problem(items, [], lambda *_: None)).chosen[0] == choice, kind
+
+
 def price(problem: Problem, chosen: tuple[int, ...]) -> float:
     """What the chosen assignment itself comes to."""
     items = [replace(i, choices=[i.choices[k]]) for i, k in zip(problem.items, chosen, strict=True)]
