@@ -161,6 +161,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--soak", type=int, metavar="TOKENS", help="decode so many tokens, and see what memory grows by"
     )
     given = parser.parse_args(arguments)
+    if unknown := sorted({*given.only} - {*legs()}):
+        parser.error(f"--only names no leg by {unknown[0]!r}; the legs are: {'; '.join(legs())}")
     if given.soak:
         return soaked(given.soak)
     before = os.getloadavg()[0]
