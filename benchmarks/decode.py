@@ -13,23 +13,19 @@ import argparse
 import functools
 import json
 import os
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
-from transformers.utils import logging as messages
 
 from benchmarks.helpers import soak
 from benchmarks.helpers.command import made
 from benchmarks.helpers.decode_legs import Step, legs
+from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.measure import reason
@@ -43,24 +39,7 @@ SHAPE, PROMPT, RANKS, ROUNDS = Shape(), 128, 2, 15
 CLOSE = 2e-4  # of the largest logit: float32 sums in another order
 
 
-def measure(rank: int, work: Callable[[], Record], folder: str) -> None:
-    """One of the ranks; rank 0 writes what all found to the folder."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    with torch.no_grad():
-        found = work()
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(everyone))
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads
-
-
+@torch.no_grad()
 def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -> Record:
     """This rank's times of every leg, its first call's, how far its logits are off, and the bytes that it reads."""
     model = untouched(shape).eval()
@@ -111,16 +90,9 @@ def bytes_read(step: Step) -> tuple[int, int]:
     return len(storages.read), storages.nbytes
 
 
-def on_ranks(work: Callable[[], Record]) -> list[Record]:
-    """What a function that can be sent to processes finds on each rank."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(work, folder), nprocs=RANKS)  # type: ignore[attr-defined]
-        return json.loads(Path(folder, "found.json").read_text())
-
-
 def run(shape: Shape = SHAPE, prompt: int = PROMPT, rounds: int = ROUNDS, only: Sequence[str] = ()) -> Record:
     """What all ranks found, put together: a row for every leg."""
-    everyone = on_ranks(functools.partial(compared, shape, prompt, rounds, only))
+    everyone = on_ranks(functools.partial(compared, shape, prompt, rounds, only), RANKS)
     return {"rows": rows(everyone), "refused": everyone[0]["refused"]}
 
 
@@ -179,7 +151,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def soaked(tokens: int) -> None:
     """Decode so many tokens on the ranks, and refuse growth beyond the cache."""
-    for rank, found in enumerate(on_ranks(functools.partial(soak.soak, tokens))):
+    for rank, found in enumerate(on_ranks(functools.partial(soak.soak, tokens), RANKS)):
         grown = f"the cache grew by {found['cache'] / 1e6:.2f} MB, the process by {found['process'] / 1e6:.2f} MB"
         print(f"rank {rank}: {tokens} tokens; in the last three quarters {grown}")
         soak.check(found)

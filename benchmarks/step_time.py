@@ -8,24 +8,21 @@ the same loss and gradients, which is checked first; then each takes a step in t
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
-import tempfile
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import transformers
 from torch import Tensor, nn
-from transformers.utils import logging as messages
 
 from benchmarks.helpers.command import made
+from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import Times, interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.measure import reason
@@ -87,23 +84,6 @@ def variants(shape: Shape) -> dict[str, tuple[str, Make]]:
     }
 
 
-def measure(rank: int, shape: Shape, length: int, rounds: int, only: Sequence[str], folder: str) -> None:
-    """One of the ranks; rank 0 writes what all found to the folder."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    messages.set_verbosity_error()
-    messages.disable_progress_bar()
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    found = compared(shape, length, rounds, only)
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(everyone))
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads
-
-
 def compared(shape: Shape, length: int, rounds: int, only: Sequence[str] = ()) -> Record:
     """This rank's times of every variant, first-call times, what it sends and how far its gradients are off."""
     model = untouched(shape)
@@ -140,9 +120,7 @@ def _named(gradients: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def run(shape: Shape = SHAPE, length: int = LENGTH, rounds: int = ROUNDS, only: Sequence[str] = ()) -> Record:
     """What all ranks found, put together: a row for every variant."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(shape, length, rounds, only, folder), nprocs=RANKS)  # type: ignore[attr-defined]
-        everyone = json.loads(Path(folder, "found.json").read_text())
+    everyone = on_ranks(functools.partial(compared, shape, length, rounds, only), RANKS)
     return {"rows": rows(everyone, variants(shape)), "refused": everyone[0]["refused"]}
 
 

@@ -1,6 +1,6 @@
 """What passes write on the nodes of a graph: one record a node, beside torch's own `val` and `nn_module_stack`.
 
-`mark` reads it, `write` and `inherit` write it; `fx.Graph.node_copy` carries it along. What each stage must have
+`mark` reads it, `write` and `inherit` write it; `copying.copy_graph` carries it along. What each stage must have
 written is checked by `autotp.passes.schema`.
 """
 

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
+from autotp.ir.copying import copy_node
 from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.ir.specs import INVARIANT
@@ -176,7 +177,7 @@ class Assembler:
                 env[node] = graph.call_function(operator.getitem, (fetched, i))
         for item in scope.items if inner or self.compiler is None else self._stretches(scope):
             if isinstance(item, fx.Node):
-                env[item] = graph.node_copy(item, lambda n: env[n])
+                env[item] = copy_node(item, graph, env.__getitem__)
                 env[item].target = item.target if self.compiler is not None else eager.quick(item)
                 continue
             used, made = self._flows(item, gives)

@@ -20,6 +20,7 @@ SETTLED = 0.25  # of the tokens: until then programs are made, and the allocator
 SPARE = 8e6  # bytes that an allocator may lose to pieces as the cache is copied
 
 
+@torch.no_grad()
 def soak(tokens: int) -> Record:
     """Decode so many tokens with autotp on this rank: bytes that the cache and the process have grown by since the
     first quarter."""

@@ -16,7 +16,7 @@ from autotp import compat
 from autotp.comm import conversions as convert
 from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
-from autotp.ir.copying import copy_graph
+from autotp.ir.copying import copy_graph, copy_node
 from autotp.ir.graph import Value, resolve, tensors
 from autotp.ir.layouts import Layout, R
 from autotp.ir.marks import inherit, mark, write
@@ -64,7 +64,7 @@ class Rewriter:
         return self.out
 
     def _placeholder(self, node: fx.Node) -> None:
-        new = self.new.node_copy(node)
+        new = copy_node(node, self.new, self.env.__getitem__)
         self.env[node] = new
         if node in self.planned.decisions:
             self._hold(node, 0, new, self.planned.decisions[node].outs[0])
@@ -77,7 +77,7 @@ class Rewriter:
         if self.axis.rereads and node.target is compat.sym_size:
             self.env[node] = self.sizes.of(expression(node.meta["val"]))
             return
-        self.env[node] = self.new.node_copy(node, lambda n: self.env[n])
+        self.env[node] = copy_node(node, self.new, self.env.__getitem__)
         self.sizes.note(self.env[node])
 
     def _call(self, node: fx.Node) -> None:
