@@ -7,19 +7,15 @@ two-layer decoder in eight shapes. The prediction is the plan's `totals.seconds`
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
-import tempfile
 import time
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -29,6 +25,8 @@ import autotp
 from autotp.comm.ranks import Ranks
 from autotp.cost.machines.calibrate import Clock
 from benchmarks.helpers.command import made
+from benchmarks.helpers.gloo import on_ranks
+from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.performance import table, write_section
 
 TPS = (1, 2, 4)
@@ -91,20 +89,11 @@ class Layer(nn.Module):
         return x + self.down(nn.functional.gelu(self.up(self.norms[1](x))))
 
 
-def measure(rank: int, tp: int, shapes: Sequence[Shape], folder: str) -> None:
-    """One of `tp` ranks: calibrate, then predict and time each shape; rank 0 writes what it found to the folder."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{tp}", rank=rank, world_size=tp)
+def measure(tp: int, shapes: Sequence[Shape]) -> Record:
+    """On one of `tp` ranks: calibrate, then predict and time each shape."""
     clock = Clock(Ranks.find(tp), torch.device("cpu"), BUDGET)
     cluster = autotp.calibrate(name=f"{tp} ranks", dtypes=[torch.float32], show=False)
-    points = [step(shape, tp, cluster, clock) for shape in shapes]
-    if rank == 0:
-        Path(folder, f"{tp}.json").write_text(json.dumps({"cluster": fitted(cluster), "points": points}))
-    dist.barrier()
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads
+    return {"points": [step(shape, tp, cluster, clock) for shape in shapes], "cluster": fitted(cluster)}
 
 
 def step(shape: Shape, tp: int, cluster: autotp.Cluster, clock: Clock) -> Point:
@@ -128,12 +117,10 @@ def run(
     chosen = [Shape(*s) for s in SHAPES] if shapes is None else shapes
     points: list[Point] = []
     clusters = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for tp in track(tps, "measuring", console=Console(stderr=True), transient=True, disable=quiet):
-            mp.spawn(measure, args=(tp, chosen, folder), nprocs=tp)  # type: ignore[attr-defined]
-            found = json.loads(Path(folder, f"{tp}.json").read_text())
-            points += [Point(*p) for p in found["points"]]
-            clusters[tp] = found["cluster"]
+    for tp in track(tps, "measuring", console=Console(stderr=True), transient=True, disable=quiet):
+        found = on_ranks(functools.partial(measure, tp, chosen), tp)[0]
+        points += [Point(*p) for p in found["points"]]
+        clusters[tp] = found["cluster"]
     return points, clusters
 
 

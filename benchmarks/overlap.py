@@ -8,14 +8,13 @@ at a time, would have brought it. Nobody computes for that, so what a step waits
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import operator
 import os
 import statistics
-import tempfile
 import textwrap
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -25,7 +24,6 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -33,6 +31,7 @@ import autotp
 from autotp.comm import collectives
 from autotp.cost import collective_bytes
 from benchmarks.helpers.command import made
+from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.megatron import Shape, untouched
@@ -139,20 +138,10 @@ def cluster() -> autotp.Cluster:
     )
 
 
-def measure(rank: int, rounds: int, folder: str) -> None:
-    """One of the ranks; rank 0 writes what both found, and the trace, to the folder."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+def measure(rounds: int) -> Record:
+    """This rank's figures of every case, and the trace of one step of each."""
     found, spans = compared(rounds)
-    everyone: list[Any] = [None] * RANKS
-    dist.all_gather_object(everyone, found)
-    if rank == 0:
-        Path(folder, "found.json").write_text(json.dumps(everyone))
-        Path(folder, "trace.json").write_text(json.dumps(trace(spans)))
-    dist.destroy_process_group()
-    time.sleep(0.2)  # gloo's threads
+    return {"cases": found, "trace": trace(spans)}
 
 
 def compared(rounds: int) -> tuple[Record, dict[str, list[Span]]]:
@@ -215,12 +204,9 @@ def trace(spans: dict[str, list[Span]]) -> Record:
 
 def run(rounds: int = ROUNDS) -> tuple[Record, str]:
     """A row for every case, and the trace as text."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, args=(rounds, folder), nprocs=RANKS)  # type: ignore[attr-defined]
-        everyone = json.loads(Path(folder, "found.json").read_text())
-        return {name: _row([found[name] for found in everyone]) for name in CASES}, Path(
-            folder, "trace.json"
-        ).read_text()
+    everyone = on_ranks(functools.partial(measure, rounds), RANKS)
+    rows = {name: _row([found["cases"][name] for found in everyone]) for name in CASES}
+    return rows, json.dumps(everyone[0]["trace"])
 
 
 def _row(ranks: Sequence[Record]) -> Record:
