@@ -326,7 +326,7 @@ def test_half_precision_is_no_worse():
     assert errors[1] < 1.05 * errors[0], errors
 
 
-# As in tests/runtime/test_compiled.py: torch itself reads the attribute.
+# As in tests/runtime/lower/test_compiled.py: torch itself reads the attribute.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_they_stay_in():
     """By `torch.compile`, whole: the same numbers as eager, by the same kernels."""

@@ -151,7 +151,7 @@ def kills(folder: str) -> None:
 
 @pytest.mark.ranks
 def test_killed_at_every_step(tmp_path):
-    code = f"from tests.runtime.test_checkpoint_atomic import kills; kills({str(tmp_path)!r})"
+    code = f"from tests.runtime.checkpoint.test_checkpoint_atomic import kills; kills({str(tmp_path)!r})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-3000:]
     print(done.stdout)
