@@ -108,10 +108,12 @@ class Report:
     def __str__(self) -> str:
         if self.difference is not None:
             return f"differs {self.difference}"
-        return self._calls if self.decoded is None else f"{self._calls}; {self.decoded}"
+        if self.decoded is not None and self.decoded.difference is not None:
+            return f"{self.decoded}; one call by itself is {self._call}"
+        return self._call if self.decoded is None else f"{self._call}; {self.decoded}"
 
     @property
-    def _calls(self) -> str:
+    def _call(self) -> str:
         none = f"no gradients, for the original has none ({self.forward_only})"
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""

@@ -14,9 +14,8 @@ from autotp.driver.verify import prove_call
 from autotp.passes.shard.pins import Pins
 from autotp.plans.plan import Plan
 from autotp.proof.report import Report
-
-from .generation.decoded import decoded
-from .generation.tokens import check_count
+from autotp.runtime.generation.decoded import decoded
+from autotp.runtime.generation.tokens import check_count
 
 
 def verify(

@@ -155,9 +155,8 @@ def _cache_error(found: Tensor | None, wanted: Any, seen: Tensor | None) -> floa
 
 def _failed(error: StepError, calls: Generated | Named, count: int) -> Decoded:
     path = module_path(error.node)
-    found = _difference(error.node.name, float("inf"), f"it fails: {str(error).splitlines()[0]}")
-    named = Difference(found.direction, found.value, short_name(error.node.target), path[-1] if path else "", found.error,
-                       found.detail)  # fmt: skip
+    what, detail = short_name(error.node.target), f"it fails on a rank: {str(error).splitlines()[0]}"
+    named = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
     return Decoded(calls.total - count, count, 0, 0, *[float("inf")] * 3, named)
 
 

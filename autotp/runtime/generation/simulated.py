@@ -41,12 +41,14 @@ class State:
     Attributes:
         whole: as the unsharded program has it. parts: what each rank has, which lies as `spec` says.
         dtype: in the model, which computes in float64 here.
+        tensor: of the caller's object, which a later call may write to.
     """
 
     whole: Tensor
     parts: list[Tensor]
     spec: Spec
     dtype: torch.dtype
+    tensor: Tensor
 
     def put_together(self) -> Tensor | None:
         """The whole from each rank's part; None where there are none, or they do not fit."""
@@ -149,7 +151,7 @@ class Simulated:
     def _as_in_the_model(self, call: Arguments) -> list[Any]:
         """The leaves of a call with the dtypes that the model itself would give and take."""
         known = {id(x): dtype for x, dtype in self.given.values()}
-        known |= {id(s.whole): s.dtype for s in self.states.values()}
+        known |= {id(s.tensor): s.dtype for s in self.states.values()}
         pairs = zip(call.flat, call.whole, strict=True)
         return [
             torch.empty(was.shape, dtype=known[id(x)], device="meta") if id(x) in known else was for x, was in pairs
@@ -184,12 +186,12 @@ class Simulated:
             taker, name = captured.mutations.get(i), captured.becomes(i)
             if isinstance(taker, str):
                 self.weights[taker] = value
-            elif isinstance(taker, int):
-                value = tensors[taker].copy_(value)
-            else:
+            elif taker is None:
                 kept.append(value)
             if isinstance(value, Tensor) and name is not None:
-                states[name] = State(value, [r[i] for r in every], both.left_as(i), made[i].meta["val"].dtype)
+                held = tensors[taker].copy_(value) if isinstance(taker, int) else value
+                dtype = made[i].meta["val"].dtype
+                states[name] = State(value, [r[i] for r in every], both.left_as(i), dtype, held)
             elif isinstance(value, Tensor) and entry:
                 self.given[id(value)] = value, made[i].meta["val"].dtype
         self.states = self.states if entry else states
@@ -197,4 +199,4 @@ class Simulated:
 
 
 def _is(tensor: Tensor, state: State | None) -> bool:
-    return state is not None and tensor is state.whole and bool(state.parts)
+    return state is not None and tensor is state.tensor and bool(state.parts)

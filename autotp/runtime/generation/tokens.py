@@ -17,9 +17,9 @@ from autotp.ir.named_states import Names, follow
 from .shell import shell
 
 NO_CACHE = (
-    "autotp.verify(generate={count}): {name} carries nothing from call to call that could be compared. Its class has no "
-    "generate(), and carried= names no output that comes back as an input. Leave generate out, or give carried, such as "
-    "{{1: 'past_k', 2: 'past_v'}}."
+    "autotp.verify(generate={count}): {name} carries nothing from call to call that could be compared. Its class has "
+    "no generate(), and carried= names no output that comes back as an input. Leave generate out, or give carried, "
+    "such as {{1: 'past_k', 2: 'past_v'}}."
 )
 SPOILT = (*CACHES, "use_cache", "return_dict", "labels", "output_attentions", "output_hidden_states")
 Call = Callable[[str, tuple[Any, ...], dict[str, Any]], Any]  # of the module at this path
