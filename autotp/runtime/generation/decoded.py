@@ -157,7 +157,7 @@ def _failed(error: StepError, calls: Generated | Named, count: int) -> Decoded:
     path = module_path(error.node)
     what, detail = short_name(error.node.target), f"it fails on a rank: {str(error).splitlines()[0]}"
     named = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
-    return Decoded(calls.total - count, count, 0, 0, *[float("inf")] * 3, named)
+    return Decoded(calls.total - count, count, 0, 0, float("inf"), float("inf"), float("inf"), named)
 
 
 def _difference(value: str, error: float, detail: str, direction: str = "decoding") -> Difference:

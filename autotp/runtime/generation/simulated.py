@@ -163,7 +163,7 @@ class Simulated:
         """Of all leaves, whole."""
         passed, found = iter(tensors), []
         for leaf in captured.leaves:
-            val = leaf.node.meta.get("val")
+            val: Any = leaf.node.meta.get("val")
             if leaf.kind is SEEDS:
                 found.append(torch.arange(len(val)))
             elif leaf.kind.passed:
