@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture
 from autotp.runtime.call_key import signature
 from autotp.runtime.programs import Program
@@ -84,8 +85,17 @@ class Generates:
             self._known[key] = program, order
 
     def _captured(self, call: Arguments) -> Capture:
-        """The graph for a call; captured again while it shows more of what changes from call to call."""
-        captured = self._capture(call, self._mode())
+        """The graph for a call; captured again while it shows more of what changes from call to call.
+
+        Raises:
+            InputError: it fails, and a state holds another number of sequences than the inputs.
+        """
+        try:
+            captured = self._capture(call, self._mode())
+        except CaptureError as error:
+            if told := call.other_batch():
+                raise InputError(told) from error
+            raise
         while self._carriers.learn(captured):
             call.read()
             captured = self._capture(call, self._mode())
