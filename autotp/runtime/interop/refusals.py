@@ -18,7 +18,8 @@ JIT = (
 )
 DDP = (
     "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
-    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. Where "
+    "accelerate wrapped it, take autotp.integrations.accelerator.ShardedAccelerator."
 )
 
 QUANTISE = (
