@@ -29,6 +29,7 @@ from autotp.runtime.generation.carrying import Arguments, Carriers
 from autotp.runtime.generation.generating import Generates
 from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.interop import enclosed, rehearsal
+from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.refusals import Refusals
 
 from . import data_parallel, state
@@ -41,7 +42,7 @@ from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Generates, Refusals, Part):
+class ShardedModule(Generates, Methods, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
