@@ -31,6 +31,7 @@ from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.refusals import Refusals
+from autotp.runtime.interop.shown import Shown
 
 from . import data_parallel, state
 from .call_key import form
@@ -42,7 +43,7 @@ from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Generates, Exports, Refusals, Part):
+class ShardedModule(Generates, Shown, Exports, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -75,7 +76,7 @@ class ShardedModule(Generates, Exports, Refusals, Part):
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
-        self._generates(model)
+        self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
