@@ -13,6 +13,7 @@ from .export import (
     recorded_inference,
     recorded_regions,
     sizes_of_one,
+    uncached_shapes,
     undecided,
     vmapped,
 )
@@ -78,6 +79,6 @@ __all__ = [
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
-    "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided",
-    "use_symmetric_memory", "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
+    "undecided", "use_symmetric_memory", "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

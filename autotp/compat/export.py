@@ -12,6 +12,7 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -47,6 +48,13 @@ def quiet_export() -> Iterator[None]:
     finally:
         for x, level in zip(loggers, levels, strict=True):
             x.setLevel(level)
+
+
+@contextlib.contextmanager
+def uncached_shapes() -> Iterator[None]:
+    """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
+    with dynamo.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def module_stack() -> dict[str, tuple[str, Any]] | None:
