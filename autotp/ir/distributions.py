@@ -82,7 +82,7 @@ class Distribution:
         """Its segments one after the other, to be joined with others; None where it cannot be."""
         return None
 
-    def by_groups(self, ends: str) -> Distribution | None:
+    def by_groups(self, ends: int) -> Distribution | None:
         """That of the rows of groups which are dealt so; `ends` as in `Groups`. None where rows cannot follow."""
         return None
 
@@ -107,7 +107,7 @@ class Distribution:
         return 0
 
     def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        """`(repeat, ((count, unit), ...))`, each size mapped by `size`."""
+        """`(repeat, ((count, unit), ...))`, each size mapped by `size`, and what only data says likewise."""
         raise NotImplementedError(f"{type(self).__name__}.to_runtime")
 
     def to_json(self) -> dict[str, Any]:

@@ -20,7 +20,7 @@ __all__ = [
     "Replicate", "Segment", "Shard", "Size", "chunk", "dealt_by", "divide", "kinds", "register", "simplify", "spans",
 ]  # fmt: skip
 Reduction = Literal["sum", "max"]
-ToSize = Callable[[Any], Any]  # a size, or groups' ends, as what a run-time layout has in its place
+ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 
 
 @dataclass(frozen=True)

@@ -120,7 +120,7 @@ class Partition(Distribution):
             joined += run
         return Partition.of(joined, 1, tp)
 
-    def by_groups(self, ends: str) -> Groups | None:
+    def by_groups(self, ends: int) -> Groups | None:
         return Groups(ends, self) if self.repeat == len(self.segments) == 1 else None
 
     def local(self, rank: int, tp: int) -> int:
@@ -193,11 +193,11 @@ class Groups(Distribution):
     The rows lift and lower only where they are a dimension by themselves.
 
     Attributes:
-        ends: name of the value that holds the row after each group's last, [groups].
+        ends: number of the value that holds the row after each group's last, [groups], in `Planned.ends`.
         of: how the groups are dealt, one segment.
     """
 
-    ends: str
+    ends: int
     of: Partition
     by_data: ClassVar[bool] = True
     field: ClassVar[str] = "ends"
@@ -209,12 +209,14 @@ class Groups(Distribution):
         return self.of.full(tp)
 
     def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        """`(ends, ((count, unit),))` of the groups."""
-        return size(self.ends), self.of.to_runtime(size)[1]
+        """`(ends, ((count, unit),))` of the groups; `size` maps these groups to the tensor of their ends."""
+        return size(self), self.of.to_runtime(size)[1]
 
     def to_json(self) -> dict[str, Any]:
         return {"ends": self.ends, "of": self.of.to_json()}
 
     @classmethod
     def from_json(cls, data: Any) -> Groups:
+        if type(data["ends"]) is not int:
+            raise TypeError(f"the ends of groups are {data['ends']!r}, which is no number")
         return cls(data["ends"], Partition.from_json(data["of"]))
