@@ -47,6 +47,11 @@ def test_train(more, ranks):
     assert "Right: losses and norms differ by at most" in printed
 
 
+def test_trainer(tmp_path):
+    printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
+    assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_custom_cache(ranks):
     printed = run("custom_cache.py", ranks=ranks)
