@@ -19,7 +19,7 @@ from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
-from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, Kind
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, LeafKind
 from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
@@ -167,7 +167,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, written: Mappin
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
     for spec in signature.input_specs:
         name = getattr(spec.arg, "name", "")
-        kind = kinds.get(spec.kind.name) or Kind(spec.kind.name)
+        kind = kinds.get(spec.kind.name) or LeafKind(spec.kind.name)
         leaves.append(Leaf(nodes[name], kind, spec.target if not kind.passed and spec.target else name))
     environment = compat.shape_env(program.graph)
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}

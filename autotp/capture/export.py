@@ -76,7 +76,7 @@ class Attempt:
                 refuse_hooks(),
                 unvalidated(),
             )
-            for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
+            for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             if self.repeats:

@@ -43,6 +43,13 @@ def quiet_export() -> Iterator[None]:
             x.setLevel(level)
 
 
+@contextlib.contextmanager
+def uncached_shapes() -> Iterator[None]:
+    """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
+    with torch._dynamo.config.patch(fake_tensor_cache_enabled=False):
+        yield
+
+
 def module_stack() -> dict[str, tuple[str, Any]] | None:
     """The modules whose forward is being traced, as their operators will show them; None where nothing is traced."""
     mode: Any = get_proxy_mode()
