@@ -99,6 +99,14 @@ def test_an_interrupt_ends_all_ranks(generated):
             os.killpg(process.pid, 0)
 
 
+def test_adapters_and_lightning(tmp_path):
+    printed = run("finetune_lora.py", str(tmp_path), ranks=2)
+    assert "trainable params: 3,584 || all params: 118,592" in printed and "largest difference from PEFT's" in printed
+    assert (tmp_path / "autotp_lora" / "adapter_config.json").exists()
+    printed = run("train_lightning.py", str(tmp_path), ranks=2)
+    assert "from the model alone" in printed
+
+
 def test_verify_llama():
     printed = run("verify_llama.py")
     assert "equal at tp=4" in printed
