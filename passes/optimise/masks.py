@@ -128,7 +128,7 @@ def _plain(node: fx.Node) -> bool:
     layout = mark(node).layout
     if layout is not None and (layout.partial or layout.sharded_dim is not None or layout.groups is not None):
         return False
-    known = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "aten"
+    known = getattr(node.target, "namespace", None) == "aten"
     return node.op == "call_function" and (known or node.target in (*ARITHMETIC, *SAME))
 
 

@@ -14,7 +14,7 @@ from autotp.runtime.programs import Program
 
 from .carrying import Arguments
 from .shell import one_generator, shell
-from .steps import Kind, Steps
+from .steps import StepKind, Steps
 
 
 class Generates:
@@ -44,7 +44,7 @@ class Generates:
     def _steps(self) -> Steps:
         return self.__dict__.setdefault("_kinds_of_steps", Steps())
 
-    def _key(self, call: Arguments) -> tuple[Hashable, Kind | None]:
+    def _key(self, call: Arguments) -> tuple[Hashable, StepKind | None]:
         """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
         mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
         if not call.given:
