@@ -31,6 +31,7 @@ from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
+from autotp.runtime.interop.profiled import Profiled
 from autotp.runtime.interop.refusals import Refusals
 from autotp.runtime.interop.shown import Shown
 
@@ -44,7 +45,7 @@ from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Generates, Exports, Methods, Shown, Refusals, Part):
+class ShardedModule(Generates, Exports, Profiled, Methods, Shown, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
