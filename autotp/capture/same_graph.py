@@ -20,11 +20,12 @@ import torch
 from torch import fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, short_name, substitute, tensors, where
+from autotp.ir.graph import Capture, short_name, tensors, where
 from autotp.ir.leaves import CONSTANT
 from autotp.ir.marks import mark
 from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
+from autotp.ir.sizes import substitute
 
 COPIES = (aten.contiguous.default, aten.clone.default)  # which there are depends on how equal blocks were traced
 CLOSE = 1e-6  # of two literals' logarithms

@@ -204,6 +204,7 @@ def apply_plan(
         planned = Planned(
             captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
             states={name: known[name] for names in builder.states.groups for name in names},
+            ends=builder.ends,
         )  # fmt: skip
         _check_rules(planned)
     else:

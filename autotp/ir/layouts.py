@@ -11,16 +11,17 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from .distributions import Distribution
-from .partitions import Groups, Partition, Segment, chunk, spans
+from .partitions import Groups, Partition, Segment
+from .runs import chunk
 from .sizes import Size, divide, simplify
 from .specs import GroupedSpec, InvariantSpec, PartialSpec, ReplicateSpec, ShardSpec, Spec
 
 __all__ = [
     "Distribution", "Grouped", "Groups", "I", "Invariant", "Layout", "P", "Partial", "Partition", "R", "Reduction",
-    "Replicate", "Segment", "Shard", "Size", "chunk", "dealt_by", "divide", "kinds", "register", "simplify", "spans",
+    "Replicate", "Segment", "Shard", "Size", "chunk", "dealt_by", "divide", "kinds", "register", "simplify",
 ]  # fmt: skip
 Reduction = Literal["sum", "max"]
-ToSize = Callable[[Any], Any]  # a size, or groups' ends, as what a run-time layout has in its place
+ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ class Grouped(Layout):
         return False
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        return GroupedSpec(self.dim, *self.partition.to_runtime(size))
+        return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
 
     def to_json(self) -> Any:
         return {"dim": self.dim, "groups": self.partition.to_json()}

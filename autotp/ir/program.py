@@ -11,6 +11,9 @@ from .graph import Capture, Value, tensors
 from .layouts import Distribution, Layout
 from .op import Op, Rule
 
+# By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
+EndsTable = tuple[tuple[Value, ...], ...]
+
 
 @dataclass(frozen=True)
 class Decision:
@@ -35,6 +38,7 @@ class Planned:
     grads: set[fx.Node]
     solution: Solution | None = None
     states: dict[str, Layout] = field(default_factory=dict)  # of what the program carries: Replicate, or Shard
+    ends: EndsTable = ()  # what `Groups.ends` numbers
 
 
 class MeshPlace(NamedTuple):

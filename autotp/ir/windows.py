@@ -23,7 +23,7 @@ def lengths(segments: Segments) -> list[int]:
 
 
 def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
-    """(start, length) in elements of `rank`'s share of each segment: `partitions.chunk`, for symbolic counts too."""
+    """(start, length) in elements of `rank`'s share of each segment: `runs.chunk`, for symbolic counts too."""
     out = []
     for count, unit in segments:
         step = (count + tp - 1) // tp

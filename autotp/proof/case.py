@@ -11,12 +11,12 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.graph import Capture, Leaf, differentiable, short_name
-from autotp.ir.layouts import Distribution, Layout, Partition, Segment, divide
+from autotp.ir.layouts import Distribution, Groups, Layout, Partition, Segment, divide
 from autotp.ir.leaves import BUFFER, PARAMETER
 from autotp.ir.op import Factor, Op, Rule
 from autotp.ir.program import Decision, Planned
 from autotp.ir.specs import Spec
-from autotp.passes.shard.strategies import Candidates, place, signatures
+from autotp.passes.shard.strategies import Candidates, signatures
 from autotp.rules.core import rule_of
 
 TOLERANCE = 1e-10  # in float64
@@ -62,7 +62,7 @@ class RuleProgram:
         """A layout at run time; that of rows by group holds the operand which says where the groups end."""
         carries = [c for f in (self.rule.factors if self.rule else ()) for c in (*f.ins, *f.outs) if c is not None]
         ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
-        return layout.to_runtime(lambda size: ends if isinstance(size, str) else size)
+        return layout.to_runtime(lambda size: ends if isinstance(size, Groups) else size)
 
 
 def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
@@ -114,8 +114,8 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
 
 def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
     """Every choice that the planner would have for this call, with the partitions of `loops_to_try` as seeds."""
-    candidates = Candidates(tp)
     slots: list[frozenset[ValueId]] = [frozenset([("in", i)]) for i in range(len(p.op.ins))]
+    candidates = Candidates(tp, ends={("in", i): i for i in range(len(p.op.ins))})
     results: list[ValueId] = [("out", i) for i in range(len(p.op.outs))]
     values: list[ValueId] = [*(v for s in slots for v in s), *results]
     for factor in p.rule.factors if p.rule else ():
@@ -140,7 +140,7 @@ def _seed(
     Not by `Candidates.add`, which keeps the simplest few: a proof tries all.
     """
     for carry, value in zip((*factor.ins, *factor.outs), values, strict=True):
-        part = place(carry, factor, loop, candidates.tp, slots) if carry is not None else None
+        part = candidates.place(carry, factor, loop, slots) if carry is not None else None
         if carry is not None and part is not None and part not in candidates.of[value, carry.dim]:
             candidates.of[value, carry.dim].append(part)
 

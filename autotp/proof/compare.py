@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.ir.graph import Value, resolve, short_name
-from autotp.ir.layouts import I, Layout, R, Size
+from autotp.ir.layouts import Groups, I, Layout, R, Size
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
@@ -133,10 +133,11 @@ class _Proof:
             self.held[node] = [_watched(v) for v in ranks]
 
     def _spec(self, layout: Layout, node: fx.Node | None = None) -> Spec:
-        def number(size: Size | str) -> Any:
+        def number(size: Size | Groups) -> Any:
             if isinstance(size, int):
                 return size
-            if isinstance(size, str) and node is not None:
+            if isinstance(size, Groups):
+                assert node is not None, "a leaf cannot lie by groups"
                 return self.expected.values[self.sharded.origin[self.sharded.ends[node]]]
             return int(size.subs({s: self.sizes[str(s)] for s in size.free_symbols}))  # type: ignore[arg-type]
 

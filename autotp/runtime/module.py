@@ -29,7 +29,10 @@ from autotp.runtime.generation.carrying import Arguments, Carriers
 from autotp.runtime.generation.generating import Generates
 from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.interop import enclosed, rehearsal
+from autotp.runtime.interop.exported import Exports
+from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.refusals import Refusals
+from autotp.runtime.interop.shown import Shown
 
 from . import data_parallel, state
 from .call_key import form
@@ -41,7 +44,7 @@ from .storage import Storage
 from .tree import Assembler
 
 
-class ShardedModule(Generates, Refusals, Part):
+class ShardedModule(Generates, Exports, Methods, Shown, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -74,7 +77,7 @@ class ShardedModule(Generates, Refusals, Part):
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
-        self._generates(model)
+        self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 

@@ -13,11 +13,12 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, substitute, tensors
+from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Planned
+from autotp.ir.sizes import substitute
 from autotp.rules.core import loops, rule_of
 from autotp.rules.local import Sizes
 

@@ -15,7 +15,7 @@ from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
 from autotp.cost.saved_tensors import Keepers
-from autotp.cost.solver.problem import Choice, Item, Problem, Use
+from autotp.cost.solver.problem import Choice, Item, Problem, Use, ValueId
 from autotp.cost.solver.solve import Infeasible, feasible, solve
 from autotp.errors import PlanError
 from autotp.ir.graph import (
@@ -37,6 +37,7 @@ from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
+from .ends import ends_table
 from .pins import Dims, check_neighbours
 from .pins import find as find_pins
 from .states import CarriedItem, States, decided
@@ -79,7 +80,9 @@ class Builder:
         self.same = fold(self.program, self.grads, marks) if marks else alike
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
         self.calls = [n for n in self.calls if self.axis.decides(n)]
-        self.candidates = Candidates(self.tp, self.axis.fills)
+        self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
+        numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
+        self.candidates = Candidates(self.tp, self.axis.fills, numbers)
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
@@ -243,8 +246,9 @@ class Builder:
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Whether rows dealt by group are so where it is known already where the groups end."""
-        ends = {x.groups.ends for side in layouts for x in side if x.groups is not None}
-        return all(self.order[name] < self.order[node.name] for name in ends)
+        numbers = {x.groups.ends for side in layouts for x in side if x.groups is not None}
+        firsts = [self.ends[k][0][0] for k in numbers]
+        return all(self.order[first.name] < self.order[node.name] for first in firsts)
 
     def conflict(self) -> PlanError | None:
         """The error that names the fewest pins which together leave no plan; None where it is not the pins' doing."""
@@ -313,5 +317,5 @@ def decide(builder: Builder) -> Planned:
         decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
     return Planned(
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
-        decided(builder.carried_items, problem, solution.chosen),
+        decided(builder.carried_items, problem, solution.chosen), builder.ends,
     )  # fmt: skip

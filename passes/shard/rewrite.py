@@ -18,7 +18,7 @@ from autotp.cost.solver.problem import conversions
 from autotp.errors import PlanError
 from autotp.ir.copying import copy_graph, copy_node
 from autotp.ir.graph import Value, resolve, tensors
-from autotp.ir.layouts import Layout, R
+from autotp.ir.layouts import Groups, Layout, R
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, expression
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
@@ -27,6 +27,7 @@ from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall
 
 from .axis import AxisWriter, Result, TensorWriter
+from .ends import Ends, ends_slots
 
 
 class Rewriter:
@@ -42,6 +43,7 @@ class Rewriter:
         self.results = axis.results(planned)
         self.routes = self._routes()
         self.sizes = axis.sizes(self.new)
+        self.block_ends = Ends(planned)
         self.ends: fx.Node | None = None  # of the operator that is being written
 
     def run(self) -> Sharded:
@@ -140,7 +142,7 @@ class Rewriter:
         ends = self.out.ends.get(before, self.ends)
 
         def size(n: Any) -> Any:
-            return _known(ends) if isinstance(n, str) else self.sizes.of(n)
+            return _known(ends) if isinstance(n, Groups) else self.sizes.of(n)
 
         src: Any = source.to_runtime(size)
         dst: Any = layout.to_runtime(size)
@@ -153,30 +155,23 @@ class Rewriter:
 
     def _ends(self, op: Op, decision: Decision) -> fx.Node | None:
         """Where the groups end by which this operator's operands or results are dealt: of its own block, in a fold."""
-        rule, found = self.planned.rules[op.node], {}
-        if rule is not None and decision.factor is not None:
-            factor = rule.factors[decision.factor]
-            slots = {c.groups for c in (*factor.ins, *factor.outs) if c is not None and c.groups is not None}
-            found = {self.value(op.slots[s], decision.ins[s], op.node): None for s in slots}
+        ends: dict[fx.Node, None] = {}
+        # An operator over groups reads their ends itself.
+        if decision.factor is not None:
+            for slot in ends_slots(self.planned.rules[op.node], decision.factor):
+                ends[self.value(op.slots[slot], decision.ins[slot], op.node)] = None
+        # One that works row by row goes on with its operands' groups.
         for operand, layout in zip(op.slots, decision.ins, strict=True):
-            held = self.held.get((resolve(operand), layout))
-            if held in self.out.ends:
-                found[self.out.ends[held]] = None
-        names = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
-        if not found and names:
-            found = {self.value(self._twin(name, op.node), R, op.node): None for name in names}
-        if len(found) > 1:
+            rows = self.held.get((resolve(operand), layout))
+            if rows in self.out.ends:
+                ends[self.out.ends[rows]] = None
+        # Where no operand lies so yet, as with a row of biases for every token, the layouts' number says which.
+        numbers = {x.groups.ends for x in (*decision.ins, *decision.outs) if x.groups is not None}
+        for number in numbers if not ends else ():
+            ends[self.converted(self.block_ends.of(number, op.node), R, op.node)] = None
+        if len(ends) > 1:
             raise PlanError(f"{op.node.name} joins rows dealt by the groups of two blocks. Please report the model.")
-        return next(iter(found), None)
-
-    def _twin(self, name: str, node: fx.Node) -> fx.Node:
-        """Of the nodes that stand folded under `name`, the one in the block of `node`."""
-        same = self.planned.same
-        peers = [n for n in self.old.nodes if same.get(n) is same[node]]
-        found = [n for n in self.old.nodes if n in same and same[n].name == name]
-        if len(found) != len(peers):
-            raise PlanError(f"it is not known where the groups end by which the rows of {node.name} are dealt.")
-        return found[peers.index(node)]
+        return next(iter(ends), None)
 
     def _users(self, value: Value, layout: Layout) -> list[fx.Node]:
         return [n for n, slot in self.consumers[value] if slot == layout]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autotp.cost.solver.problem import ValueId
 from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, dealt_by, kinds
@@ -18,10 +18,21 @@ Dim = tuple[ValueId, int]
 
 
 class Candidates:
-    """The partitions that each dimension of each value may have, grown through the factors to a fixed point."""
+    """The partitions that each dimension of each value may have, grown through the factors to a fixed point.
 
-    def __init__(self, tp: int, fills: Callable[[Distribution, int], bool] | None = None) -> None:
-        self.tp, self.fills = tp, fills
+    Args:
+        tp: number of ranks.
+        fills: whether every rank certainly owns something of a loop; None for `Distribution.full`.
+        ends: number of each value that says where groups end, as in `Groups`.
+    """
+
+    def __init__(
+        self,
+        tp: int,
+        fills: Callable[[Distribution, int], bool] | None = None,
+        ends: Mapping[ValueId, int] | None = None,
+    ) -> None:
+        self.tp, self.fills, self.ends = tp, fills, ends or {}
         self.of: dict[Dim, list[Distribution]] = defaultdict(list)
         self.changed = False
 
@@ -89,7 +100,7 @@ class Candidates:
             if loop.by_data and not self.arrives(factor, loop, ins):
                 continue
             for carry, values in zip((*factor.ins, *factor.outs), slots, strict=True):
-                partition = place(carry, factor, loop, self.tp, ins) if carry is not None else None
+                partition = self.place(carry, factor, loop, ins) if carry is not None else None
                 if carry is not None and partition is not None:
                     for value in values:
                         self.add((value, carry.dim), partition)
@@ -99,18 +110,22 @@ class Candidates:
         carried = [(carry, values) for carry, values in zip(factor.ins, ins, strict=True) if carry is not None]
         return any(loop in self.of.get((v, carry.dim), ()) for carry, values in carried for v in values)
 
+    def place(
+        self, carry: Carry, factor: Factor, loop: Distribution, ins: Sequence[frozenset[ValueId]]
+    ) -> Distribution | None:
+        """The partition of a slot's dimension when its factor's loop has this one; None where there is none.
 
-def place(
-    carry: Carry, factor: Factor, loop: Distribution, tp: int, ins: Sequence[frozenset[ValueId]] = ()
-) -> Distribution | None:
-    """The partition of a slot's dimension when its factor's loop has this one; None where there is none."""
-    if carry.piece is not None:
-        pieces = loop.cut(factor.pieces, tp)
-        assert pieces is not None
-        loop = pieces[carry.piece]
-    if carry.groups is not None:
-        return loop.by_groups(min(str(v[0]) for v in ins[carry.groups]))  # type: ignore[index]
-    return loop.lift(carry.repeat, carry.unit, tp)
+        Args:
+            carry: of the slot. factor, ins: as for `loops`.
+            loop: how the factor's loop is dealt.
+        """
+        if carry.piece is not None:
+            pieces = loop.cut(factor.pieces, self.tp)
+            assert pieces is not None
+            loop = pieces[carry.piece]
+        if carry.groups is not None:
+            return loop.by_groups(min(self.ends[v] for v in ins[carry.groups]))
+        return loop.lift(carry.repeat, carry.unit, self.tp)
 
 
 def penalty(layouts: Iterable[Layout], tp: int) -> int:
@@ -190,7 +205,7 @@ def _split(
         if carry is None:
             layouts.append(_uncarried(rule, factor, slot))
             continue
-        partition = place(carry, factor, loop, candidates.tp, slots)
+        partition = candidates.place(carry, factor, loop, slots)
         # The candidates are capped, so a partition that one slot suggests may be none of another's.
         if partition is None or not all(partition in candidates.of.get((v, carry.dim), ()) for v in values):
             return None

@@ -226,7 +226,7 @@ ROWS = layouts.Partition.plain(8, 2)
         (layouts.Shard(0, layouts.Partition.plain(3, 2)), torch.bfloat16, True),
         (layouts.Shard(1, ROWS), torch.float32, False),
         (layouts.P, torch.float32, False),
-        (layouts.Grouped(0, layouts.Groups("ends", ROWS)), torch.float32, False),
+        (layouts.Grouped(0, layouts.Groups(0, ROWS)), torch.float32, False),
         (layouts.R, torch.float64, False),
     ],
 )

@@ -21,7 +21,7 @@ def test_the_penalty_counts_segments_repetition_and_unevenness(partition, points
 def test_the_penalty_does_not_look_at_the_dimension():
     for partition in (PLAIN, TWO, REPEATED, UNEVEN):
         assert len({penalty([Shard(d, partition)], TP) for d in range(4)}) == 1
-    assert penalty([I, R, P, Grouped(0, Groups("ends", PLAIN))], TP) == 0
+    assert penalty([I, R, P, Grouped(0, Groups(0, PLAIN))], TP) == 0
 
 
 @pytest.mark.parametrize(("first", "then"), [(PLAIN, UNEVEN), (PLAIN, TWO), (PLAIN, REPEATED), (REPEATED, TWO)])

@@ -89,7 +89,13 @@ def plans(builder: Builder) -> list[Planned]:
             decisions = {n: whole[builder.same[n]] for n in (*builder.leaves, *builder.calls)}
             same = [n for n in builder.calls if builder.same[n] is node]
             decisions.update(dict.fromkeys(same, Decision(c.ins, c.outs, c.factor, c.loop)))
-            fields = {"ops": builder.ops, "rules": builder.rules, "same": builder.same, "grads": builder.grads}
+            fields = {
+                "ends": builder.ends,
+                "ops": builder.ops,
+                "rules": builder.rules,
+                "same": builder.same,
+                "grads": builder.grads,
+            }
             found.append(Planned(program=builder.program, tp=builder.tp, decisions=decisions, **fields))
     return found
 

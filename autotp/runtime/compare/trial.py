@@ -22,7 +22,7 @@ from autotp import compat
 from autotp.comm.ranks import together
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
-from autotp.ir.layouts import Layout
+from autotp.ir.layouts import Groups, Layout
 from autotp.ir.leaves import CONSTANT, SEEDS
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
@@ -171,7 +171,7 @@ class Trial:
         """A size of a layout as a number, or the ends of its groups."""
         if isinstance(size, int):
             return size
-        if isinstance(size, str):
+        if isinstance(size, Groups):
             return self.whole.values[self.sharded.origin[self.sharded.ends[node]]]
         sizes = {str(s): self.given[owner].shape[dim] for s, (owner, dim) in self.capture.symbols.items()}
         return int(size.subs({s: sizes[str(s)] for s in size.free_symbols}))

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any, NoReturn
 
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DistributedDataParallel
+
 from autotp.errors import StateError
+
+from .ours import ours
 
 COMPILE = (
     "torch.compile around a sharded module finds nothing to compile: what runs are programs of autotp, one for each "
@@ -18,7 +25,9 @@ JIT = (
 )
 DDP = (
     "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
-    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard."
+    "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. In Lightning "
+    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model. Where accelerate wrapped it, take "
+    "autotp.integrations.accelerator.ShardedAccelerator."
 )
 
 QUANTISE = (
@@ -44,6 +53,20 @@ class Refused:
         if instance is not None and str(sys._getframe(1).f_globals.get("__name__")).startswith(self.reader):
             raise StateError(self.message)
         raise AttributeError(self.name)
+
+
+@functools.cache
+def install() -> None:
+    """From now on modules of torch that take others in mind what these are. Once per process."""
+    register_module_module_registration_hook(_taken_in)
+
+
+def _taken_in(taker: nn.Module, name: str, module: nn.Module | None) -> None:
+    """Refuse `DistributedDataParallel` over a module with sharded parameters in it, before it sends anything."""
+    if isinstance(taker, DistributedDataParallel) and module is not None:
+        sharded = next((n for n, p in module.named_parameters() if ours(p)), None)
+        if sharded is not None:
+            raise StateError(f"{sharded} of {type(module).__name__} is sharded. {DDP}")
 
 
 class Refusals:

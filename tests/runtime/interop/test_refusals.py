@@ -26,10 +26,14 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "trace": lambda: torch.jit.trace(sharded, x),
         "quantise": lambda: torch.ao.quantization.quantize_dynamic(sharded, {nn.Linear}),
         "DDP": lambda: nn.parallel.DistributedDataParallel(sharded, process_group=group),
+        "DDP around": lambda: nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), sharded)),
+        "DDP of a layer": lambda: nn.parallel.DistributedDataParallel(nn.ModuleList([sharded[0]])),
     }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that torch.jit is going
         found: dict[str, Any] = {name: error_of(way)[:2] for name, way in ways.items()}
+    plain = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8)), process_group=group)
+    found["plain"] = plain(x).shape == (4, 8)
     found["read"] = len(inspect.getmembers(sharded))
 
     def around(x: Tensor) -> Tensor:
@@ -47,10 +51,13 @@ def test_each_has_a_sentence_of_its_own(pool):
         for name, word in {
             **words,
             "DDP": "DistributedDataParallel averages",
+            "DDP around": "1.0.weight of Sequential is sharded. DistributedDataParallel averages",
+            "DDP of a layer": "0.weight of ModuleList is sharded",
             "quantise": "Quantise the model first",
         }.items():
             kind, text = found[name]
             assert kind == "StateError" and word in text, (name, kind, text)
+        assert found["plain"]
         assert found["read"] > 50  # to read all attributes, as a debugger does, is nothing to refuse
         assert found["around"] < 1e-6
 

@@ -1,0 +1,69 @@
+"""Where the groups end by which rows are dealt: a number in a layout, a value in the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import fx
+
+from autotp.errors import PlanError
+from autotp.ir.graph import Value, resolve
+from autotp.ir.op import Op, Rule
+from autotp.ir.program import EndsTable, Planned
+
+
+def ends_table(
+    calls: Iterable[fx.Node],
+    ops: Mapping[fx.Node, Op],
+    rules: Mapping[fx.Node, Rule | None],
+    same: Mapping[fx.Node, fx.Node],
+) -> EndsTable:
+    """The values that say where groups end, by number: in the order in which the program's operators read them.
+
+    Args:
+        calls: the operators, in graph order; `ops`, `rules`: of each.
+        same: the node whose decision each node shares; the values of equal blocks have one number.
+    """
+    rows: dict[Value, dict[Value, None]] = {}
+    for node in calls:
+        for slot in ends_slots(rules[node]):
+            value = resolve(ops[node].slots[slot])
+            rows.setdefault((same[value[0]], value[1]), {})[value] = None
+    return tuple(tuple(row) for row in rows.values())
+
+
+def ends_slots(rule: Rule | None, factor: int | None = None) -> list[int]:
+    """Operand slots that say where groups end, by any factor of the rule or by this one."""
+    if rule is None:
+        return []
+    factors = rule.factors if factor is None else (rule.factors[factor],)
+    carries = [c for f in factors for c in (*f.ins, *f.outs) if c is not None]
+    return list(dict.fromkeys(c.groups for c in carries if c.groups is not None))
+
+
+class Ends:
+    """The ends of each block, of those that share a number."""
+
+    def __init__(self, planned: Planned) -> None:
+        self.table = planned.ends
+        self.same = planned.same
+        self.members: dict[fx.Node, list[fx.Node]] = {}
+        for node in planned.program.graph.nodes:
+            if node in self.same:
+                self.members.setdefault(self.same[node], []).append(node)
+
+    def of(self, number: int, node: fx.Node) -> Value:
+        """The value with this number in the block of `node`.
+
+        Raises:
+            PlanError: the program has no such value, or not one for each node that is decided as `node` is.
+        """
+        row: Sequence[Value] = self.table[number] if 0 <= number < len(self.table) else ()
+        # Equal blocks stand in the graph in one order, so the third of equal nodes belongs to the third of the ends.
+        peers = self.members[self.same[node]]
+        if len(row) != len(peers):
+            raise PlanError(
+                f"it is not known where the groups end by which the rows of {node.name} are dealt: the program has "
+                f"{len(row)} values for {len(peers)} operators that are decided alike. Plan again."
+            )
+        return row[peers.index(node)]
