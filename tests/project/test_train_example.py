@@ -5,11 +5,16 @@ from __future__ import annotations
 import importlib.util
 import json
 import shutil
+from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch.distributed as dist
+
+import autotp
+from tests.helpers.compare import mesh_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 1, "n_head": 2, "vocab_size": 256, "n_positions": 16}
@@ -22,6 +27,20 @@ def example() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def on_ranks(group: Any) -> ModuleType:
+    """The example on some of the pool's workers: a script takes the whole world."""
+    train, mesh = example(), mesh_of(group)
+
+    class Some:
+        get_rank, get_world_size = partial(dist.get_rank, group), partial(dist.get_world_size, group)
+        all_gather_object = partial(dist.all_gather_object, group=group)
+
+    compiled = partial(autotp.compile, mesh=mesh)
+    names = {"compile": compiled, "AutoTPError": autotp.AutoTPError, "ShardedModule": autotp.ShardedModule}
+    vars(train).update(dist=Some, autotp=SimpleNamespace(**names))
+    return train
 
 
 def losses(train: Any, *argv: str | Path) -> list[float]:
@@ -38,11 +57,11 @@ def why_not(train: Any, *argv: str | Path) -> str:
 
 def stopping(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     """Six steps in one go; three, and three more; and from folders that are not what they should be."""
-    train, place = example(), Path(folder)
-    made = ["--config", place / "config.json", "--tp", str(world)]
+    train, place = on_ranks(group), Path(folder)
+    made = ["--config", place / "config.json"]
     found: dict[str, Any] = {"straight": losses(train, *made)}
     found["first"] = losses(train, *made, "--stop", "3", "--save", place / "last")
-    found["then"] = losses(train, "--resume", place / "last", "--tp", str(world))
+    found["then"] = losses(train, "--resume", place / "last")
     return {**found, "why": [why_not(train, *made, *more) for more in broken(place)]}
 
 
