@@ -39,8 +39,8 @@ class ShardedTrainer(Trainer):
         self._tp, self._dp = sizes_of(model)
         if self._dp > 1 and not self.args.average_tokens_across_devices:
             raise InputError(
-                "average_tokens_across_devices=False: with dp the loss of a sharded module is over the rows of all ranks "
-                "and is divided by the tokens of all. Leave it at True."
+                "average_tokens_across_devices=False: with dp the loss of a sharded module is over the rows of all "
+                "ranks and is divided by the tokens of all. Leave it at True."
             )
         self.model = None  # type: ignore[assignment]  # else accelerate is told of meshes of accelerators alone
         try:
