@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, substitute
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.program import Sharded
 from autotp.ir.specs import Spec
@@ -39,7 +39,7 @@ class Both:
         """A layout with the sizes of this call."""
 
         def number(size: Size | str) -> Any:
-            return size if isinstance(size, int | str) else int(size.subs(self.sizes))
+            return size if isinstance(size, int | str) else int(substitute(size, self.sizes))
 
         return layout.to_runtime(number)
 

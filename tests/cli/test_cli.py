@@ -15,6 +15,7 @@ import autotp
 from autotp.cost import Cluster
 from autotp.cost.machines.calibrate import SIZES
 from autotp.plans.plan import Plan
+from autotp.proof.report import Decoded, Report
 from tests.helpers.custom_ops import registered, turn
 from tests.helpers.factories import SMALL
 
@@ -183,6 +184,18 @@ def test_verify_proves_a_model(run, folder):
     done = run("verify", folder, "--tp", 4)
     assert done.exit_code == 0 and re.search(r"^equal$", done.stdout, re.MULTILINE) and "4, simulated" in done.stdout
     assert re.search(r"captured graph against the model +\d\.\de", done.stdout)  # small enough for real weights
+
+
+def test_verify_decodes(run, monkeypatch):
+    refused = run("verify", SMALL, "--generate", 3)
+    assert refused.exit_code == 2 and "carries nothing from call to call" in refused.stderr.replace("\n", " ")
+    decoded = Decoded(16, 3, 19, 4, 2e-16, 1e-16, 0.0)
+    report = Report(2, None, 0.0, 0.0, 0.0, 1, decoded=decoded)
+    asked: list[int] = []
+    monkeypatch.setattr(autotp, "verify", lambda *_, generate, **__: (asked.append(generate), report)[1])
+    done = run("verify", SMALL, "--generate", 3)
+    assert asked == [3] and re.search(r"positions +19: 16 prefilled, 3 decoded", done.stdout)
+    assert re.search(r"error of the cache +1.0e-16, 4 tensors", done.stdout)
 
 
 def test_verify_a_saved_plan(run):
