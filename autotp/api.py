@@ -30,7 +30,7 @@ from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
 
-Carried = Mapping[Any, str]  # place or key of an output -> argument that takes it
+CarriedNames = Mapping[Any, str]  # place or key of an output -> argument that takes it
 
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
@@ -52,7 +52,7 @@ def plan(
     like: Plan | None = None,
     outputs: str = "full",
     random: str = "counter",
-    carried: Carried | None = None,
+    carried: CarriedNames | None = None,
     check_capture: bool | None = None,
 ) -> Plan:
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
@@ -105,7 +105,7 @@ def parallelize(
     example_inputs: Any = None,
     outputs: str = "full",
     random: str = "counter",
-    carried: Carried | None = None,
+    carried: CarriedNames | None = None,
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
@@ -155,7 +155,7 @@ def compile(
     fully_shard: bool = False,
     outputs: str = "full",
     loss: Callable[[Any, Any], Tensor] | None = None,
-    random: str = "counter", carried: Carried | None = None,
+    random: str = "counter", carried: CarriedNames | None = None,
     backend: str | Callable[..., Any] = "eager",
     options: Mapping[str, Any] | None = None,
     optimise: Switches = None,

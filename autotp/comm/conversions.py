@@ -81,7 +81,7 @@ def collect_take(x: Tensor, src: Any, dst: Any, rank: int, tp: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Kind:
+class ConversionKind:
     """One entry of the table: its name, and `post(primitive(pre(x)))`, the forward of a conversion.
 
     Attributes:
@@ -99,29 +99,29 @@ class Kind:
 
 # "G" is `layouts.Grouped`: every rank has all rows in place, and masks those that it does not own.
 # "S'" is S on the same dimension by another partition: no all-to-all can say that without index lists, and it is rare.
-KINDS: dict[tuple[str, str], Kind] = {
-    ("I", "R"): Kind("f"),
-    ("P", "I"): Kind("f_star", nothing, "all_reduce"),
-    ("S", "R"): Kind("g", pad, "all_gather", collect),
-    ("P", "S"): Kind("g_star", deal, "reduce_scatter", trim),
-    ("S", "I"): Kind("gather", pad, "all_gather", collect),
-    ("I", "S"): Kind("shard", take),
-    ("S", "S"): Kind("reshard", pad_deal, "all_to_all", collect_trim),
-    ("S", "S'"): Kind("repartition", pad, "all_gather", collect_take),
-    ("P", "R"): Kind("all_reduce", nothing, "all_reduce"),
-    ("R", "I"): Kind("as_invariant"),
-    ("I", "P"): Kind("keep_first_i", take),
-    ("R", "P"): Kind("keep_first_r", take),
-    ("R", "S"): Kind("shard_r", take),
-    ("S", "P"): Kind("zero_pad", place),
-    ("I", "G"): Kind("group_i", take),
-    ("R", "G"): Kind("group_r", take),
-    ("P", "G"): Kind("group_p", nothing, "all_reduce", take),
-    ("S", "G"): Kind("group_s", pad, "all_gather", collect_take),
-    ("G", "S"): Kind("ungroup_s", place_deal, "reduce_scatter", trim),
-    ("G", "I"): Kind("ungroup_i", place, "all_reduce"),
-    ("G", "R"): Kind("ungroup_r", place, "all_reduce"),
-    ("G", "P"): Kind("ungroup_p", place),
+KINDS: dict[tuple[str, str], ConversionKind] = {
+    ("I", "R"): ConversionKind("f"),
+    ("P", "I"): ConversionKind("f_star", nothing, "all_reduce"),
+    ("S", "R"): ConversionKind("g", pad, "all_gather", collect),
+    ("P", "S"): ConversionKind("g_star", deal, "reduce_scatter", trim),
+    ("S", "I"): ConversionKind("gather", pad, "all_gather", collect),
+    ("I", "S"): ConversionKind("shard", take),
+    ("S", "S"): ConversionKind("reshard", pad_deal, "all_to_all", collect_trim),
+    ("S", "S'"): ConversionKind("repartition", pad, "all_gather", collect_take),
+    ("P", "R"): ConversionKind("all_reduce", nothing, "all_reduce"),
+    ("R", "I"): ConversionKind("as_invariant"),
+    ("I", "P"): ConversionKind("keep_first_i", take),
+    ("R", "P"): ConversionKind("keep_first_r", take),
+    ("R", "S"): ConversionKind("shard_r", take),
+    ("S", "P"): ConversionKind("zero_pad", place),
+    ("I", "G"): ConversionKind("group_i", take),
+    ("R", "G"): ConversionKind("group_r", take),
+    ("P", "G"): ConversionKind("group_p", nothing, "all_reduce", take),
+    ("S", "G"): ConversionKind("group_s", pad, "all_gather", collect_take),
+    ("G", "S"): ConversionKind("ungroup_s", place_deal, "reduce_scatter", trim),
+    ("G", "I"): ConversionKind("ungroup_i", place, "all_reduce"),
+    ("G", "R"): ConversionKind("ungroup_r", place, "all_reduce"),
+    ("G", "P"): ConversionKind("ungroup_p", place),
 }
 
 
@@ -131,7 +131,7 @@ def key(src: Spec | Layout, dst: Spec | Layout) -> tuple[str, str]:
     return (a, b) if a != b or src.sharded_dim != dst.sharded_dim else (a, b + "'")
 
 
-def kind_of(src: Spec | Layout, dst: Spec | Layout) -> Kind:
+def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
     """The table's entry for `src` -> `dst`.
 
     Raises:
@@ -217,7 +217,12 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
     def convert(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -> Tensor:
         if kind_of(src, dst).name != name:
             raise PlanError(f"{name} does not convert {src} to {dst}; {kind_of(src, dst).name} does.")
-        return x if tp == 1 else _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
+        if tp == 1:
+            return x
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
+        y = _alone(x, src, dst, rank, tp, group)  # in inference a step has no time for what records nothing
+        return y.detach() if y._is_view() else y
 
     convert.__name__ = convert.__qualname__ = name
     convert.__doc__ = f"""The conversion {src} -> {dst}.
@@ -261,7 +266,7 @@ ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 
-def register(src: str, dst: str, kind: Kind) -> Callable[..., Tensor]:
+def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
     """Take the conversion between two kinds of layout, at least one of which is not among the five, into the table.
 
     Args:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from autotp.ir import windows
+from autotp.ir.runs import Runs
 
 
-def local_size(repeat: int, segments: windows.Segments, *, rank: int, tp: int) -> int:
-    """Elements of a dealt dimension that `rank` owns. Ints may be `torch.SymInt`."""
-    return repeat * sum(length for _, length in windows.shares(segments, rank, tp))
+def local_size(runs: Runs, *, rank: int, tp: int) -> int:
+    """Elements of a dealt dimension that `rank` owns."""
+    return runs.local(rank, tp)
 
 
 def same(xs: Sequence[Tensor], tol: float = 0.0) -> bool:

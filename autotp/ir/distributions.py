@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from .runs import Runs
 from .sizes import Size, simplify
 
 
@@ -106,8 +107,8 @@ class Distribution:
         """What breaks ties between equal costs."""
         return 0
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        """`(repeat, ((count, unit), ...))`, each size mapped by `size`, and what only data says likewise."""
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+        """The form that calls of a rank's program take, each size mapped by `size`."""
         raise NotImplementedError(f"{type(self).__name__}.to_runtime")
 
     def to_json(self) -> dict[str, Any]:

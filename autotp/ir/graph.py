@@ -16,10 +16,12 @@ from autotp import compat
 
 from .copying import copy_graph
 from .layouts import Size
-from .leaves import Kind
+from .leaves import LeafKind
 from .marks import mark, write
 from .op import Op, aten, expression, sizes
 from .scopes import module_path
+from .size_bounds import SizeBounds
+from .sizes import substitute
 
 Value = tuple[fx.Node, int]  # a node and which of its results
 CUTS = (aten.detach.default, aten.detach_.default)
@@ -38,7 +40,7 @@ class Leaf:
     """A placeholder of the graph: what it holds and under which name of the model."""
 
     node: fx.Node
-    kind: Kind
+    kind: LeafKind
     name: str  # a parameter's or buffer's, an input's, or the state's that the input holds
 
 
@@ -81,31 +83,30 @@ class Capture:
         taker = self.mutations.get(position)
         if position in self.carried or not isinstance(taker, int):
             return self.carried.get(position)
-        leaf = [x for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)][taker]
+        leaf = [x for x in self.inputs if _is_tensor(x)][taker]
         return leaf.name if leaf.kind.carried else None
 
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
-        bound: dict[sympy.Symbol, int] = {}
         for leaf, value in zip(self.inputs, values, strict=True):
-            expected = leaf.node.meta.get("val")
-            reason = _fits(leaf.name, expected, value, bound, self.asks_gradients)
+            reason = _unlike(leaf.name, leaf.node.meta.get("val"), value, self.asks_gradients)
             if reason:
                 return reason
-        for symbol, size in bound.items():
-            low, high = self.ranges.get(symbol, (0, size))
-            if not low <= size <= high:
-                return f"size {size} is outside the captured range [{low}, {high}]"
-        broken = next((g for g in self.guards if substitute(g, bound) == sympy.false), None)
-        if broken is None and self.conditions is not None:
-            broken = self.conditions.broken(values)
+        given = [(leaf.name, value) for leaf, value in zip(self.inputs, values, strict=True) if _is_tensor(leaf)]
+        reason = self.size_bounds().broken([value.shape for _, value in given], [name for name, _ in given])
+        if reason or self.conditions is None:
+            return reason
+        broken = self.conditions.broken(values)
         return None if broken is None else f"the captured program needs {broken}"
+
+    def size_bounds(self) -> SizeBounds:
+        """What the program asks of the sizes of the tensors among its inputs."""
+        tensors = [leaf.node.meta["val"] for leaf in self.inputs if _is_tensor(leaf)]
+        return SizeBounds.of(tensors, self.ranges, self.guards)
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The shape that a (fake) value of the program has for these input tensors."""
-        given = dict(
-            zip([x.node for x in self.inputs if isinstance(x.node.meta.get("val"), Tensor)], tensors, strict=True)
-        )
+        given = dict(zip([x.node for x in self.inputs if _is_tensor(x)], tensors, strict=True))
         bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
         sizes = [expression(n) for n in value.shape]
         return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
@@ -144,7 +145,12 @@ def on_meta(argument: Any) -> Any:
     return torch.device("meta") if isinstance(argument, torch.device) else argument
 
 
-def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], asks: bool) -> str | None:
+def _is_tensor(leaf: Leaf) -> bool:
+    return isinstance(leaf.node.meta.get("val"), Tensor)
+
+
+def _unlike(name: str, expected: Any, value: Any, asks: bool) -> str | None:
+    """In what an input is unlike the captured one, sizes apart; None where in nothing."""
     if not isinstance(expected, Tensor):
         same = type(value) is type(expected) and value == expected
         return None if same else f"input {name!r} was captured as {expected!r}, now {value!r}"
@@ -154,15 +160,6 @@ def _fits(name: str, expected: Any, value: Any, bound: dict[sympy.Symbol, int], 
         return f"input {name!r} requires a gradient, and was captured without"
     if asks and value.requires_grad != expected.requires_grad:
         return f"the forward asks whether input {name!r} requires a gradient, and was captured with another answer"
-    for d, (want, has) in enumerate(zip(expected.shape, value.shape, strict=True)):
-        size = expression(want)
-        if isinstance(size, sympy.Symbol):
-            size = bound.setdefault(size, int(has))
-        elif not isinstance(size, int):
-            value = substitute(size, bound)
-            size = int(has) if value.free_symbols else int(value)
-        if size != has:
-            return f"input {name!r} has size {has} in dimension {d}, captured with {want}"
     return None
 
 
@@ -248,11 +245,6 @@ def size_hint(size: Size, hints: Mapping[sympy.Symbol, int]) -> int:
         return size
     value = substitute(size, hints)
     return int(value) if value.is_number else 1
-
-
-def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
-    """The expression with these sizes in place of their symbols."""
-    return expression.subs(list(values.items()))
 
 
 def outputs_of(program: Capture) -> list[fx.Node]:

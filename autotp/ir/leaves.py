@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Kind:
+class LeafKind:
     """The policy of the leaves of one kind.
 
     Attributes:
@@ -44,10 +44,14 @@ class Kind:
         return self.splits and self.steady
 
 
-PARAMETER = Kind("parameter", splits=True, trained=True, steady=True, saved=True)
-BUFFER = Kind("buffer", steady=True, written=True, saved=True)
-TABLE = Kind("buffer", splits=True, steady=True, saved=True)  # a weight that is never trained, such as a quantised one
-CONSTANT = Kind("constant", steady=True)
-INPUT = Kind("input", passed=True, written=True)
-STATE = Kind("state", splits=True, passed=True, carried=True, written=True)  # a cached key or value, a convolution's
-SEEDS = Kind("seeds")  # what counter-based random numbers come from
+PARAMETER = LeafKind("parameter", splits=True, trained=True, steady=True, saved=True)
+BUFFER = LeafKind("buffer", steady=True, written=True, saved=True)
+TABLE = LeafKind(
+    "buffer", splits=True, steady=True, saved=True
+)  # a weight that is never trained, such as a quantised one
+CONSTANT = LeafKind("constant", steady=True)
+INPUT = LeafKind("input", passed=True, written=True)
+STATE = LeafKind(
+    "state", splits=True, passed=True, carried=True, written=True
+)  # a cached key or value, a convolution's
+SEEDS = LeafKind("seeds")  # what counter-based random numbers come from

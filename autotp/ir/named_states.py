@@ -72,6 +72,10 @@ def check_names(forward: Callable[..., Any], names: Iterable[str]) -> None:
 def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> None:
     """Tell a capture which of its inputs and outputs are states.
 
+    Args:
+        program: is changed. forward: of the model, for the names of its arguments.
+        names: of each state the output that it leaves by, and the argument that it comes back as.
+
     Raises:
         InputError: there is no such output, or it has other parts than the input that it comes back as.
     """
@@ -83,7 +87,7 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
     positions = iter(i for i in range(_count(program)) if i not in program.mutations)
     outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
     for path, name in names:
-        left = dict(_leaves(name, _follow(outputs, path)))
+        left = dict(_leaves(name, follow(outputs, path)))
         before = {x for x in states if x == name or x.startswith((name + "[", name + "."))}
         if before and before != set(left):
             odd = min(before ^ set(left))
@@ -102,7 +106,7 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
     return [(f"{name}{place}" if place.startswith("[") else f"{name}.{place}", leaf) for place, leaf in pairs]
 
 
-def _follow(outputs: Any, path: Path) -> Any:
+def follow(outputs: Any, path: Path) -> Any:
     """What lies at this place of a model's outputs."""
     found: Any = outputs
     if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model

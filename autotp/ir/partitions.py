@@ -8,14 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from .distributions import Distribution, Segment
+from .runs import Runs, chunk
 from .sizes import Size, divide, read_size, simplify, write_size
-
-
-def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
-    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
-    step = -(-count // tp)
-    start = min(rank * step, count)
-    return start, min(step, count - start)
 
 
 @dataclass(frozen=True)
@@ -129,7 +123,7 @@ class Partition(Distribution):
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
         """The (offset, length) runs of a static partition that `rank` owns, in order."""
-        return spans(self.repeat, [(s.count, s.unit) for s in self.segments], rank, tp)  # type: ignore[misc,arg-type]
+        return self.to_runtime(int).spans(rank, tp)
 
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         part = total = 0
@@ -152,8 +146,8 @@ class Partition(Distribution):
         """A point for each further segment and for repetition, two for unevenness."""
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        return size(self.repeat), tuple((size(s.count), size(s.unit)) for s in self.segments)
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+        return Runs(size(self.repeat), tuple((size(s.count), size(s.unit)) for s in self.segments))
 
     def to_json(self) -> dict[str, Any]:
         segments = [[write_size(s.count), write_size(s.unit)] for s in self.segments]
@@ -163,17 +157,6 @@ class Partition(Distribution):
     def from_json(cls, data: Any) -> Partition:
         segments = tuple(Segment(read_size(count), read_size(unit)) for count, unit in data["segments"])
         return cls(segments, read_size(data["repeat"]))
-
-
-def spans(repeat: int, segments: Sequence[tuple[int, int]], rank: int, tp: int) -> list[tuple[int, int]]:
-    """The (offset, length) runs that `rank` owns of `repeat` runs of (count, unit) segments."""
-    out, at = [], 0
-    for _ in range(repeat):
-        for count, unit in segments:
-            start, number = chunk(count, rank, tp)
-            out.append((at + start * unit, number * unit))
-            at += count * unit
-    return out
 
 
 def _coarsest(segment: Segment, tp: int) -> Segment:
@@ -208,9 +191,9 @@ class Groups(Distribution):
     def full(self, tp: int) -> bool:
         return self.of.full(tp)
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        """`(ends, ((count, unit),))` of the groups; `size` maps these groups to the tensor of their ends."""
-        return size(self), self.of.to_runtime(size)[1]
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+        """That of the groups."""
+        return self.of.to_runtime(size)
 
     def to_json(self) -> dict[str, Any]:
         return {"ends": self.ends, "of": self.of.to_json()}

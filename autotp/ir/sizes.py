@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import sympy
@@ -31,6 +31,11 @@ def divide(a: Size, b: Size) -> Size | None:
 def simplify(size: Size) -> Size:
     """The plain int where the expression is one."""
     return int(size) if isinstance(size, sympy.Integer) else size
+
+
+def substitute(expression: sympy.Basic, values: Mapping[sympy.Symbol, int]) -> Any:
+    """The expression with these sizes in place of their symbols."""
+    return expression.subs(list(values.items()))
 
 
 def write_size(size: Size) -> int | str:

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.ir.layouts import chunk, divide
+from autotp.ir.layouts import divide
 from autotp.ir.op import EXPERTS, Carry, Factor, Op, Rule, aten
+from autotp.ir.runs import Runs
 
 from .core import rule
 
@@ -44,20 +45,26 @@ def _local_groups(op: Op, local: ShardCall):
     experts = local.in_partition(1, 0)
     if experts is None:
         return local.unchanged(op)
-    ((count, unit),) = local.segments(experts)[1]
     rest = tuple(op.args.values())[len(op.slots) :]
-    return local.ranked(own_groups, str(op.target), *local.operands, count, unit, *rest)
+    return local.ranked(own_groups, str(op.target), *local.operands, local.runs(experts), *rest)
 
 
 def own_groups(
-    kernel: str, x: Tensor, weight: Tensor, ends: Tensor, count: int, unit: int, *rest: Any, rank: int, tp: int
+    kernel: str, x: Tensor, weight: Tensor, ends: Tensor, groups: Runs, *rest: Any, rank: int, tp: int
 ) -> Tensor:
     """The grouped product for the groups that this rank has the weights of; zeros in the rows of the others.
 
     The rank's rows are brought to the front, for that is where the kernel wants the first group. What it leaves in
     the rows after the last group, and in their gradients, is nobody's promise: masked on both sides.
+
+    Args:
+        kernel: the operator's name below `torch.ops`. x: all rows, sorted by group, [rows, k].
+        weight: of this rank's groups, [groups here, k, n]. ends: the row after each group's last, [groups].
+        groups: how they are dealt. rest: what else the operator takes. rank, tp: this rank, of how many.
+
+    Returns: [rows, n].
     """
-    start, mine = (n * unit for n in chunk(count, rank, tp))
+    ((start, mine),) = groups.spans(rank, tp)
     before = ends[start - 1] if start else ends.new_zeros(())
     rows = torch.arange(x.shape[0], device=x.device)
     own = (rows < ends[start + mine - 1] - before).unsqueeze(-1)

@@ -16,6 +16,7 @@ from autotp.errors import PlanError
 from autotp.ir.layouts import Distribution, Layout, Size
 from autotp.ir.marks import write
 from autotp.ir.op import Factor, Op, Rule, expression
+from autotp.ir.runs import Runs
 
 LocalCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
@@ -121,10 +122,10 @@ class ShardCall:
         if partition.static and partition.even(self.tp):
             return partition.local(0, self.tp)
         even = self.sizes.share(partition)
-        return even if even is not None else self.ranked(local_size, *self.segments(partition))
+        return even if even is not None else self.ranked(local_size, self.runs(partition))
 
-    def segments(self, partition: Distribution) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
-        """`(repeat, ((count, unit), ...))` with nodes for symbolic sizes."""
+    def runs(self, partition: Distribution) -> Runs:
+        """The run-time form of a partition, with nodes for symbolic sizes."""
         return partition.to_runtime(self.sizes.of)
 
     def size(self, size: Size) -> Any:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from autotp.ir.layouts import spans
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
+from autotp.ir.runs import Runs
 
 from .core import loops, masked, rule, with_factors
 
@@ -32,26 +32,32 @@ def _local_embedding(op: Op, local: ShardCall):
     if vocabulary is None:
         return local.unchanged(op)
     weight, ids = local.operands
-    return local.ranked(vocabulary_embedding, weight, ids, local.segments(vocabulary), op.args["padding_idx"])
+    return local.ranked(vocabulary_embedding, weight, ids, local.runs(vocabulary), op.args["padding_idx"])
 
 
-def local_index(ids: Tensor, segments: tuple, rank: int, tp: int) -> tuple[Tensor, Tensor]:
+def local_index(ids: Tensor, runs: Runs, rank: int, tp: int) -> tuple[Tensor, Tensor]:
     """Global indices of a split dimension as indices into this rank's shard, and which of them it holds."""
-    repeat, runs = segments
     index, mine, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), 0
-    for start, length in spans(repeat, runs, rank, tp):
+    for start, length in runs.spans(rank, tp):
         here = (ids >= start) & (ids < start + length)
         index, mine, held = torch.where(here, ids - start + held, index), mine | here, held + length
     return index, mine
 
 
-def vocabulary_embedding(weight: Tensor, ids: Tensor, segments: tuple, padding: int, *, rank: int, tp: int) -> Tensor:
+def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, *, rank: int, tp: int) -> Tensor:
     """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others.
 
     An id that the whole does not hold is one that no rank holds: all of them fail as the original does.
+
+    Args:
+        weight: this rank's rows, [rows here, n]. ids: of the whole, of any shape.
+        runs: how the rows are dealt. padding: the id whose row has no gradient; below zero for none.
+        rank, tp: this rank, of how many.
+
+    Returns: [*ids, n].
     """
-    index, mine = local_index(ids, segments, rank, tp)
-    known = (ids >= 0) & (ids < segments[0] * sum(count * unit for count, unit in segments[1]))
+    index, mine = local_index(ids, runs, rank, tp)
+    known = (ids >= 0) & (ids < runs.length)
     keep = mine & (ids != padding) if padding >= 0 else mine
     table = weight if weight.shape[0] else weight.sum(0, keepdim=True)  # no rows here: zeros that reach the weight
     rows = aten.embedding.default(table, torch.where(known, index, table.shape[0]))

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, aten
+from autotp.ir.runs import Runs
 from autotp.kernels.operators import OPS
 
 from .core import einsum, rule
@@ -66,11 +67,11 @@ def _local_classes(op: Op, local: ShardCall):
     classes = local.in_partition(0, 1)
     if classes is None:
         return local.unchanged(op)
-    target = local.ranked(own_class, local.operand(2), local.segments(classes))
+    target = local.ranked(own_class, local.operand(2), local.runs(classes))
     return local.call(op, {**local.named(op), "target": target})
 
 
-def own_class(target: Tensor, segments: tuple, *, rank: int, tp: int) -> Tensor:
+def own_class(target: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:
     """Targets as classes of this rank's shard, -1 for those that it does not hold."""
-    index, mine = local_index(target, segments, rank, tp)
+    index, mine = local_index(target, runs, rank, tp)
     return torch.where(mine, index, -1)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from autotp.ir.layouts import spans
 from autotp.ir.op import Op, Rule
+from autotp.ir.runs import Runs
 from autotp.kernels.operators import OPS
 
 from .core import loops, rule
@@ -38,12 +38,11 @@ def _local_part(op: Op, local: ShardCall) -> Any:
     if "size" in args:
         args["size"] = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
     seed = local.operand(op.names.index("seed"))
-    place = local.ranked(coordinates, seed, local.segments(out.distribution))
+    place = local.ranked(coordinates, seed, local.runs(out.distribution))
     return local.call(op, {**args, "place": place, "dim": out.sharded_dim})
 
 
-def coordinates(like: Tensor, segments: tuple, *, rank: int, tp: int) -> Tensor:
+def coordinates(like: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:
     """Where this rank's elements of a dealt dimension are in the whole."""
-    repeat, runs = segments
-    parts = [torch.arange(start, start + n, device=like.device) for start, n in spans(repeat, runs, rank, tp)]
+    parts = [torch.arange(start, start + n, device=like.device) for start, n in runs.spans(rank, tp)]
     return torch.cat(parts)

@@ -13,11 +13,12 @@ from torch import Tensor, fx
 
 from autotp import compat
 from autotp.comm import conversions
-from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, substitute, tensors
+from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
 from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, Rule, sizes
 from autotp.ir.program import Planned
+from autotp.ir.sizes import substitute
 from autotp.rules.core import loops, rule_of
 from autotp.rules.local import Sizes
 
@@ -103,7 +104,11 @@ class BatchRules:
 
 
 def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
-    """Sizes of the whole batch and of a slice, from inputs that are slices."""
+    """Sizes of the whole batch and of a slice, from inputs that are slices.
+
+    Args:
+        graph: that is written. batch: the whole batch's size, read off an input as a slice's. dp: ranks.
+    """
     local = sympy.Symbol("local_batch", positive=True, integer=True)
 
     def read(own: Sizes) -> fx.Node:

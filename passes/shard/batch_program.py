@@ -23,18 +23,20 @@ from autotp import compat
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, substitute, where
+from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, where
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
+from autotp.ir.sizes import substitute
 from autotp.passes.base import Changes, Pass
 from autotp.passes.decompose.losses import take_sums_apart
 from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
 from .batch_axis import BatchRules, BatchWriter
-from .planner import Builder, decide
+from .decide import decide
+from .planner import Builder
 from .rewrite import Rewriter
 
 AXIS = "dp"

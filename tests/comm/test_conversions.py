@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autotp.comm import conversions as cv
-from autotp.comm.conversions import KINDS, Kind, kind_of, simulate
+from autotp.comm.conversions import KINDS, ConversionKind, kind_of, simulate
 from autotp.comm.slices import local_size, same
 from autotp.compat import FakeTensorMode
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
+from autotp.ir.runs import Runs
 from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, ShardSpec, Spec
 from tests.helpers.pool import Pool
 
@@ -124,28 +125,30 @@ def right(src: Spec, dst: Spec, shape: tuple[int, ...], tp: int, spoil: Callable
 
 # For every backward, one that gives the same shapes but forgets to communicate, or does what another entry does.
 WRONG = {
-    ("P", "I"): Kind("no all-reduce"),
-    ("P", "R"): Kind("no all-reduce"),
-    ("P", "S"): Kind("own summand only", cv.take),
-    ("S", "R"): Kind("own slice only", cv.place),
-    ("S", "I"): Kind("own slice only", cv.place),
-    ("S", "S"): Kind("own part only", cv.place, None, lambda x, src, dst, r, tp: cv.take(x, src, dst, r, tp)),
-    ("S", "S'"): Kind("own part only", cv.place, None, lambda x, src, dst, r, tp: cv.take(x, src, dst, r, tp)),
-    ("S", "P"): Kind("gathered on every rank", cv.pad, "all_gather", cv.collect),
-    ("I", "P"): Kind("kept on every rank"),
-    ("R", "P"): Kind("kept on every rank"),
-    ("I", "R"): Kind("summed", cv.nothing, "all_reduce"),
-    ("R", "I"): Kind("summed", cv.nothing, "all_reduce"),
-    ("I", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
-    ("G", "I"): Kind("no all-reduce", cv.place),
-    ("G", "R"): Kind("no all-reduce", cv.place),
-    ("P", "G"): Kind("no all-reduce", cv.take),
-    ("G", "P"): Kind("none", lambda x, *_: torch.zeros_like(x)),
-    ("I", "G"): Kind("all rows"),
-    ("R", "G"): Kind("all rows"),
-    ("S", "G"): Kind("own slice only", cv.place),
-    ("G", "S"): Kind("own rows only", cv.place, None, cv.take),
-    ("R", "S"): Kind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("P", "I"): ConversionKind("no all-reduce"),
+    ("P", "R"): ConversionKind("no all-reduce"),
+    ("P", "S"): ConversionKind("own summand only", cv.take),
+    ("S", "R"): ConversionKind("own slice only", cv.place),
+    ("S", "I"): ConversionKind("own slice only", cv.place),
+    ("S", "S"): ConversionKind("own part only", cv.place, None, lambda x, src, dst, r, tp: cv.take(x, src, dst, r, tp)),
+    ("S", "S'"): ConversionKind(
+        "own part only", cv.place, None, lambda x, src, dst, r, tp: cv.take(x, src, dst, r, tp)
+    ),
+    ("S", "P"): ConversionKind("gathered on every rank", cv.pad, "all_gather", cv.collect),
+    ("I", "P"): ConversionKind("kept on every rank"),
+    ("R", "P"): ConversionKind("kept on every rank"),
+    ("I", "R"): ConversionKind("summed", cv.nothing, "all_reduce"),
+    ("R", "I"): ConversionKind("summed", cv.nothing, "all_reduce"),
+    ("I", "S"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take(*args))),
+    ("G", "I"): ConversionKind("no all-reduce", cv.place),
+    ("G", "R"): ConversionKind("no all-reduce", cv.place),
+    ("P", "G"): ConversionKind("no all-reduce", cv.take),
+    ("G", "P"): ConversionKind("none", lambda x, *_: torch.zeros_like(x)),
+    ("I", "G"): ConversionKind("all rows"),
+    ("R", "G"): ConversionKind("all rows"),
+    ("S", "G"): ConversionKind("own slice only", cv.place),
+    ("G", "S"): ConversionKind("own rows only", cv.place, None, cv.take),
+    ("R", "S"): ConversionKind("none", lambda *args: torch.zeros_like(cv.take(*args))),
 }
 
 
@@ -208,7 +211,7 @@ def test_split_and_local_size(tp: int) -> None:
         x = torch.randn(2, length(ShardSpec(1, repeat, segments)), 2)
         xs = spec.split(x, tp)
         assert whole_of(xs, spec, x) and torch.equal(spec.recombine(xs), x)
-        assert [t.shape[1] for t in xs] == [local_size(repeat, segments, rank=r, tp=tp) for r in range(tp)]
+        assert [t.shape[1] for t in xs] == [local_size(Runs(repeat, segments), rank=r, tp=tp) for r in range(tp)]
         layout = Shard(1, Partition(tuple(Segment(*s) for s in segments), repeat))
         assert layout.to_runtime() == spec and kind_of(layout, R) is kind_of(spec, REPLICATED)
     x = torch.randn(2, 3, dtype=torch.float64)
@@ -237,7 +240,8 @@ def test_functions_are_graph_targets() -> None:
     with pytest.raises(PlanError, match="g_star"):
         cv.g_star(x, s, REPLICATED, rank=0, tp=1, group="none")
     graph = torch.fx.Graph()
-    local = graph.call_function(local_size, (1, ((graph.placeholder("n"), 2),)), {"rank": 1, "tp": 2})
+    count: Any = graph.placeholder("n")
+    local = graph.call_function(local_size, (Runs(1, ((count, 2),)),), {"rank": 1, "tp": 2})
     arguments: list[Any] = [local, INVARIANT, REPLICATED]
     graph.output(graph.call_function(cv.f, tuple(arguments), {"rank": 0, "tp": 1, "group": "none"}))
     module = torch.fx.GraphModule(torch.nn.Module(), graph)
@@ -258,7 +262,7 @@ def test_shapes_of_fake_tensors() -> None:
 def local_shape(shape: tuple[int, ...], spec: Spec, rank: int, tp: int) -> tuple[int, ...]:
     if not isinstance(spec, ShardSpec):
         return shape
-    own = local_size(spec.repeat, spec.segments, rank=rank, tp=tp)
+    own = local_size(Runs(spec.repeat, spec.segments), rank=rank, tp=tp)
     return tuple(own if d == spec.dim else n for d, n in enumerate(shape))
 
 

@@ -106,4 +106,4 @@ def test_a_cache_that_grew_is_another_shape_only_once():
 def test_a_copy_of_a_kind_of_leaves_is_that_kind():
     for kind in (leaves.PARAMETER, leaves.BUFFER, leaves.TABLE, leaves.CONSTANT, leaves.STATE):
         assert copy.deepcopy(kind) is kind and pickle.loads(pickle.dumps(kind)) is kind
-    assert copy.deepcopy(leaves.Kind("odd")) == leaves.Kind("odd")
+    assert copy.deepcopy(leaves.LeafKind("odd")) == leaves.LeafKind("odd")

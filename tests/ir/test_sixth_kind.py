@@ -16,10 +16,11 @@ from torch import Tensor, nn
 import autotp
 from autotp import Plan
 from autotp.comm import conversions as cv
-from autotp.comm.conversions import Kind
+from autotp.comm.conversions import ConversionKind
 from autotp.errors import PlanError
 from autotp.ir import layouts
 from autotp.ir.layouts import Distribution, Layout, Partition, Shard, Size
+from autotp.ir.runs import Runs
 from autotp.ir.specs import ShardSpec, Spec
 from tests.helpers.compare import mesh_of
 from tests.helpers.pool import Pool
@@ -52,7 +53,7 @@ class Backward(Distribution):
     def share(self, tp: int, hint: Callable[[Size], int]) -> float:
         return self.of.share(tp, hint)
 
-    def to_runtime(self, size: Callable[[Any], Any]) -> tuple[Any, tuple[tuple[Any, Any], ...]]:
+    def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
         return self.of.to_runtime(size)
 
     def to_json(self) -> dict[str, Any]:
@@ -155,12 +156,12 @@ class Backwards(Layout):
 
 
 TABLE = {
-    ("V", "R"): Kind("g_v", cv.pad, "all_gather", cv.collect),
-    ("V", "I"): Kind("gather_v", cv.pad, "all_gather", cv.collect),
-    ("P", "V"): Kind("g_star_v", cv.deal, "reduce_scatter", cv.trim),
-    ("I", "V"): Kind("shard_v", cv.take),
-    ("R", "V"): Kind("shard_r_v", cv.take),
-    ("V", "P"): Kind("zero_pad_v", cv.place),
+    ("V", "R"): ConversionKind("g_v", cv.pad, "all_gather", cv.collect),
+    ("V", "I"): ConversionKind("gather_v", cv.pad, "all_gather", cv.collect),
+    ("P", "V"): ConversionKind("g_star_v", cv.deal, "reduce_scatter", cv.trim),
+    ("I", "V"): ConversionKind("shard_v", cv.take),
+    ("R", "V"): ConversionKind("shard_r_v", cv.take),
+    ("V", "P"): ConversionKind("zero_pad_v", cv.place),
 }
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 import autotp
 from autotp.comm import conversions
-from autotp.comm.conversions import Kind
+from autotp.comm.conversions import ConversionKind
 from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import mesh_of
 from tests.helpers.trained import model_of
@@ -112,7 +112,7 @@ def without_f(rank: int, world: int, group: Any) -> Curve:
 
 def with_two_biases(rank: int, world: int, group: Any) -> Curve:
     """Every rank adds the bias of a row-parallel product, not one of them."""
-    with patch.dict(conversions.KINDS, {("I", "P"): Kind("keep_first_i")}):
+    with patch.dict(conversions.KINDS, {("I", "P"): ConversionKind("keep_first_i")}):
         return on_ranks(rank, world, group, "gpt2", torch.float64)
 
 

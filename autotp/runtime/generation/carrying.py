@@ -74,7 +74,9 @@ class Carriers:
             given.append((value, describe(value, name, self.moving)))
             return given[-1][1]
 
-        positional = [one(x, self.names[i] if i < len(self.names) else str(i)) for i, x in enumerate(args)]
+        # More arguments than names are those of `*args`.
+        names = [*self.names, *map(str, range(len(self.names), len(args)))]
+        positional = [one(x, name) for x, name in zip(args, names, strict=False)]
         return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, given
 
     def learn(self, captured: Capture) -> bool:
@@ -127,7 +129,7 @@ class Carriers:
             tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
         elif have != mine:
             wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
-        shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
+        shape = [*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]]
         return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
 
     def held(self, name: str, tensor: Any) -> Any:
@@ -138,11 +140,15 @@ class Carriers:
         split = self.partition(name)
         if split is None or not isinstance(tensor, Tensor) or tensor.shape[split[0]]:
             return tensor
-        shape = [1 if d == split[0] else n for d, n in enumerate(tensor.shape)]
+        shape = [*tensor.shape[: split[0]], 1, *tensor.shape[split[0] + 1 :]]
         return tensor.new_zeros(()).expand(shape)
 
 
 Given = list[tuple[Any, Carried]]
+BATCH = (
+    "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
+    "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
+)
 
 
 class Arguments:
@@ -185,6 +191,18 @@ class Arguments:
         """
         if self.wrong:
             raise InputError(self.wrong)
+
+    def other_batch(self) -> str:
+        """Which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
+        states = states_of(self.spec) | self.carriers.named_places(self.spec)
+        names = list(compat.named_leaves(compat.tree_unflatten(self.flat, self.spec)))
+        tensors = {i: x for i, x in enumerate(self.whole) if isinstance(x, Tensor) and x.ndim > 1}
+        inputs = {i: x.shape[0] for i, x in tensors.items() if i not in states and x.numel()}
+        for i, x in tensors.items():
+            if i in states and inputs and x.shape[0] not in inputs.values():
+                at, want = next(iter(inputs.items()))
+                return BATCH.format(state=states[i], have=x.shape[0], name=names[at], want=want)
+        return ""
 
     def settle(self, outputs: Any) -> Any:
         """The outputs, after the caller's objects hold what they hold after the call."""

@@ -7,13 +7,14 @@ from typing import Any
 
 from torch import Tensor
 
+from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture
 from autotp.runtime.call_key import signature
 from autotp.runtime.programs import Program
 
 from .carrying import Arguments
 from .shell import one_generator, shell
-from .steps import Kind, Steps
+from .steps import StepKind, Steps
 
 
 class Generates:
@@ -43,7 +44,7 @@ class Generates:
     def _steps(self) -> Steps:
         return self.__dict__.setdefault("_kinds_of_steps", Steps())
 
-    def _key(self, call: Arguments) -> tuple[Hashable, Kind | None]:
+    def _key(self, call: Arguments) -> tuple[Hashable, StepKind | None]:
         """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
         mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
         if not call.given:
@@ -60,8 +61,17 @@ class Generates:
             self._known[key] = program, order
 
     def _captured(self, call: Arguments) -> Capture:
-        """The graph for a call; captured again while it shows more of what changes from call to call."""
-        captured = self._capture(call, self._mode())
+        """The graph for a call; captured again while it shows more of what changes from call to call.
+
+        Raises:
+            InputError: it fails, and a state holds another number of sequences than the inputs.
+        """
+        try:
+            captured = self._capture(call, self._mode())
+        except CaptureError as error:
+            if told := call.other_batch():
+                raise InputError(told) from error
+            raise
         while self._carriers.learn(captured):
             call.read()
             captured = self._capture(call, self._mode())

@@ -12,13 +12,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 
-from autotp import compat
 from autotp.ir.graph import Capture
-from autotp.ir.op import expression
 from autotp.runtime.programs import Program
 
 MOST = 256  # kinds of calls
@@ -37,24 +34,7 @@ class Fit:
 
     @cached_property
     def _code(self) -> tuple[list[tuple[int, int]], Callable[..., bool]] | None:
-        """Where each symbol is read, and whether all sizes fit, of the values of the symbols and of all sizes."""
-        tensors = [v for x in self.capture.inputs if isinstance(v := x.node.meta.get("val"), Tensor)]
-        sizes = [(i, d, expression(n)) for i, v in enumerate(tensors) for d, n in enumerate(v.shape)]
-        first: dict[sympy.Symbol, tuple[int, int]] = {}
-        for i, d, size in sizes:
-            if isinstance(size, sympy.Symbol):
-                first.setdefault(size, (i, d))
-        tests: list[Any] = []
-        for symbol in first:
-            low, high = self.capture.ranges.get(symbol, (0, 2**62))
-            tests += [symbol >= low, symbol <= high]
-        tests += [g for g in self.capture.guards if g.free_symbols <= first.keys()]
-        equal = [(i, d, size) for i, d, size in sizes if first.get(size) != (i, d)]  # type: ignore[call-overload]
-        code = compat.size_code(list(first), tests, [size for _, _, size in equal])
-        if code is None:
-            return None
-        at = [*first.values(), *((i, d) for i, d, _ in equal)]
-        return at, code
+        return self.capture.size_bounds().code()
 
     def takes(self, flat: Sequence[Any]) -> bool:
         """Whether the program accepts these leaves; they are of its kind of call."""
@@ -65,7 +45,7 @@ class Fit:
 
 
 @dataclass
-class Kind:
+class StepKind:
     """Calls that are equal but for sizes. `digest` says which in any process."""
 
     digest: str
@@ -91,12 +71,12 @@ class Steps:
     """The kinds of calls of one module."""
 
     def __init__(self) -> None:
-        self.kinds: dict[Hashable, Kind] = {}
+        self.kinds: dict[Hashable, StepKind] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         return Steps()
 
-    def kind(self, key: Hashable, flat: Sequence[Any], spec: Any) -> Kind:
+    def kind(self, key: Hashable, flat: Sequence[Any], spec: Any) -> StepKind:
         """The kind of a call; `key` is what else it is of, `flat` and `spec` its leaves."""
         grad = torch.is_grad_enabled()
         leaves = tuple(
@@ -107,5 +87,5 @@ class Steps:
         if found is None:
             if len(self.kinds) >= MOST:
                 self.kinds.clear()
-            found = self.kinds[whole] = Kind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
+            found = self.kinds[whole] = StepKind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
         return found

@@ -71,7 +71,7 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 @dataclass(frozen=True)
-class Kind:
+class PieceKind:
     """Parameters that an optimizer cannot tell apart but for their sizes: a group, a type, a small way of lying."""
 
     group: int
@@ -79,7 +79,7 @@ class Kind:
     storage: Storage
 
 
-Kinds = dict[Kind, list[tuple[str, list[Tensor]]]]  # with the names and the pieces of the parameters of a kind
+Kinds = dict[PieceKind, list[tuple[str, list[Tensor]]]]  # with the names and the pieces of the parameters of a kind
 
 
 def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
@@ -106,7 +106,7 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     _passed.update(_key(optimizer, kind) for kind in kinds)
 
 
-def _key(optimizer: Optimizer, kind: Kind) -> Any:
+def _key(optimizer: Optimizer, kind: PieceKind) -> Any:
     """What a rehearsal is of: the optimizer's class, the group's options but for rates, and how the parameters lie."""
     options = {k: v for k, v in optimizer.param_groups[kind.group].items() if k not in ("params", "lr", "initial_lr")}
     own = {k: v for k, v in vars(optimizer).items() if k[0] != "_" and isinstance(v, int | float | str | None)}
@@ -121,7 +121,7 @@ def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
         owner, _, leaf = name.rpartition(".")
         held = [p for n in storage.names(leaf) if (p := shards.parts[owner]._parameters.get(n)) is not None]
         if held and held[0] in group_of and len(held) == len(storage.names(leaf)):
-            kind = Kind(group_of[held[0]], held[0].dtype, small(storage))
+            kind = PieceKind(group_of[held[0]], held[0].dtype, small(storage))
             found.setdefault(kind, []).append((name, [*held]))
     return found
 
@@ -169,7 +169,7 @@ def _rehearsal(device: torch.device) -> Iterator[None]:
         _rehearsing = False
 
 
-def _values(kind: Kind, ranks: Ranks, draw: torch.Generator) -> Tensor:
+def _values(kind: PieceKind, ranks: Ranks, draw: torch.Generator) -> Tensor:
     """Numbers whose slices differ in size, so that a number of one slice is far from that of the whole."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
     value = torch.randn(kind.storage.shape, generator=draw, dtype=torch.float64).to(dtype)
@@ -184,11 +184,11 @@ def _whole(values: list[Tensor]) -> list[list[Tensor]]:
     return [[v.clone()] for v in values]
 
 
-def _cut(kind: Kind, values: list[Tensor], ranks: Ranks) -> list[list[Any]]:
+def _cut(kind: PieceKind, values: list[Tensor], ranks: Ranks) -> list[list[Any]]:
     return [kind.storage.shard(v, ranks.mesh, ranks.rank, ranks.device) for v in values]
 
 
-def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: Kinds) -> dict[Kind, Any]:
+def _stepped(optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kinds: Kinds) -> dict[PieceKind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
     stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
     made = _copied(optimizer, stand, kinds)
@@ -210,7 +210,7 @@ def _stepped(optimizer: Optimizer, values: dict[Kind, list[list[Any]]], kinds: K
     return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
 
 
-def _copied(optimizer: Optimizer, stand: dict[Kind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:
+def _copied(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:
     """The optimizer as it is made, with stand-ins in place of parameters; nothing that it holds is shared."""
     memo: dict[int, Any] = {}
     for kind, entries in kinds.items():
@@ -237,7 +237,7 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, An
     return made
 
 
-def _apart(kind: Kind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
+def _apart(kind: PieceKind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
     """Whether this rank's pieces ended elsewhere than the whole tensor's did."""
     wanted = kind.storage.shard(whole, ranks.mesh, ranks.rank, ranks.device)
     change = float((whole - start).abs().max())

@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from autotp.comm import conversions as convert
-from autotp.ir.layouts import Partial, spans
+from autotp.ir.layouts import Partial
 from autotp.ir.marks import conversion_of, inherit, mark
 from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
@@ -28,16 +28,15 @@ def look_up(node: fx.Node) -> fx.Node | None:
     if node.target is not vocabulary_embedding:
         return None
     given: Any = node.args
-    weight, ids, (repeat, runs), padding = given
-    numbers = [repeat, padding, *(n for run in runs for n in run)]
+    weight, ids, runs, padding = given
+    numbers = [runs.repeat, padding, *(n for segment in runs.segments for n in segment)]
     if value_of(weight).dtype not in DTYPES or not all(isinstance(n, int) for n in numbers):
         return None
     place: Any = node.kwargs
-    mine = [(start, length) for start, length in spans(repeat, runs, **place) if length]
+    mine = [(start, length) for start, length in runs.spans(**place) if length]
     if any(start + length != then for (start, length), (then, _) in zip(mine, mine[1:], strict=False)):
         return None
-    vocabulary = repeat * sum(count * unit for count, unit in runs)
-    args = weight, ids, mine[0][0] if mine else 0, vocabulary, padding
+    args = weight, ids, mine[0][0] if mine else 0, runs.length, padding
     return put(OPS.vocabulary_rows.default, args, (node,), node)
 
 

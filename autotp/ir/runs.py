@@ -1,0 +1,53 @@
+"""How a dimension is dealt, as a call of a rank's program takes it; whom the units of a dimension belong to."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from . import windows
+from .windows import Segments
+
+
+def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
+    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
+    step = -(-count // tp)
+    start = min(rank * step, count)
+    return start, min(step, count - start)
+
+
+class Runs(NamedTuple):
+    """A dimension that is `repeat` runs of `segments`, (count, unit) each; a rank owns its chunk of every segment.
+
+    The run-time form of `partitions.Partition`. Numbers are ints, `torch.SymInt` while a program is traced, and while
+    one is written the nodes that compute them.
+    """
+
+    repeat: int
+    segments: Segments
+
+    @property
+    def length(self) -> int:
+        """Elements of the whole dimension."""
+        return self.repeat * sum(windows.lengths(self.segments))
+
+    def local(self, rank: int, tp: int) -> int:
+        """Elements that `rank` owns."""
+        return self.repeat * sum(length for _, length in windows.shares(self.segments, rank, tp))
+
+    def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
+        """The (offset, length) runs that `rank` owns, in order; in elements.
+
+        Example:
+            >>> Runs(1, ((4, 2), (2, 1))).spans(1, 2)
+            [(4, 4), (9, 1)]
+        """
+        out, at = [], 0
+        for _ in range(self.repeat):
+            for count, unit in self.segments:
+                start, number = chunk(count, rank, tp)
+                out.append((at + start * unit, number * unit))
+                at += count * unit
+        return out
+
+    def __repr__(self) -> str:
+        return repr(tuple(self))
