@@ -37,7 +37,7 @@ def staged(rank: int, world: int, group: Any, wrong: bool) -> tuple[float, float
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=error)
     losses: list[Tensor] = []
     (schedule.step(target=target + wrong, losses=losses) if at else schedule.step(x))
-    off = max((float((a - b).abs()) for a, b in zip(losses, wanted, strict=bool(at))), default=0.0)
+    off = max((float((a - b).detach().abs()) for a, b in zip(losses, wanted, strict=bool(at))), default=0.0)
     gradients = sharded.full_grad_dict()
     far = max(float((gradients[n] - p.grad).abs().max()) for n, p in whole[at].named_parameters() if p.grad is not None)
     split = sharded.plan.totals.local_parameters < sharded.plan.totals.parameters
