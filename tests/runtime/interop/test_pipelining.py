@@ -32,7 +32,8 @@ def staged(rank: int, world: int, group: Any, wrong: bool) -> tuple[float, float
     mesh = DeviceMesh("cpu", torch.arange(4).view(2, 2), mesh_dim_names=("pp", "tp"))
     at = mesh["pp"].get_local_rank()
     sharded: Any = autotp.compile(whole[at], example_inputs=pieces[0], mesh=mesh["tp"], check_capture=False)
-    shapes: dict[str, Any] = {"input_args": pieces[0], "output_args": pieces[0]}
+    between = torch.empty(2, 8, requires_grad=True)  # what one stage gives the next for a microbatch
+    shapes: dict[str, Any] = {"input_args": between if at else pieces[0], "output_args": between}
     stage = PipelineStage(sharded, at, 2, torch.device("cpu"), **shapes, group=mesh["pp"].get_group())
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=error)
     losses: list[Tensor] = []
