@@ -52,6 +52,11 @@ def test_train(more, ranks, tmp_path):
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5] and f"{losses[-1][1]} at the last" in printed
 
 
+def test_trainer(tmp_path):
+    printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
+    assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed
+
+
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_custom_cache(ranks):
     printed = run("custom_cache.py", ranks=ranks)
@@ -97,6 +102,14 @@ def test_an_interrupt_ends_all_ranks(generated):
         assert process.wait(timeout=120) != 0
         with pytest.raises(ProcessLookupError):  # nobody is left in the group
             os.killpg(process.pid, 0)
+
+
+def test_adapters_and_lightning(tmp_path):
+    printed = run("finetune_lora.py", str(tmp_path), ranks=2)
+    assert "trainable params: 3,584 || all params: 118,592" in printed and "largest difference from PEFT's" in printed
+    assert (tmp_path / "autotp_lora" / "adapter_config.json").exists()
+    printed = run("train_lightning.py", str(tmp_path), ranks=2)
+    assert "from the model alone" in printed
 
 
 def test_verify_llama():

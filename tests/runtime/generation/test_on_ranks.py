@@ -14,6 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.errors import AutoTPError
+from tests.helpers.carried import CARRIED, Attention, tokens
 from tests.helpers.compare import mesh_of
 from tests.helpers.pool import WorkerError
 
@@ -26,6 +27,9 @@ def refused(call: Any) -> str:
     return ""
 
 
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+
+
 class HeadRows(TorchDispatchMode):
     """The rows of every product with a weight of this many rows."""
 
@@ -34,8 +38,8 @@ class HeadRows(TorchDispatchMode):
         self.vocabulary, self.rows = vocabulary, list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.ops.aten.mm.default and args[1].shape[1] == self.vocabulary:
-            self.rows.append(args[0].shape[0])
+        if func in PRODUCTS and args[1].shape[-1] == self.vocabulary:
+            self.rows.append(args[0].shape[:-1].numel())
         return func(*args, **(kwargs or {}))
 
 
@@ -60,8 +64,6 @@ def failing(rank: int, world: int, group: Any, folder: str) -> None:
     found = [refused(lambda: autotp.compile(model, example_inputs=(ids, object()), mesh=mesh_of(group)))]
     sharded: Any = autotp.compile(model, example_inputs={"input_ids": ids}, mesh=mesh_of(group), check_capture=False)
     with torch.no_grad():
-        cache = sharded(input_ids=ids, use_cache=True).past_key_values
-        found.append(refused(lambda: sharded(input_ids=ids[:2, :1], past_key_values=cache, use_cache=True)))
         mask = torch.ones_like(ids)
         with HeadRows(15) as head:  # of 30, on each of two ranks
             sharded(input_ids=ids)
@@ -80,9 +82,16 @@ def failing(rank: int, world: int, group: Any, folder: str) -> None:
 def test_the_last_position_reaches_the_head_and_faults_are_named(pool, tmp_path):
     with pytest.raises(WorkerError, match="rank 1: crashed"):
         pool.run(failing, str(tmp_path), world=2)
-    example, batch, rows, ended = (tmp_path / "0").read_text().split("\n\n")
+    example, rows, ended = (tmp_path / "0").read_text().split("\n\n")
     assert "InputError: The input 'past_key_values'" in example and "Leave 'past_key_values' out" in example
-    assert "InputError: past_key_values.layers.0.keys holds 3 sequences" in batch and "input_ids" in batch
-    assert "has 2" in batch and "begin a new one" in batch
     assert rows == "[12, 3, 3, 3]"  # of a plain call all, then of each of three prompts of four tokens the last
     assert ended.startswith("RankError") and "rank 1" in ended.lower()
+
+
+def test_a_state_of_another_batch_is_named():
+    model: Any = autotp.compile(Attention(), tp=1, example_inputs=(tokens(3),), carried=CARRIED, check_capture=False)
+    with torch.no_grad():
+        _, k, v = model(tokens(3))
+        said = refused(lambda: model(tokens(1, batch=3), k, v))
+    assert said.startswith("InputError: past_k holds 2 sequences (dimension 0) and the input") and "has 3" in said
+    assert "begin a new one" in said
