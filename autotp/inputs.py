@@ -95,7 +95,10 @@ def signature_text(signature: inspect.Signature) -> str:
 def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tuple[Inputs, str | None]:
     """The same inputs with the key/value cache switched off, where the inputs or the config would switch it on.
 
-    In a call that is `running` one that is asked for, or passed in by its tensors (`ir/carried.py`), stays.
+    Args:
+        model: whose config may ask for a cache. inputs: of one call.
+        running: whether it is a call of a sharded module: a cache that is asked for, or is passed in by its tensors
+            (`ir/carried.py`), stays.
 
     Returns: the inputs, and a note for the plan where something was switched off.
     Raises:

@@ -83,7 +83,7 @@ class RankGroup(NamedTuple):
 def collective_bytes(primitive: str, nbytes: float, n: int) -> float:
     """Bytes that each rank must send: what rings send. Trees send D per round, hierarchical all-to-alls forward.
 
-    Arguments:
+    Args:
         primitive: one of all_reduce, all_gather, reduce_scatter, all_to_all, local, none.
         nbytes: bytes of the whole tensor.
         n: ranks of the group.
@@ -101,7 +101,7 @@ def collective_bytes(primitive: str, nbytes: float, n: int) -> float:
 def collective_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int = 1) -> float:
     """Seconds that the collective takes by the cheapest of its algorithms, by the formulas at the head of this file.
 
-    Arguments:
+    Args:
         primitive: one of all_reduce, all_gather, reduce_scatter, all_to_all, local, none.
         nbytes: bytes of the whole tensor; for `local` those that one rank reads and writes.
         n: ranks of the group.

@@ -19,7 +19,7 @@ def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -
 
     The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
 
-    Arguments:
+    Args:
         flops: floating-point operations, a multiply-add counting as two.
         nbytes: bytes read and written. An operator with neither flops nor bytes starts no kernel.
         dtype_name: of the arithmetic, as torch names it.
@@ -50,7 +50,7 @@ def node_flops(node: fx.Node) -> int:
     Counts what `torch.utils.flop_counter.FlopCounterMode` counts: matrix products, convolutions and attention
     (a causal one in full). Everything else is bound by memory and counts 0.
 
-    Arguments:
+    Args:
         node: whose `meta["val"]`, and its inputs', are tensors (fake or meta ones do).
 
     Raises:

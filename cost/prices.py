@@ -238,9 +238,11 @@ class Prices:
         return [d for d, s in enumerate(shape_of(node)) if s in symbols or symbols & getattr(s, "free_symbols", set())]
 
     def one_way(self, a: Layout, b: Layout, size: float, ranks: int = 0, stride: int = 1) -> float | None:
-        """Seconds of a conversion of so many bytes in one direction; None where there is none.
+        """Seconds of a conversion in one direction; None where there is none.
 
-        Over the tp ranks, or so many `ranks` that are `stride` apart.
+        Args:
+            a, b: from which layout to which. size: bytes of the whole value.
+            ranks: of the group, the tp ranks where it is 0. stride: how far apart they are.
         """
         if a == b:
             return 0.0

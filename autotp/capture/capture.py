@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.carried import Carried, states_of
+from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, LeafKind
 from autotp.ir.op import expression
@@ -44,9 +44,11 @@ def aliases(model: nn.Module) -> dict[str, str]:
 def skeleton(
     model: nn.Module, device: torch.device | str, dtypes: Mapping[str, torch.dtype] | None = None
 ) -> nn.Module:
-    """A copy of the module that holds fake tensors on `device` in place of parameters and buffers.
+    """A copy of the module that holds fake tensors in place of parameters and buffers.
 
-    `dtypes` names tensors that are of another type by now.
+    Args:
+        model: stays as it is. device: that the fake tensors are on.
+        dtypes: by name, of the tensors that are of another type by now.
     """
     mode, names = compat.fake_mode(), {id(t): n for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
@@ -105,11 +107,10 @@ def _of_any_length(
     attempt: Attempt, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
 ) -> Capture | None:
     """The capture of a call with states of length 1 that takes any length; None where there are none, or it fails."""
-    given = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
-    attempt.short = any(lengths(t) for x in given for t in x.tensors if isinstance(t, Tensor))
-    if not attempt.short:
-        return None
     try:
+        attempt.short = any(lengths(state) for state in attempt.state_tensors())
+        if not attempt.short:
+            return None
         return _made(attempt, (), passes, trial, state)
     except Exception as error:  # whatever a user's forward and torch's tracer may raise
         log.debug("an attempt with states of any length: %s", error)
@@ -180,37 +181,66 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
 
 
 def _read(program: torch.export.ExportedProgram, training: bool, written: Mapping[int, str | int]) -> Capture:
-    signature, leaves = program.graph_signature, []
+    """What torch.export gave, as a record of ours.
+
+    Args:
+        training: whether the model was in training mode.
+        written: what the forward writes to beside what the exporter says, as `Capture.mutations`.
+    """
+    leaves = _leaves(program)
+    hints, ranges, guards = compat.read_shape_env(compat.shape_env(program.graph))
+    capture = Capture(
+        program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
+        dict(program.constants), _symbols(leaves), hints, ranges, guards, training,
+    )  # fmt: skip
+    capture.mutations |= written
+    _mark_tables(capture, {s.target for s in program.graph_signature.input_specs if s.persistent})
+    capture.carried = _carried(program, capture)
+    return capture
+
+
+def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
+    """The placeholders with what each holds; of the inputs, which are states by the description that came with them."""
     kinds = {"PARAMETER": PARAMETER, "BUFFER": BUFFER, "CONSTANT_TENSOR": CONSTANT, "USER_INPUT": INPUT}
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    for spec in signature.input_specs:
+    leaves = []
+    for spec in program.graph_signature.input_specs:
         name = getattr(spec.arg, "name", "")
         kind = kinds.get(spec.kind.name) or LeafKind(spec.kind.name)
-        leaves.append(Leaf(nodes[name], kind, spec.target if not kind.passed and spec.target else name))
-    environment = compat.shape_env(program.graph)
+        # Of what the model holds the exporter's target is the name that it has there.
+        owned = None if kind.passed else spec.target
+        leaves.append(Leaf(nodes[name], kind, owned or name))
+    states = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
+    passed = [leaf for leaf in leaves if leaf.kind.passed]
+    for i, leaf in enumerate(passed):
+        if i in states:
+            leaf.kind, leaf.name = STATE, states[i]
+    return leaves
+
+
+def _symbols(leaves: Sequence[Leaf]) -> dict[sympy.Symbol, tuple[fx.Node, int]]:
+    """The first dimension of a placeholder that is each symbol: where its value is read."""
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]] = {}
     for leaf in leaves:
         val = leaf.node.meta.get("val")
-        for d, size in enumerate(val.shape if isinstance(val, Tensor) else ()):
-            if isinstance(expression(size), sympy.Symbol):
-                symbols.setdefault(expression(size), (leaf.node, d))  # type: ignore[arg-type]
-    given = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
-    for i, leaf in enumerate([x for x in leaves if x.kind.passed]):
-        if i in given:
-            leaf.kind, leaf.name = STATE, given[i]
-    hints, ranges, guards = compat.read_shape_env(environment)
-    found = Capture(
-        program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
-        dict(program.constants), symbols, hints, ranges, guards, training,
-    )  # fmt: skip
-    found.mutations |= written
-    _mark_tables(found, {s.target for s in signature.input_specs if s.persistent})
-    tensors = [x for x in found.inputs if isinstance(x.node.meta.get("val"), Tensor)]
-    outputs = [i for i, x in enumerate(signature.output_specs) if x.kind.name == "USER_OUTPUT"]
-    found.carried = {outputs[i]: name for i, name in states_of(program.call_spec.out_spec).items()}  # type: ignore[arg-type]
-    takers = {i: tensors[x] for i, x in found.mutations.items() if isinstance(x, int)}
-    found.carried |= {i: leaf.name for i, leaf in takers.items() if leaf.kind is STATE}
-    return found
+        shape = val.shape if isinstance(val, Tensor) else ()
+        for d, size in enumerate(map(expression, shape)):
+            if isinstance(size, sympy.Symbol):
+                symbols.setdefault(size, (leaf.node, d))
+    return symbols
+
+
+def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[int, str]:
+    """Which outputs become states: those that the outputs' description says, and what is written over a state."""
+    specs = program.graph_signature.output_specs
+    outputs = [i for i, spec in enumerate(specs) if spec.kind.name == "USER_OUTPUT"]
+    states = states_of(program.call_spec.out_spec)  # type: ignore[arg-type]
+    carried = {outputs[i]: name for i, name in states.items()}
+    tensors = [x for x in capture.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+    for position, taker in capture.mutations.items():
+        if isinstance(taker, int) and tensors[taker].kind is STATE:
+            carried[position] = tensors[taker].name
+    return carried
 
 
 def _mark_tables(program: Capture, persistent: set[str | None]) -> None:

@@ -14,7 +14,11 @@ from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replac
 
 @contextmanager
 def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.Signature) -> Iterator[None]:
-    """Within this context `bare` is called through `forward`, with this signature."""
+    """A context in which a skeleton is called through another function.
+
+    Args:
+        bare: the skeleton. forward: called in place of its own. signature: that the exporter sees.
+    """
     forward.__signature__ = signature  # type: ignore[attr-defined]
     held = vars(bare).get("forward")
     bare.forward = forward

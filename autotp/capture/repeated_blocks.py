@@ -256,7 +256,12 @@ class _Body:
                 raise CannotRepeat(f"a block makes sizes that the data tell: {node.format_node()}")
 
     def copy(self, node: fx.Node, weights: Mapping[fx.Node, fx.Node], path: str) -> None:
-        """The same nodes again in place of a short call, on its operands and weights."""
+        """The same nodes again in place of a short call.
+
+        Args:
+            node: the call. weights: of this block's placeholders those of the call's block.
+            path: of the module that the call's block is.
+        """
         assert self.leave is not None
         env: dict[Any, Any] = dict(weights)
         env |= {user: node.args[0][user.args[1]] for user in self.enter.users}  # type: ignore[index]

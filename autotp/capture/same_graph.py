@@ -114,37 +114,49 @@ class _Reader:
             self.taken.setdefault(results[i], []).append(taker)
 
     def read(self, index: int, run: _Run) -> None:
-        """Say what a run computes."""
+        """Say what a run computes: its operators in order, each with what it reads and who takes its value."""
         outside: dict[fx.Node, int] = {}
-
-        def told(x: Any) -> Hashable:
-            if isinstance(x, fx.Node):
-                while x.target in COPIES:
-                    x = x.all_input_nodes[0]
-                if _is_size(x):
-                    return self._size(x, run)
-                if x in self.leaves:
-                    if self._name(self.leaves[x].name, run) != self.leaves[x].name:
-                        return self._leaf(x, run)
-                elif self.home[x][0] == index:
-                    return "own", self.home[x][1]
-                return "outside", outside.setdefault(x, len(outside)), _shape(x)
-            if type(x) in (int, float):
-                run.numbers.append(x)
-                return type(x)
-            return repr(x)
-
         rows = []
         for node in run.nodes:
-            given = (node.args, node.kwargs)
-            if node.op == "output":
-                kept = [x for i, x in enumerate(compat.tree_leaves(node.args)) if i not in self.program.mutations]
-                given = (tuple(kept), {})
+            operands = [self._operand(x, index, outside) for x in self._arguments(node)]
             target = short_name(node.target) if node.op == "call_function" else node.op
-            rows.append((target, tuple(map(told, compat.tree_leaves(given))), _shape(node), self._written(node, run)))
+            rows.append((target, tuple(operands), _shape(node), self._written(node, run)))
         place = run.place[0] if run.place else None
         run.kind = hashlib.sha256(repr((place, rows)).encode()).hexdigest()
         self.outside.append(list(outside))
+
+    def _arguments(self, node: fx.Node) -> list[Any]:
+        """What a node reads; of the output, what the call returns, for what it writes stands with each value."""
+        leaves = compat.tree_leaves((node.args, node.kwargs))
+        if node.op != "output":
+            return leaves
+        return [x for i, x in enumerate(leaves) if i not in self.program.mutations]
+
+    def _operand(self, x: Any, index: int, outside: dict[fx.Node, int]) -> Hashable:
+        """One operand of a run's operator, said so that it is the same in another graph.
+
+        Args:
+            x: a node, or a literal. index: of the run.
+            outside: the values of other runs that this one reads, by their place among these; grows.
+        """
+        run = self.runs[index]
+        # Widths are literals and differ from graph to graph: compared as numbers, after all else.
+        if type(x) in (int, float):
+            run.numbers.append(x)
+            return type(x)
+        if not isinstance(x, fx.Node):
+            return repr(x)
+        while x.target in COPIES:
+            x = x.all_input_nodes[0]
+        if _is_size(x):
+            return self._size(x, run)
+        # The block's own weight has a name within the block; one of elsewhere is a value like any other of elsewhere.
+        if x in self.leaves:
+            if self._name(self.leaves[x].name, run) != self.leaves[x].name:
+                return self._leaf(x, run)
+        elif self.home[x][0] == index:
+            return "own", self.home[x][1]
+        return "outside", outside.setdefault(x, len(outside)), _shape(x)
 
     def link(self, index: int, node: fx.Node) -> Hashable:
         """What a value from elsewhere is: a leaf, or one of a run of what kind, with how many like that between."""

@@ -223,5 +223,6 @@ def draft_failures(program: torch.export.ExportedProgram) -> list[Any]:
 def decided_by_values(program: torch.export.ExportedProgram) -> set[str]:
     """The conditions that a draft export decided by the values of its inputs, as torch writes them in assertions."""
     env = shape_env(program.graph)
-    asserts = [a for found in (env.deferred_runtime_asserts if env else {}).values() for a in found]
+    by_symbol = env.deferred_runtime_asserts if env else {}
+    asserts = [a for group in by_symbol.values() for a in group]
     return {str(a.expr) for a in asserts if str(a.msg).startswith("propagate_real_tensors")}

@@ -41,20 +41,31 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
         raise InputError("like= keeps what a plan decided, and tp='auto' compares plans. Give a number of ranks.")
     shapes = {x.name: tuple(x.node.meta["val"].shape) for x in captured.leaves if x.kind.trained}
     saved = _saved(like, shapes)
-    sized = {k: {p.shape for p in ps} for k, ps in saved.items()}
-    same = like.tp == tp and all(shape in sized[generic(n)] for n, shape in shapes.items())
+    equal = like.tp == tp and _equal_shapes(saved, shapes)
     freed: dict[str, str] = {}
-    kept = _pins(saved, shapes, like)
+    pins = _pins(saved, shapes, like)
+    # Every round lets go of some of the earlier plan's pins, so there are at most as many as pins.
     while True:
-        pins = {**options.pins, **{k: d for k, d in kept.items() if k not in options.pins}}
-        plan, found = _tried(solve, replace(options, pins=pins), kept)
-        if plan is not None and not same:
+        # The user's own come first, and of two patterns that fit a name the first counts.
+        own = [*options.pins.items(), *((k, d) for k, d in pins.items() if k not in options.pins)]
+        plan, freed_now = _tried(solve, replace(options, pins=dict(own)), pins)
+        # At the same degree and sizes what was legal is so still. At others half a head may be legal, and is not meant.
+        if plan is not None and not equal:
             odd = _undivided(plan, tp, like.tp)
-            found = {k: odd[generic(k)] for k in kept if generic(k) in odd}
-        if plan is not None and not found:
-            return _noted(plan, like, kept, freed, saved, options.pins)
-        freed |= found
-        kept = {k: d for k, d in kept.items() if k not in found}
+            freed_now = {k: odd[generic(k)] for k in pins if generic(k) in odd}
+        if plan is not None and not freed_now:
+            return _noted(plan, like, pins, freed, saved, options.pins)
+        freed |= freed_now
+        pins = {k: d for k, d in pins.items() if k not in freed_now}
+
+
+def _equal_shapes(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
+    """Whether every parameter has the shape of one that the plan knows under its name without numbers."""
+
+    def known(name: str) -> set[tuple[int, ...]]:
+        return {p.shape for p in saved[generic(name)]}
+
+    return all(shape in known(name) for name, shape in shapes.items())
 
 
 def _tried(

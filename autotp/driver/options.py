@@ -67,6 +67,9 @@ class Options:
     def read(cls, tp: int, steering: Steering = UNSTEERED, batch: Axis = ALONE) -> Options:
         """Options for a number of ranks, from what the caller gave.
 
+        Args:
+            tp: ranks. steering: of the public functions' arguments those that steer a plan. batch: the dp axis.
+
         Raises:
             InputError: a value that is not known, or two that contradict each other.
             PlanError: `within_node`, and `tp` leaves the node.

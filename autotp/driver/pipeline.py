@@ -25,7 +25,8 @@ from autotp.ir.program import Decision, Planned, Sharded
 from autotp.log import dump, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_program import two_examples
-from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.decide import decide
+from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
@@ -97,7 +98,12 @@ def prepare(
 ) -> Capture:
     """Capture and canonicalise a skeleton, and hold the result against the model itself where `trial` has it.
 
-    With dp > 1 the inputs are a slice of the batch, and the capture is the program of one data-parallel rank.
+    Args:
+        bare: the model with fake tensors in place of weights.
+        inputs: of one call; with dp > 1 a slice of the batch, and the capture is that of one data-parallel rank.
+        device: that the weights are on. mode: what the model is in now, as `mode_of` reads it.
+        trial: the model with its weights, to be run beside the capture; None: the capture is not compared.
+        request: what else the public functions were asked for.
     """
 
     order = schedule(request)
@@ -126,7 +132,10 @@ def capture_model(
 ) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs as the model is now, and what the user should know of it.
 
-    `check` is `check_capture` of the public functions.
+    Args:
+        model: with its weights, or on the meta device. inputs: of one call. device: that the weights are on.
+        check: `check_capture` of the public functions.
+        request: what else they were asked for.
     """
     inputs, note = without_cache(model, inputs)
     refuse_unsaid(model, inputs)
@@ -166,7 +175,11 @@ def solve_plan(captured: Capture, notes: list[str], options: Options, name: str)
 
 @uncollected()
 def plan_stages(captured: Capture, notes: list[str], options: Options, name: str) -> Staged:
-    """The plan of a captured model, the decisions, the program of the ranks, and what priced them."""
+    """The plan of a captured model, the decisions, the program of the ranks, and what priced them.
+
+    Args:
+        captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
+    """
     check_lengths(captured, options.objective)
     captured = _ready(captured, options.tp)
     with stage("plan"):

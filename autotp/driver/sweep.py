@@ -63,7 +63,12 @@ def sweep(
 
 
 def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:
-    """Plan a captured model for the degrees of these options, which differ in nothing else."""
+    """Plan a captured model for several degrees.
+
+    Args:
+        captured: it stays as it is. notes: of the capture, for every plan. name: the model's.
+        options: one for each degree, which differ in nothing else.
+    """
     first = options[0]
     limit = first.cluster.memory_size if first.memory is None else first.memory
     rows, plans = [], {}

@@ -143,6 +143,11 @@ class Walk:
         return Shape(self.name, tree, tuple(self.names), frozenset(self.counts))
 
     def walk(self, value: Any, path: str, owner: type | None = None, name: str = "") -> Any:
+        """The description of a value; its tensors are noted.
+
+        Args:
+            value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
+        """
         number = isinstance(value, int) and not isinstance(value, bool) and (owner, name) in self.moving
         if isinstance(value, torch.SymInt) or number:
             self.counts.add(len(self.tensors))
@@ -254,6 +259,9 @@ def object_of(kind: Any) -> Any:
 
 def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
     """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
+
+    Args:
+        before, after: descriptions of one value. owner, name: class and name of the attribute that it is of.
 
     Returns: (class, attribute, whether it was there before, as a number that does not change).
     """

@@ -26,6 +26,9 @@ QUOTED = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'[^\'\n]*\'')
 def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> Iterator[BinaryIO]:
     """A regular file of at most so many bytes, open for reading: never a pipe or a device, which may not end.
 
+    Args:
+        path: of the file. most: bytes. error: the class of what is raised.
+
     Raises:
         AutoTPError: of the kind `error`: there is no such file, it is another kind of file, or it is too large.
     """
@@ -50,6 +53,9 @@ def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> I
 
 def read_text(path: Path, most: float = LARGEST, *, error: type[AutoTPError]) -> str:
     """The text of a file.
+
+    Args:
+        path: of the file. most: bytes. error: the class of what is raised.
 
     Raises:
         AutoTPError: of the kind `error`: as `opened`, or it is not UTF-8.

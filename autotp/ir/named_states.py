@@ -72,6 +72,10 @@ def check_names(forward: Callable[..., Any], names: Iterable[str]) -> None:
 def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> None:
     """Tell a capture which of its inputs and outputs are states.
 
+    Args:
+        program: is changed. forward: of the model, for the names of its arguments.
+        names: of each state the output that it leaves by, and the argument that it comes back as.
+
     Raises:
         InputError: there is no such output, or it has other parts than the input that it comes back as.
     """

@@ -35,7 +35,7 @@ class Runs(NamedTuple):
         return self.repeat * sum(length for _, length in windows.shares(self.segments, rank, tp))
 
     def spans(self, rank: int, tp: int) -> list[tuple[int, int]]:
-        """The (offset, length) runs that `rank` owns, in order.
+        """The (offset, length) runs that `rank` owns, in order; in elements.
 
         Example:
             >>> Runs(1, ((4, 2), (2, 1))).spans(1, 2)

@@ -46,6 +46,9 @@ def even_share(repeat: int, segments: Segments, tp: int) -> int:
 def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
     """`x`, whose dimension is so many runs of these lengths.
 
+    Args:
+        x: a tensor. dim: counted from the front. repeat: runs. have: elements of each segment of a run.
+
     Raises:
         PlanError: the dimension has another size.
     """
@@ -58,7 +61,14 @@ def checked(x: Tensor, dim: int, repeat: int, have: Sequence[int]) -> Tensor:
 
 
 def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence[tuple[int, int]]) -> Tensor:
-    """Of every segment (`have`: their lengths) the window (start, length); what lies outside the segment is zero."""
+    """A window on every segment of a dimension; what of it lies outside the segment is zero.
+
+    Args:
+        x: `dim` is `repeat` runs of segments. have: elements of each segment.
+        want: (start, length) of the window on each, in elements from the segment's start, which may be negative.
+
+    Returns: a tensor whose `dim` is `repeat` runs of these lengths.
+    """
     x = checked(x, dim, repeat, have)
     if all(start == 0 and length == n for (start, length), n in zip(want, have, strict=True)):
         return x

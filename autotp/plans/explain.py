@@ -17,7 +17,8 @@ from autotp.errors import InputError, PlanError
 from autotp.ir.layouts import I, Layout
 from autotp.ir.program import Solution
 from autotp.passes.analysis.blocks import find_blocks
-from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.decide import decide
+from autotp.passes.shard.planner import Builder
 from autotp.plans.show.report import plain
 from autotp.text import amount, near
 

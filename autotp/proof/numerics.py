@@ -28,7 +28,12 @@ def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: floa
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
-    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ."""
+    """max|a - b| over max|b| + a thousandth of `scale`; inf where shapes, integers or non-finite values differ.
+
+    Args:
+        a: what is judged. b: what it should be, of the same shape.
+        scale: the largest of what `b` is made of: a sum of large numbers may be zero but for their rounding.
+    """
     if a.shape != b.shape:
         return float("inf")
     if not (b.is_floating_point() or b.is_complex()):

@@ -14,7 +14,7 @@ from autotp.errors import RuleError
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.op import Factor, Rule
-from autotp.ir.program import Decision, Planned
+from autotp.ir.program import Decision, Planned, Sharded
 from autotp.ir.specs import Spec
 from autotp.passes.shard.axis import Result, TensorWriter
 from autotp.passes.shard.rewrite import Rewriter
@@ -36,7 +36,12 @@ class _AsProduced(TensorWriter):
 
 
 def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
-    """Prove every choice of a case on `tp` simulated ranks; returns what was exercised: factors, linear sets, addends.
+    """Prove every choice of a case on simulated ranks.
+
+    Args:
+        case: one call of an operator, with its tensors. tp: ranks. rule: stands in for the table of rules.
+
+    Returns: what was exercised of the rule: factors, linear sets, addends.
 
     Raises:
         RuleError: a choice fails, or its results or gradients differ from the whole's.
@@ -137,35 +142,79 @@ def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tens
 
 
 def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) -> None:
-    tp, grads = p.planned.tp, p.planned.grads
+    """Run one choice on all ranks, and hold its results and gradients against the whole's.
+
+    Raises:
+        _Differs: in what they are others.
+    """
+    tp = p.planned.tp
+    sharded = _sharded(p, decision)
+    operands = _operand_parts(p, decision)
+    placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
+    got = simulate.run(sharded, tp, dict(zip(placeholders, operands, strict=True)))
+    for i, (whole, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
+        parts = [results[i].detach() for results in got]
+        _compare(f"result {i}", parts, p.spec(layout), whole, case)
+    # Before any gradient is asked for: torch would say of a result that is cut off no more than that it is.
+    _check_reached(got, expected)
+    upstream = _upstream_parts(p, decision, expected)
+    gradients: list[list[Tensor | None]] = []
+    for rank in range(tp):
+        toward = [parts[rank] for parts in upstream]
+        own = [parts[rank] for parts in operands]
+        gradients.append(_gradients(got[rank], toward, own))
+    for i, layout in enumerate(decision.ins):
+        _compare_gradient(p, i, layout, [each[i] for each in gradients], expected.gradients[i], case)
+
+
+def _sharded(p: RuleProgram, decision: Decision) -> Sharded:
+    """The ranks' program of a choice, whose operands come as the choice wants them."""
     leaves = [leaf.node for leaf in p.planned.program.leaves]
     p.planned.decisions = {n: Decision((), (x,)) for n, x in zip(leaves, decision.ins, strict=True)}
     p.planned.decisions[p.node] = decision
-    sharded = Rewriter(p.planned, None, _AsProduced()).run()
-    held = [
-        [part.clone().requires_grad_(s in grads) for part in _summands(p, x, layout, i)]
-        for i, (x, layout, s) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True))
-    ]
-    placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
-    got = simulate.run(sharded, tp, dict(zip(placeholders, held, strict=True)))
-    for i, (y, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
-        _compare(f"result {i}", [rank[i].detach() for rank in got], p.spec(layout), y, case)
-    duals = [
-        [None] * tp if g is None else p.spec(x).dual.split(g, tp, 7)
-        for g, x in zip(expected.given, decision.outs, strict=True)
-    ]
-    for rank in range(tp):
-        dead = [i for i, g in enumerate(expected.given) if (g is not None) != got[rank][i].requires_grad]
-        if dead and any(g is not None for g in expected.gradients):
-            raise _Differs(f"on rank {rank} result {dead[0]} is cut off from the gradient, or carries one of its own")
-    found = [_gradients(got[r], [d[r] for d in duals], [h[r] for h in held]) for r in range(tp)]
-    for i, (g, layout) in enumerate(zip(expected.gradients, decision.ins, strict=True)):
-        parts = [x for each in found if (x := each[i]) is not None]
-        if g is None or len(parts) < tp:
-            if g is not None or parts:
-                raise _Differs(f"{p.operand(i)} has a gradient on some ranks and none on others")
-            continue
-        _compare(f"the gradient of {p.operand(i)}", parts, p.spec(layout.dual), g, case)
+    return Rewriter(p.planned, None, _AsProduced()).run()
+
+
+def _operand_parts(p: RuleProgram, decision: Decision) -> list[list[Tensor]]:
+    """Of every operand each rank's part, as a leaf of its own."""
+    out = []
+    for i, (x, layout, slot) in enumerate(zip(p.operands, decision.ins, p.op.slots, strict=True)):
+        graded = slot in p.planned.grads
+        out.append([part.clone().requires_grad_(graded) for part in _summands(p, x, layout, i)])
+    return out
+
+
+def _upstream_parts(p: RuleProgram, decision: Decision, expected: _Expected) -> list[list[Any]]:
+    """Of the gradient of every result what each rank is given of it: it lies as the dual of the result."""
+    out: list[list[Any]] = []
+    for whole, layout in zip(expected.given, decision.outs, strict=True):
+        if whole is None:
+            out.append([None] * p.planned.tp)
+        else:
+            out.append(p.spec(layout).dual.split(whole, p.planned.tp, 7))
+    return out
+
+
+def _check_reached(got: Sequence[Sequence[Tensor]], expected: _Expected) -> None:
+    """That on every rank the results which carry a gradient are those of the whole."""
+    if all(g is None for g in expected.gradients):
+        return
+    for rank, results in enumerate(got):
+        for i, (result, given) in enumerate(zip(results, expected.given, strict=True)):
+            if result.requires_grad != (given is not None):
+                raise _Differs(f"on rank {rank} result {i} is cut off from the gradient, or carries one of its own")
+
+
+def _compare_gradient(
+    p: RuleProgram, slot: int, layout: Layout, parts: Sequence[Tensor | None], whole: Tensor | None, case: Case
+) -> None:
+    """An operand's gradient: on all ranks, or on none where the whole has none."""
+    reached = [part for part in parts if part is not None]
+    if whole is None and not reached:
+        return
+    if whole is None or len(reached) < p.planned.tp:
+        raise _Differs(f"{p.operand(slot)} has a gradient on some ranks and none on others")
+    _compare(f"the gradient of {p.operand(slot)}", reached, p.spec(layout.dual), whole, case)
 
 
 def _compare(what: str, parts: list[Tensor], spec: Spec, whole: Tensor, case: Case) -> None:

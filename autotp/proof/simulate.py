@@ -109,7 +109,14 @@ def _call(target: Any, args: Any, kwargs: Any) -> Any:
 
 
 def reference(graph: fx.Graph, inputs: Mapping[fx.Node, Any], observe: Callable[[fx.Node, Any], None]) -> Any:
-    """Run the captured graph itself, showing every value as it is made; returns its outputs."""
+    """Run the captured graph itself.
+
+    Args:
+        graph: of whole values, or of one rank. inputs: a value for each placeholder.
+        observe: is shown every node with its value, as soon as it has one.
+
+    Returns: the graph's outputs.
+    """
     env: dict[fx.Node, Any] = {}
     for node in graph.nodes:
         if node.op == "output":
@@ -136,7 +143,12 @@ class Values:
 
     @classmethod
     def of(cls, program: Capture, model: nn.Module, inputs: Inputs) -> Values:
-        """The model's own parameters and buffers (random ones where it is on the meta device), and these inputs."""
+        """The model's own parameters and buffers, and these inputs.
+
+        Args:
+            program: the capture. model: whose values they are; random ones where it is on the meta device.
+            inputs: of one call.
+        """
         state = {**program.constants, **weights_of(model)}
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))

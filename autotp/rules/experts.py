@@ -56,6 +56,13 @@ def own_groups(
 
     The rank's rows are brought to the front, for that is where the kernel wants the first group. What it leaves in
     the rows after the last group, and in their gradients, is nobody's promise: masked on both sides.
+
+    Args:
+        kernel: the operator's name below `torch.ops`. x: all rows, sorted by group, [rows, k].
+        weight: of this rank's groups, [groups here, k, n]. ends: the row after each group's last, [groups].
+        groups: how they are dealt. rest: what else the operator takes. rank, tp: this rank, of how many.
+
+    Returns: [rows, n].
     """
     ((start, mine),) = groups.spans(rank, tp)
     before = ends[start - 1] if start else ends.new_zeros(())

@@ -48,6 +48,13 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, 
     """This rank's summand of `embedding(whole weight, ids)`: the rows it holds, zeros for the others.
 
     An id that the whole does not hold is one that no rank holds: all of them fail as the original does.
+
+    Args:
+        weight: this rank's rows, [rows here, n]. ids: of the whole, of any shape.
+        runs: how the rows are dealt. padding: the id whose row has no gradient; below zero for none.
+        rank, tp: this rank, of how many.
+
+    Returns: [*ids, n].
     """
     index, mine = local_index(ids, runs, rank, tp)
     known = (ids >= 0) & (ids < runs.length)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
-from autotp.ir.marks import mark
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.ir.specs import INVARIANT
 from autotp.runtime.lower import eager
@@ -24,68 +23,8 @@ from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .part import Part, standing_for
 from .reading import Place, places, reader
+from .scope_tree import Scope, Stretch, apart, scopes
 from .storage import Storage
-
-
-@dataclass
-class Scope:
-    """One call of one module, or one checkpointed region: its nodes and the calls inside it, in order."""
-
-    path: str
-    items: list[fx.Node | Scope] = field(default_factory=list)
-
-    @property
-    def place(self) -> str:
-        """The region, or the module whichever of its calls this is."""
-        return self.path if is_region(self.path) else module_of(self.path)
-
-    def scopes(self) -> Iterator[Scope]:
-        """The calls directly in it."""
-        yield from (item for item in self.items if isinstance(item, Scope))
-
-    def inner(self) -> Iterator[Scope]:
-        """The calls in it, at any depth."""
-        for scope in self.scopes():
-            yield scope
-            yield from scope.inner()
-
-    def nodes(self) -> list[fx.Node]:
-        out: list[fx.Node] = []
-        for item in self.items:
-            out += item.nodes() if isinstance(item, Scope) else [item]
-        return out
-
-
-class Stretch(Scope):
-    """Neighbours in a scope that are compiled together."""
-
-
-def _apart(scope: Scope) -> bool:
-    """Whether it is called by itself in a compiled program: a repeated block, a region, and what holds one."""
-    path = module_of(scope.path)
-    return is_region(scope.path) or block_of(path) == path or any(map(_apart, scope.scopes()))
-
-
-def scopes(graph: fx.Graph) -> Scope:
-    """The calls of modules, nested, in the order of the program."""
-    root = Scope("")
-    stack = [root]
-    for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
-            continue
-        if mark(node).scope is None and "nn_module_stack" not in node.meta:
-            stack[-1].items.append(node)  # a size, computed where it is needed
-            continue
-        path = scope_path(node)
-        depth = 0
-        while depth < min(len(path), len(stack) - 1) and stack[depth + 1].path == path[depth]:
-            depth += 1
-        del stack[depth + 1 :]
-        for p in path[depth:]:
-            stack[-1].items.append(Scope(p))
-            stack.append(stack[-1].items[-1])  # type: ignore[arg-type]
-        stack[-1].items.append(node)
-    return root
 
 
 @dataclass
@@ -167,32 +106,56 @@ class Assembler:
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
     ) -> Callable[..., Any]:
-        """A scope's program; `inner`: of a stretch of one, whose parameters flow in."""
-        graph, env = fx.Graph(), {}
-        for node in takes:
-            env[node] = graph.placeholder(node.name)
-        for read_nodes, fetch in [] if inner else self._fetches(scope):
-            fetched = graph.call_function(fetch, ())
-            for i, node in enumerate(read_nodes):
-                env[node] = graph.call_function(operator.getitem, (fetched, i))
-        for item in scope.items if inner or self.compiler is None else self._stretches(scope):
+        """A scope's program.
+
+        Args:
+            takes: values that it is called with. gives: values of it that others read.
+            result: what it returns, in place of `gives`: the root's outputs, or always a tuple.
+            inner: of a stretch of one, whose parameters flow in.
+        """
+        graph = fx.Graph()
+        env = {node: graph.placeholder(node.name) for node in takes}
+        if not inner:
+            self._write_reads(scope, graph, env)
+        # What is compiled is compiled a stretch at a time, and then a stretch's own function is for when it cannot be.
+        items = scope.items if inner or self.compiler is None else self._stretches(scope)
+        for item in items:
             if isinstance(item, fx.Node):
-                env[item] = copy_node(item, graph, env.__getitem__)
-                env[item].target = item.target if self.compiler is not None else eager.quick(item)
-                continue
-            used, made = self._flows(item, gives)
-            stretch = isinstance(item, Stretch)
-            child = self._compiled(item, used, made) if stretch else self._child(scope.path, item, used, made)
-            value = graph.call_function(child, tuple(env[n] for n in used))
-            for i, node in enumerate(made):
-                alone = len(made) == 1 and not stretch
-                env[node] = value if alone else graph.call_function(operator.getitem, (value, i))
-        out = [env[n] for n in gives]
-        final = (
-            compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result) if result is not None else None
-        )
-        graph.output(final if result is not None else out[0] if len(out) == 1 else tuple(out))
+                self._write_operator(item, graph, env)
+            else:
+                self._write_call(scope, item, gives, graph, env)
+        graph.output(_returned(env, gives, result))
         return fx.GraphModule(nn.Module(), graph, scope.path or "root").forward
+
+    def _write_reads(self, scope: Scope, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+        """The parameters and buffers of a scope, each kind by one call."""
+        for nodes, fetch in self._fetches(scope):
+            fetched = graph.call_function(fetch, ())
+            for i, node in enumerate(nodes):
+                env[node] = graph.call_function(operator.getitem, (fetched, i))
+
+    def _write_operator(self, node: fx.Node, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+        env[node] = copy_node(node, graph, env.__getitem__)
+        # Short cuts of the interpreter, which a compiler would only see through again.
+        if self.compiler is None:
+            env[node].target = eager.quick(node)
+
+    def _write_call(
+        self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
+    ) -> None:
+        """A call of a module or region within the scope, or of what is compiled of it."""
+        used, made = self._flows(item, gives)
+        if isinstance(item, Stretch):
+            child = self._compiled(item, used, made)
+        else:
+            child = self._child(scope.path, item, used, made)
+        value = graph.call_function(child, tuple(env[n] for n in used))
+        # A module returns one value as it is, as hooks expect of it; a compiled function always a tuple.
+        if len(made) == 1 and not isinstance(item, Stretch):
+            env[made[0]] = value
+            return
+        for i, node in enumerate(made):
+            env[node] = graph.call_function(operator.getitem, (value, i))
 
     def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
         reads = self.units.get(scope.place, [])
@@ -256,7 +219,7 @@ class Assembler:
         """What a compiled scope consists of: calls that stand by themselves, and what is between them."""
         out: list[Scope] = []
         for item in scope.items:
-            if isinstance(item, Scope) and _apart(item):
+            if isinstance(item, Scope) and apart(item):
                 out.append(item)
             elif out and isinstance(out[-1], Stretch):
                 out[-1].items.append(item)
@@ -314,3 +277,11 @@ class Assembler:
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
         return call
+
+
+def _returned(env: Mapping[fx.Node, fx.Node], gives: Sequence[fx.Node], result: Any) -> Any:
+    """What a function returns: `result` of the nodes of its own graph, or the value or values that others read."""
+    if result is not None:
+        return compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, result)
+    values = tuple(env[node] for node in gives)
+    return values[0] if len(values) == 1 else values

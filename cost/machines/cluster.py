@@ -21,7 +21,7 @@ DEFAULT_PRESET = "h100"
 class Cluster:
     """Equal devices in equal nodes. Every number must be finite and positive.
 
-    Arguments:
+    Args:
         name: what plans call this cluster.
         device: the device's full name.
         peak_flops: dense peak rate by dtype name ("float32", "bfloat16", ...), FLOP/s; "float32" must be there and

@@ -65,7 +65,7 @@ class Error(NamedTuple):
 def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster) -> Cluster:
     """The cluster that comes closest to the measured times, by the squared logarithms of predicted over measured.
 
-    Arguments:
+    Args:
         kernels: "launch" (a kernel that does nothing to speak of), "copy", and matmuls by dtype.
         transfers: collectives inside a node, and between nodes (of ranks that are all in different ones).
         base: gives every number that nothing was measured for, and the number of devices in a node. Where matmuls

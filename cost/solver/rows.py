@@ -11,7 +11,7 @@ import numpy as np
 from autotp.ir.layouts import Layout
 
 from .integer_program import IntegerProgram, Row, Terms
-from .problem import Choice, Problem, Use
+from .problem import Choice, Item, Problem, Use
 
 ACTIVATIONS, PARTITIONS, CONVERSIONS = 1e4, 1e-3, 1e-4  # weights of the second order
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
@@ -45,7 +45,7 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
     """
     picks: list[list[int]] = []
     producers: dict[object, Columns] = {}
-    most = sum(max(c.activation_bytes for c in i.choices) * i.count for i in problem.items) or 1.0
+    most = sum(_most_activation(item) for item in problem.items) or 1.0
     for item in problem.items:
         columns = [program.column(True) for _ in item.choices]
         picks.append(columns)
@@ -87,7 +87,10 @@ def add_use(
     program.rows += no_detour(arcs, readers, targets)
     for columns in readers:
         # A single consumer's flow is what is paid; a second column for it would only be another name.
-        flow = [arc.paid if len(readers) == 1 else program.column(False) for arc in arcs]
+        alone = len(readers) == 1
+        flow = [arc.paid for arc in arcs]
+        if not alone:
+            flow = [program.column(False) for _ in arcs]
         program.rows += paid_once(flow, arcs)
         program.rows += conserved(flow, arcs, producers, columns, targets)
 
@@ -125,11 +128,20 @@ def add_conversions(
     return arcs
 
 
+def _most_activation(item: Item) -> float:
+    """Bytes that the choice which saves most saves in all of the item's nodes."""
+    return max(choice.activation_bytes for choice in item.choices) * item.count
+
+
 def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) -> list[Row]:
     """Nothing is converted to a layout that no consumer reads.
 
     A reduce-scatter and an all-gather can be cheaper than the all-reduce between the same layouts, by rounding or on an
     odd cluster; the plan's program would not go that way, and then pays another price than the plan's.
+
+    Args:
+        arcs: the conversions between the value's layouts. targets: those that conversions lead to.
+        readers: of each consumer the columns by the layout that it reads.
     """
     rows = []
     for layout in targets:

@@ -53,7 +53,7 @@ from autotp.ir.program import Solution
 from autotp.text import amount
 
 from .integer_program import IntegerProgram, Optimum, Terms, total
-from .problem import Problem
+from .problem import Item, Problem
 from .rows import MICRO, build, within
 
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
@@ -124,8 +124,19 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
             f"its working set apart. Its largest parts are:{_largest(problem, picks, x)}\n"
             "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
-    sizes = [[c.budget_bytes * i.count for c in i.choices] for i in problem.items]
+    sizes = [_budget_bytes(item) for item in problem.items]
     program.rows += within(sizes, program.budget_bytes, picks, limit)
+
+
+def _budget_bytes(item: Item) -> list[float]:
+    """What each choice of an item counts against a memory budget, over all its nodes."""
+    return [choice.budget_bytes * item.count for choice in item.choices]
+
+
+def _parameter_bytes(item: Item, kind: str) -> list[float]:
+    """Bytes of parameters of each choice, over all the item's nodes; none where it is of another kind."""
+    count = item.count if item.kind == kind else 0
+    return [choice.parameter_bytes * count for choice in item.choices]
 
 
 def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
@@ -150,7 +161,7 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold
     # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.
     for kind in dict.fromkeys(item.kind for item in problem.items):
-        sizes = [[c.parameter_bytes * i.count * (i.kind == kind) for c in i.choices] for i in problem.items]
+        sizes = [_parameter_bytes(item, kind) for item in problem.items]
         terms: Terms = {}
         for columns, each in zip(picks, sizes, strict=True):
             terms |= zip(columns, each, strict=True)

@@ -37,7 +37,8 @@ class DecomposeLosses(Pass[Capture]):
 
     def idle(self, program: Capture) -> str:
         """Only where there is one."""
-        return "" if any(n.target in CROSS_ENTROPIES for n in program.graph.nodes) else "no cross entropy"
+        targets = {n.target for n in program.graph.nodes}
+        return "no cross entropy" if targets.isdisjoint(CROSS_ENTROPIES) else ""
 
     def run(self, program: Capture) -> Changes:
         program.own_graph()
@@ -146,7 +147,7 @@ def _sum_apart(graph: fx.Graph, op: Op) -> None:
     node, dtype = op.node, op.node.meta["val"].dtype
     wide, call = torch.promote_types(dtype, torch.float32), caller(graph, node)
     with graph.inserting_before(node):
-        elements = call(op.target, *(NONE if k == "reduction" else v for k, v in op.args.items()))
+        elements = call(op.target, *{**op.args, "reduction": NONE}.values())
         found = call(aten.sum.default, elements, dtype=wide)
         if op.args["reduction"] == MEAN:
             found = call(aten.div.Tensor, found, call(aten.sum.default, _counting(call, op), dtype=wide))

@@ -76,7 +76,7 @@ def closed(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> bool:
 
 def one_region(nodes: Sequence[fx.Node]) -> bool:
     """Whether these nodes are in the same checkpointed regions, if in any."""
-    return len({tuple(p for p in scope_path(n) if is_region(p)) for n in nodes}) == 1
+    return len({tuple(filter(is_region, scope_path(n))) for n in nodes}) == 1
 
 
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:

@@ -111,7 +111,8 @@ def _told(fired: Counter[str], saved: float, left: float) -> str:
     rest += [f"{late} with weights that are made too late"] if late else []
     if not parts and not rest:
         return "nowhere: no product reads or makes what is converted alone"
-    return f"{text}{'; ' if parts else ': '}{', '.join(rest)}" if rest else text
+    between = "; " if parts else ": "
+    return f"{text}{between}{', '.join(rest)}" if rest else text
 
 
 class _Model:

@@ -132,7 +132,9 @@ def _same_columns(view: fx.Node) -> bool:
 def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
     """One call in the place of a conversion and its products; None where an operand is made too late.
 
-    The arguments are those of `linears.grouped`.
+    Args:
+        group: the conversion and the products that read it.
+        chunks, regather, least: as `autotp.comm.overlapped.grouped` takes them.
     """
     conversion, products = group.conversion, group.products
     graph, first = conversion.graph, min(p.node for p in products)
@@ -142,10 +144,8 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
         return None
     for node in late:
         first.prepend(node)
-    args = (
-        *conversion.args, [p.kind for p in products], [p.weight for p in products], [p.bias for p in products], chunks,
-        regather, least,
-    )  # fmt: skip
+    kinds, weights, biases = zip(*((p.kind, p.weight, p.bias) for p in products), strict=True)
+    args = (*conversion.args, list(kinds), list(weights), list(biases), chunks, regather, least)
     scope = scope_path(conversion)
     with graph.inserting_before(first):
         call = graph.call_function(grouped, args, dict(conversion.kwargs))
@@ -165,7 +165,11 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
 
 
 def fuse_dealt(found: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
-    """One call in the place of a product and its g*, in the product's module, as `linears.scattered` takes it."""
+    """One call in the place of a product and its g*, in the product's module.
+
+    Args:
+        found: the product and its conversion. chunks, least: as `autotp.comm.overlapped.scattered` takes them.
+    """
     conversion, product = found.conversion, found.product
     graph = conversion.graph
     view = list(found.view.args[1])[:-1] if found.view is not None else None  # type: ignore[arg-type]

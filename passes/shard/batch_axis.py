@@ -104,7 +104,11 @@ class BatchRules:
 
 
 def batch_sizes(graph: fx.Graph, batch: sympy.Symbol, dp: int) -> Sizes:
-    """Sizes of the whole batch and of a slice, from inputs that are slices."""
+    """Sizes of the whole batch and of a slice, from inputs that are slices.
+
+    Args:
+        graph: that is written. batch: the whole batch's size, read off an input as a slice's. dp: ranks.
+    """
     local = sympy.Symbol("local_batch", positive=True, integer=True)
 
     def read(own: Sizes) -> fx.Node:

@@ -35,7 +35,8 @@ from autotp.rules.local import ARITHMETIC
 from autotp.text import listed
 
 from .batch_axis import BatchRules, BatchWriter
-from .planner import Builder, decide
+from .decide import decide
+from .planner import Builder
 from .rewrite import Rewriter
 
 AXIS = "dp"

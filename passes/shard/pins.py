@@ -123,6 +123,10 @@ def read_pins(pins: Any) -> dict[str, int | None]:
 def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None]) -> Pinned:
     """Where the pins lie in a captured graph; of several that fit one parameter or module, the first counts.
 
+    Args:
+        program: the capture. pins: dimension, or None for whole, by the name or pattern that the user gave.
+        ops, rules: of each operator.
+
     Raises:
         InputError: a key fits nothing. PlanError: a value has no such dimension.
     """

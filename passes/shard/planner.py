@@ -1,4 +1,4 @@
-"""From a captured graph to a decision problem and back: items, choices with their costs, and what was chosen."""
+"""From a captured graph to a decision problem: items, and choices with their costs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.prices import Prices
 from autotp.cost.saved_tensors import Keepers
 from autotp.cost.solver.problem import Choice, Item, Problem, Use, ValueId
-from autotp.cost.solver.solve import Infeasible, feasible, solve
+from autotp.cost.solver.solve import feasible
 from autotp.errors import PlanError
 from autotp.ir.graph import (
     Capture,
@@ -32,7 +32,6 @@ from autotp.ir.graph import (
 )  # fmt: skip
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, Rule, sizes
-from autotp.ir.program import Decision, Planned
 from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
@@ -40,7 +39,7 @@ from .axis import TENSOR, AxisRules
 from .ends import ends_table
 from .pins import Dims, check_neighbours
 from .pins import find as find_pins
-from .states import CarriedItem, States, decided
+from .states import CarriedItem, States
 from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
 
 OUTPUT_SLOT = "output"
@@ -296,26 +295,3 @@ def _planned(node: fx.Node) -> bool:
 def _size_of(node: fx.Node, states: set[fx.Node]) -> bool:
     """Whether it is the size of a state in a dimension that no rank splits, so that any rank's part has it."""
     return node.target is compat.sym_size and node.args[0] in states
-
-
-def decide(builder: Builder) -> Planned:
-    """Solve, and spread each item's choice over the nodes it stands for."""
-    problem, heads = builder.build()
-    try:
-        solution = solve(problem)
-    except Infeasible as e:
-        if builder.prices.cached:  # gathered rather than that nothing runs
-            builder.prices.cached = set()
-            return decide(builder)
-        raise builder.conflict() or e from None
-    chosen: dict[fx.Node, Decision] = {}
-    for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
-        c = item.choices[k]
-        chosen[node] = Decision(c.ins if node in builder.ops else (), c.outs, c.factor, c.loop)
-    decisions = {n: chosen[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
-    if builder.user.outputs:
-        decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
-    return Planned(
-        builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
-        decided(builder.carried_items, problem, solution.chosen), builder.ends,
-    )  # fmt: skip

@@ -14,7 +14,8 @@ from autotp.cost import Cluster
 from autotp.driver.pipeline import capture_model
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
-from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.decide import decide
+from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite
 from autotp.plans.plan import Parameter, Plan
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer

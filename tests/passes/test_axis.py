@@ -21,7 +21,8 @@ from autotp.ir.layouts import I, Layout, P, Partition, Shard
 from autotp.ir.op import Op, aten
 from autotp.ir.program import Planned
 from autotp.passes.shard.axis import TENSOR, TensorRules, TensorWriter
-from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.decide import decide
+from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import Rewriter
 from autotp.passes.shard.strategies import Candidates
 from autotp.rules.local import Sizes

@@ -24,7 +24,8 @@ from autotp.passes.base import Changes, Pass, run_passes
 from autotp.passes.optimise.base import Optimisation, RankProgram, Setting
 from autotp.passes.schema import captured, converts, verify
 from autotp.passes.shard.batch_program import BatchAxis
-from autotp.passes.shard.planner import Builder, decide
+from autotp.passes.shard.decide import decide
+from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite, specialise
 
 

@@ -16,14 +16,15 @@ from typing import Any
 
 from torch import fx
 
-from autotp.ir.graph import Value, outputs_of, resolve, where
+from autotp.ir.graph import Leaf, Value, outputs_of, resolve, where
 from autotp.ir.layouts import Layout
 from autotp.ir.op import Op, aten
 from autotp.ir.program import Decision
 from autotp.ir.scopes import generic, module_path
 from autotp.passes.shard.planner import Builder
-from autotp.rules.views import local_shape
 
+from .boundary import Boundary
+from .own_sizes import runs_on_part
 from .regions import Port, Regions, Sums
 
 LINEAR, EMBEDDING = "torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"
@@ -32,29 +33,6 @@ SITES: dict[Any, tuple[str, int, int]] = {
     aten.embedding.default: (EMBEDDING, 0, 1),
 }  # class, weight, input
 SHARED = "it is tied, or read more than once, and a style is for the own weight of one module"
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What a module does with its parameters, its input and its output.
-
-    Attributes:
-        module: its path.
-        kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split; "input": what
-            modules within read is made whole once.
-        lookup: whether it is an embedding.
-        given, left: dimension along which the input comes, and the output leaves, split; None for whole.
-        spread: whether those are dimensions of the batch or sequence, so that code reads sizes off them.
-        place: of an "input", its name, or its number and that of all positional arguments.
-    """
-
-    module: str
-    kind: str
-    lookup: bool = False
-    given: int | None = None
-    left: int | None = None
-    spread: tuple[bool, bool] = (False, False)
-    place: str | tuple[int, int] = ""
 
 
 @dataclass
@@ -181,26 +159,42 @@ class Boundaries:
 
     def _read(self, node: fx.Node, slot: int, value: Value) -> None:
         """One operand of an operator between modules."""
-        have, want, leaf = self.made(value), self.wanted(node, slot), self.builder.leaves.get(value[0])
-        port, split = ("op", node), self._split(node)
+        have, want = self.made(value), self.wanted(node, slot)
+        leaf = self.builder.leaves.get(value[0])
         if leaf is not None and leaf.kind.trained:
-            if have is not None:
-                self.kept.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
-                self.regions.refuse(port, f"no style splits {leaf.name}")
-            elif split:
-                self.owners[innermost(node)[0]].append((node, value[0]))
+            self._read_parameter(node, leaf, have)
         elif have == want:
-            if have is not None:
-                self.regions.join(self.port(value), port)
-            elif split and value[0] in self.builder.grads:
-                self.regions.refuse(port, f"the gradient of what {where(node)} reads must be summed there")
-            elif split and self.builder.ops[node].ins[slot]:
-                self.mixed.append((port, f"{where(node)} reads a whole value beside a split one"))
+            self._read_as_it_lies(node, slot, value, have)
         else:
+            # The plan converts here, and a style converts only where a module begins or ends.
             reason = f"{where(node)} reads a value as {_words(want)} that comes {_words(have)}"
-            self.regions.refuse(port, reason)
+            self.regions.refuse(("op", node), reason)
             if have is not None:
                 self.regions.refuse(self.port(value), reason)
+
+    def _read_parameter(self, node: fx.Node, leaf: Leaf, have: Layout | None) -> None:
+        """A parameter that is read outside of linear layers and embeddings."""
+        if have is not None:
+            # No style splits it, so it comes whole: what is computed with it would not fit a part.
+            self.kept.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
+            self.regions.refuse(("op", node), f"no style splits {leaf.name}")
+        elif self._split(node):
+            # A whole weight beside a part, as a norm's: its gradient is a sum over the ranks, which a module can say.
+            self.owners[innermost(node)[0]].append((node, leaf.node))
+
+    def _read_as_it_lies(self, node: fx.Node, slot: int, value: Value, layout: Layout | None) -> None:
+        """An operand that no conversion is for."""
+        port = ("op", node)
+        if layout is not None:
+            self.regions.join(self.port(value), port)
+        elif not self._split(node):
+            return
+        elif value[0] in self.builder.grads:
+            # x + part(y) with a whole x: every rank has the gradient of x from its part alone.
+            self.regions.refuse(port, f"the gradient of what {where(node)} reads must be summed there")
+        elif self.builder.ops[node].ins[slot]:
+            # A mask or positions, that have a dimension: too long where that is the one that is split.
+            self.mixed.append((port, f"{where(node)} reads a whole value beside a split one"))
 
     def _split(self, node: fx.Node) -> bool:
         decision = self.decisions[node.name]
@@ -208,45 +202,57 @@ class Boundaries:
 
     def _alone(self, node: fx.Node, op: Op) -> None:
         """Refuse an operator with split results that would not compute its part by the arguments that it has."""
-        ins, out = [self.wanted(node, i) for i in range(len(op.slots))], self.made((node, 0))
+        ins = [self.wanted(node, i) for i in range(len(op.slots))]
         if all(x is None for x in ins):
+            # As arange: nothing that it reads says that it should make a part.
             self.regions.refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
-        rule = self.builder.rules[node]
-        if rule is None or rule.localise is None or out is None or out.sharded_dim is None:
-            return
-        if rule.localise is local_shape:  # the size that is left to be found must be the one that is split
-            start = op.dim() if "sizes" in op.args else 0
-            given = next((op.args[k] for k in ("size", "shape", "sizes") if k in op.args), ())
-            fits = {start + d for d, n in enumerate(given) if isinstance(n, int) and n == -1} <= {out.sharded_dim}
-        elif op.args.get("dim") is not None:
-            dims = op.args["dim"] if isinstance(op.args["dim"], list | tuple) else [op.args["dim"]]
-            fits = ins[0] is None or ins[0].sharded_dim not in {d % len(op.ins[0]) for d in dims}
-        else:
-            fits = node.target is aten.expand.default
-        if not fits:
+        first = ins[0] if ins else None
+        if not runs_on_part(op, self.builder.rules[node], first, self.made((node, 0))):
             self.regions.refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
 
     def _wholes(self, of_data: set[Port]) -> Iterator[tuple[Port, Boundary]]:
         """Modules whose parameters are whole and whose activations are split; refuses what is not of that form."""
-        ops, within = self.builder.ops, defaultdict(dict)
-        for n in ops if self.owners else ():
-            for path in module_path(n):
-                within[path][n] = None
+        within = self._within()
         for path, reads in self.owners.items():
-            names, port, inside = {self.builder.leaves[p].name for _, p in reads}, ("op", reads[0][0]), within[path]
-            given = [(resolve(s)[0], n, i) for n in inside for i, s in enumerate(ops[n].slots)]
-            ins = {self.wanted(n, i) for v, n, i in given if v not in inside and v not in self.builder.leaves}
-            outs = {self.made((n, 0)) for n in inside if any(u in ops and u not in inside for u in n.users)}
-            own = all(name.rpartition(".")[0] == path for name in names)
-            x, y = next(iter(ins), None), next(iter(outs), None)
-            sides = {z.sharded_dim if z is not None else None for z in (x, y)}
-            dim = sides.pop() if own and len(ins) == len(outs) == len(sides) == 1 else None
-            if dim is not None:
+            port = ("op", reads[0][0])
+            names = {self.builder.leaves[p].name for _, p in reads}
+            dim = self._one_dim(within[path])
+            # A parameter of another module, read here, would get its gradient from that module's style.
+            if dim is not None and all(name.rpartition(".")[0] == path for name in names):
                 along = self.regions.root(port) in of_data
                 yield port, Boundary(path, "whole", False, dim, dim, (along, along))
             else:
-                told = ", ".join(sorted(names))
-                self.regions.refuse(port, f"the gradient of {told} is a sum over parts, and no style is for that")
+                listed = ", ".join(sorted(names))
+                self.regions.refuse(port, f"the gradient of {listed} is a sum over parts, and no style is for that")
+
+    def _within(self) -> Mapping[str, dict[fx.Node, None]]:
+        """Module -> the operators of its calls, in order."""
+        within: dict[str, dict[fx.Node, None]] = defaultdict(dict)
+        for node in self.builder.ops if self.owners else ():
+            for path in module_path(node):
+                within[path][node] = None
+        return within
+
+    def _one_dim(self, inside: Mapping[fx.Node, None]) -> int | None:
+        """The dimension along which all that a module reads and gives is split; None where there is no such one.
+
+        A style says one dimension for the input and one for the output, and the parameters' gradients are summed over
+        the ranks only where both are the same.
+        """
+        ops, leaves = self.builder.ops, self.builder.leaves
+        ins: set[Layout | None] = set()
+        outs: set[Layout | None] = set()
+        for node in inside:
+            for i, slot in enumerate(ops[node].slots):
+                source = resolve(slot)[0]
+                if source not in inside and source not in leaves:
+                    ins.add(self.wanted(node, i))
+            if any(user in ops and user not in inside for user in node.users):
+                outs.add(self.made((node, 0)))
+        if len(ins) != 1 or len(outs) != 1:
+            return None
+        dims = {None if x is None else x.sharded_dim for x in ins | outs}
+        return dims.pop() if len(dims) == 1 else None
 
     def _level(self) -> None:
         """Modules that share a name do the same at their boundaries, so one that cannot stops the others."""

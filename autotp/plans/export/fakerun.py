@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.inputs import Inputs
 
-from .boundaries import Boundary
+from .boundary import Boundary
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and named arguments of each
 

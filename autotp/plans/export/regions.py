@@ -49,7 +49,11 @@ class Regions(Joined):
         self.reasons: dict[Port, str] = {}
 
     def lies(self, port: Port, layout: Layout, shape: tuple[Any, ...]) -> None:
-        """Note how a value lies at a port; code between modules knows even parts in one piece only."""
+        """Note how a value lies at a port; code between modules knows even parts in one piece only.
+
+        Args:
+            port: where it is made or read. layout: of the value. shape: of the whole.
+        """
         dim, p = layout.sharded_dim, layout.distribution
         if dim is None or p is None:
             return self.refuse(port, "rows are dealt by group")

@@ -9,7 +9,8 @@ from dataclasses import replace
 from autotp.ir.graph import Value, read
 from autotp.ir.scopes import module_path
 
-from .boundaries import Boundaries, Boundary
+from .boundaries import Boundaries
+from .boundary import Boundary
 from .fakerun import FakeRun
 
 

@@ -19,7 +19,8 @@ from autotp.errors import PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.scopes import NUMBER, generic, module_path
 
-from .boundaries import Boundaries, Boundary
+from .boundaries import Boundaries
+from .boundary import Boundary
 from .fakerun import FakeRun
 from .shared_inputs import once
 

@@ -36,7 +36,11 @@ def fitted(full: Sequence[int], narrow: Sequence[int], width: int) -> list[int]:
 def columns(
     rows: Iterable[Sequence[str]], widths: Sequence[int], sides: str, width: int, indent: str = "  ", style: str = ""
 ) -> Iterator[Text]:
-    """Rows in columns of these widths, left ("l") or right ("r").
+    """Rows in columns.
+
+    Args:
+        rows: of cells. widths: characters of each column. sides: "l" or "r" for each, left or right.
+        width: of the screen. indent: before each line. style: of all of it, as rich names them.
 
     A cell that reaches into the next column, or beyond the width, sends what follows to a line of its own.
     """

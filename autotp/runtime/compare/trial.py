@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, fx, nn
 
 from autotp import compat
@@ -23,17 +21,15 @@ from autotp.comm.ranks import together
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import short_name
 from autotp.ir.layouts import Groups, Layout
-from autotp.ir.leaves import CONSTANT, SEEDS
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of, module_path
-from autotp.passes.decompose.counter_random import base_seed
 from autotp.passes.shard.rewrite import specialise
 from autotp.proof.numerics import largest, relative
-from autotp.proof.simulate import reference
 from autotp.runtime import state
 from autotp.runtime.programs import Program, Source
 from autotp.runtime.shard_state import ShardState
 
+from .replay import Replay
 from .runs import (  # fmt: skip
     Call,
     Gap,
@@ -58,18 +54,18 @@ SUMMED = 10  # a gradient is a sum over rows, which may be zero by mathematics: 
 STALE = "The sharded module runs what was captured of the model, which was in another state then, or was captured wrong"
 
 
-class Trial:
+class Trial(Replay):
     """A call that is compared; `note` is told what was found equal in its backward."""
 
     def __init__(
         self, shards: ShardState, source: Source, modules: Sequence[nn.Module], program: Program, order: Sequence[int],
         model: nn.Module, call: Call, note: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.shards, self.source, self.modules, self.program = shards, source, modules, program
-        self.order, self.model, self.call, self.note = order, model, call, note
-        self.capture, self.sharded, self.place = program.capture, program.sharded, source.places()["tp"]
+        super().__init__(shards, program, order, call)
+        self.source, self.modules, self.model, self.note = source, modules, model, note
+        self.place = source.places()["tp"]
         self.nodes = list(program.sharded.graph.nodes)
-        self.here, self.whole, self.own = Run(), Run(), Run()
+        self.own = Run()
         self.arrived: dict[int, Tensor] = {}
         self.were: dict[str, list[Tensor | None]] = {}
         self.done = False
@@ -83,12 +79,12 @@ class Trial:
 
     def forward(self, outputs: Sequence[Any]) -> str:
         """Run all, and compare values: of the program, of the call, and of the user's own module."""
-        self._weights()
+        self.read_weights()
         graph = specialise(self.sharded, self.source.places())
         olds = dict(zip(graph.nodes, self.nodes, strict=True))
-        self.here.outputs = self._run(graph, self.here, lambda n, v: self.here.keep(olds[n], v))
+        self.here.outputs = self.run(graph, self.here, lambda n, v: self.here.keep(olds[n], v))
         original = next(iter(self.sharded.origin.values()))[0].graph
-        self._together(lambda: setattr(self.whole, "outputs", self._run(original, self.whole, self._keep_whole)))
+        self._together(lambda: setattr(self.whole, "outputs", self.run(original, self.whole, self._keep_whole)))
         self.kept = [i for i in range(len(self.whole.outputs)) if i not in self.capture.mutations]
         self._verdict(self._program(), SENT)
         self._verdict(self._outputs(outputs), AROUND)
@@ -97,47 +93,6 @@ class Trial:
             self._verdict(self._together(self._users), STALE)
         unlike = " (the original's own random numbers are others: its graph was run with the module's)" if drawn else ""
         return self._equal(f"{self.compared} values") + unlike
-
-    def _weights(self) -> None:
-        """The weights of now: this rank's, and all of them, rank 0's where each rank has them whole."""
-        for name, storage in self.shards.storages.items():
-            held = state.pieces(self.shards, name)
-            wanted = torch.is_grad_enabled() and any(p.requires_grad for p in held)
-            local = storage.local([local_of(p).detach() for p in held])
-            whole = storage.full([p.detach() for p in held])
-            whole = whole if storage.pieces else self._first_ranks(whole)
-            self.here.leaves[name] = local.detach().requires_grad_(wanted)
-            self.whole.leaves[name] = whole.detach().requires_grad_(wanted)
-        self.buffers = {name: self._first_ranks(b) for name, b in self.call.buffers.items()}
-
-    def _first_ranks(self, value: Tensor) -> Tensor:
-        if self.shards.ranks is None:
-            return value
-        value = value.detach().clone(memory_format=torch.contiguous_format)
-        dist.broadcast(value, group=self.shards.ranks.group, group_src=0)
-        return value
-
-    def _run(self, graph: fx.Graph, run: Run, observe: Callable[[fx.Node, Any], None]) -> list[Any]:
-        """Run a graph as the call ran; gives its flat outputs."""
-        self.call.rewind()
-        tensors = iter(again([self.call.flat[i] for i in self.order]))
-        seeds = self.program.random(self.shards, base_seed() if self.program.seeds else 0)
-        buffers = self.call.buffers if run is self.here else self.buffers
-        given = {}
-        for leaf, node in zip(self.capture.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):
-            name, val = self.shards.aliases.get(leaf.name, leaf.name), leaf.node.meta.get("val")
-            if leaf.kind.passed:
-                given[node] = next(tensors) if isinstance(val, Tensor) else val
-            elif leaf.kind is SEEDS:
-                given[node] = seeds[0]
-            elif leaf.kind is CONSTANT:
-                given[node] = self.capture.constants[leaf.name]
-            else:
-                given[node] = run.leaves[name] if leaf.kind.trained else buffers[name]
-        self.given = {leaf.node: given[n] for leaf, n in zip(self.capture.leaves, given, strict=True)}
-        autocast = self.capture.state[-1] is not None  # then the graph holds its casts
-        with torch.autocast(self.call.device.type, enabled=False) if autocast else nullcontext():
-            return compat.tree_leaves(reference(graph, given, observe))
 
     def _keep_whole(self, node: fx.Node, value: Any) -> None:
         for i, v in enumerate(value if isinstance(value, list | tuple) else [value]):

@@ -83,7 +83,9 @@ class Carriers:
             given.append((value, describe(value, name, self.moving)))
             return given[-1][1]
 
-        positional = [one(x, self.names[i] if i < len(self.names) else str(i)) for i, x in enumerate(args)]
+        # More arguments than names are those of `*args`.
+        names = [*self.names, *map(str, range(len(self.names), len(args)))]
+        positional = [one(x, name) for x, name in zip(args, names, strict=False)]
         return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, given
 
     def learn(self, captured: Capture) -> bool:
@@ -142,7 +144,7 @@ class Carriers:
             tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
         elif have != mine:
             wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
-        shape = [length if d == dim else n for d, n in enumerate(tensor.shape)]
+        shape = [*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]]
         return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
 
     def held(self, name: str, tensor: Any) -> Any:
@@ -153,7 +155,7 @@ class Carriers:
         split = self.cut(name)
         if split is None or not isinstance(tensor, Tensor) or tensor.shape[split.dim]:
             return tensor
-        shape = [1 if d == split.dim else n for d, n in enumerate(tensor.shape)]
+        shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)
 
 

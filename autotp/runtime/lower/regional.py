@@ -88,7 +88,10 @@ def structure(graph: fx.Graph) -> tuple[Any, ...]:
     def plain(node: fx.Node) -> str:
         return repr(map_arg((node.args, node.kwargs), lambda x: ("node", number[x])))
 
-    return tuple((n.op, n.target if n.op == "call_function" else "", plain(n)) for n in graph.nodes)
+    def target(node: fx.Node) -> Any:
+        return node.target if node.op == "call_function" else ""
+
+    return tuple((n.op, target(n), plain(n)) for n in graph.nodes)
 
 
 def flow(node: fx.Node) -> Any:

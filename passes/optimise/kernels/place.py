@@ -64,7 +64,7 @@ class Kernels(Optimisation):
         node = program.graph.output_node().prev
         while node.op != "root":  # from the end, so that a longer expression comes before those within it
             node = _rewritten(node, fired).prev
-        times = (kernel if n == 1 else f"{kernel} {n} times" for kernel, n in sorted(fired.items()))
+        times = [_times(kernel, n) for kernel, n in sorted(fired.items())]
         program.graph.eliminate_dead_code()
         return Changes(sum(fired.values()), ", ".join(times) or "nowhere: no pattern was found")
 
@@ -77,3 +77,7 @@ def _rewritten(node: fx.Node, fired: Counter[str]) -> fx.Node:
             fired[kernel] += 1
             return new
     return node
+
+
+def _times(kernel: str, n: int) -> str:
+    return kernel if n == 1 else f"{kernel} {n} times"

@@ -1,0 +1,86 @@
+"""Which program runs a call of a sharded module: a known one, or one that all ranks capture now and install."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import Any
+
+from autotp.comm.rank_order import in_one_order
+from autotp.comm.ranks import agree, together
+from autotp.errors import StateError
+from autotp.ir.graph import Capture, draws
+from autotp.ir.leaves import CONSTANT
+from autotp.ir.program import Sharded
+from autotp.runtime.generation.carrying import Arguments
+from autotp.runtime.generation.in_place import write_in_place
+
+from . import data_parallel, state
+from .call_key import form
+from .programs import Program, taken
+from .tree import Assembler
+
+
+class Finds:
+    """For a sharded module."""
+
+    _source: Any
+    _shards: Any
+    _plan: Any
+    _known: Any
+    _programs_made: Any
+    _carriers: Any
+    _changes: Any
+    _order: Any
+    _mode: Any
+    _captured: Any
+
+    def _find(self, call: Arguments) -> tuple[Program, list[int]]:
+        """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
+        source = self._source
+        data_parallel.refuse_others(self._shards)
+        values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
+        told = {**state.input_text(call.whole, call.spec, values), **self._changes.told()}
+        agree(source.ranks, "the inputs of this call", told)
+        found = together(source.ranks, "reading the inputs", lambda: self._match(call))
+        if found is None:
+            caught = together(source.ranks, "capturing the model", lambda: self._captured(call))
+            captured = in_one_order(source.ranks, caught)
+            agree(source.ranks, "the model for this call", {"graph": captured.digest()})
+            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
+            self._install(captured, made, self._changes.key(), call.entry)
+            found = self._match(call)
+            if found is None:
+                raise StateError(
+                    "a program was captured for these inputs and does not accept them; please report this."
+                )
+        return found
+
+    def _match(self, call: Arguments) -> tuple[Program, list[int]] | None:
+        """A program that was captured for such a call in this mode and accepts these sizes."""
+        state.refuse_meta(self._shards)
+        call.check()
+        called, _ = form(self._source.bare.get_submodule(call.entry), call.whole, call.spec)
+        mode, of = self._mode(), (self._changes.key(), call.entry)
+        fitting = (p for p in self._programs_made if (p.changes, p.entry) == of)
+        orders = ((program, program.order(called, call.whole, mode)) for program in fitting)
+        return next(((program, order) for program, order in orders if order is not None), None)
+
+    def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
+        source, key = self._source, self._programs_made.key()
+        places = source.places()
+        graph, fired = source.lowering.program(sharded, places, self._shards.device, self._plan.memory.peak)
+        inputs, reads, count = taken(captured, graph, self._shards)
+        if self._plan.batch.size > 1 and source.ranks is not None:
+            data_parallel.spread(self._shards, reads)
+        constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
+        compiler = source.lowering.compiler(graph)
+        if compiler is None:
+            write_in_place(captured, graph)
+        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
+        called, _ = form(
+            source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
+        )
+        random = any(map(draws, graph.nodes))
+        self._carriers.layouts |= getattr(sharded, "states", {})
+        program = Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes, entry)
+        self._programs_made.add(program, self._order, self._known)
