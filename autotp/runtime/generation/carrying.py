@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,13 +18,21 @@ from autotp import compat
 from autotp.errors import InputError
 from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
 from autotp.ir.graph import Capture
-from autotp.ir.layouts import Distribution, Layout
+from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
 
 FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
     "the unsharded model, or under another plan. Pass what this module gave."
 )
+
+
+class Cut(NamedTuple):
+    """The dimension that a state is split in, and its length there: on this rank, and of the whole."""
+
+    dim: int
+    mine: int
+    length: int
 
 
 @dataclass
@@ -47,6 +55,7 @@ class Carriers:
     named: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
+    cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: tuple[str, ...] = ()) -> Carriers:
@@ -54,7 +63,7 @@ class Carriers:
         return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, named=named, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return replace(self, layouts=dict(self.layouts), moving=set(self.moving))
+        return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={})
 
     def named_places(self, spec: Any) -> dict[int, str]:
         """Where in a call's leaves the states lie that the user named."""
@@ -95,22 +104,29 @@ class Carriers:
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in found)
 
-    def partition(self, name: str) -> tuple[int, Distribution] | None:
-        """The dimension that a state is split in, and how; None where it is whole."""
+    def cut(self, name: str) -> Cut | None:
+        """How a state is split; None where it is whole. Remembered, as every step asks for every state."""
         layout = self.layouts.get(name)
+        known = self.cuts.get(name)
+        if known is None or known[0] is not layout:
+            self.cuts[name] = known = layout, self._cut(layout)
+        return known[1]
+
+    def _cut(self, layout: Layout | None) -> Cut | None:
         if layout is None or layout.sharded_dim is None or layout.distribution is None or self.tp == 1:
             return None
-        return layout.sharded_dim, layout.distribution
+        partition = layout.distribution
+        return Cut(layout.sharded_dim, int(partition.local(self.rank, self.tp)), int(partition.length))
 
     def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
         """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
         is wrong with it."""
-        split = self.partition(name)
+        split = self.cut(name)
         shape = list(tensor.shape)
         wrong = ""
-        if split is not None and split[0] < tensor.ndim:
-            dim, partition = split
-            mine, have, length = partition.local(self.rank, self.tp), shape[dim], int(partition.length)
+        if split is not None and split.dim < tensor.ndim:
+            dim, mine, length = split
+            have = shape[dim]
             if have != max(mine, 1):
                 wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
             else:
@@ -119,12 +135,11 @@ class Carriers:
 
     def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
         """Likewise of a state that the user named, which may be passed whole: then the rank takes its part."""
-        split = self.partition(name)
-        if split is None or split[0] >= tensor.ndim:
+        split = self.cut(name)
+        if split is None or split.dim >= tensor.ndim:
             return tensor, torch.empty_like(tensor, device="meta"), ""
-        dim, partition = split
-        mine, have, length = partition.local(self.rank, self.tp), tensor.shape[dim], int(partition.length)
-        wrong = ""
+        dim, mine, length = split
+        have, wrong = tensor.shape[dim], ""
         if have == length:
             tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
         elif have != mine:
@@ -137,10 +152,10 @@ class Carriers:
 
         An empty tensor means to many that there is no state yet.
         """
-        split = self.partition(name)
-        if split is None or not isinstance(tensor, Tensor) or tensor.shape[split[0]]:
+        split = self.cut(name)
+        if split is None or not isinstance(tensor, Tensor) or tensor.shape[split.dim]:
             return tensor
-        shape = [*tensor.shape[: split[0]], 1, *tensor.shape[split[0] + 1 :]]
+        shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)
 
 
