@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -33,6 +35,29 @@ def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.
 def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether a call is given such objects, or asks for one."""
     return kwargs.get("use_cache") is True or any(isinstance(x, Carried) for x in (*args, *kwargs.values()))
+
+
+NONE: Mapping[tuple[str, int], int | None] = MappingProxyType({})
+_NUMBERS: ContextVar[Mapping[tuple[str, int], int | None]] = ContextVar("numbers", default=NONE)
+
+
+@contextmanager
+def sizes_of_states(numbers: Mapping[tuple[str, int], int | None]) -> Iterator[None]:
+    """Within this context a trace takes these sizes of states for numbers: a forward may never ask what they are.
+
+    Args:
+        numbers: (name of a state, dimension) -> its size; None where it varies.
+    """
+    token = _NUMBERS.set(numbers)
+    try:
+        yield
+    finally:
+        _NUMBERS.reset(token)
+
+
+def is_number(name: str, dim: int, size: int) -> bool:
+    """Whether this size of a state is one of those."""
+    return _NUMBERS.get().get((name, dim)) == size
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
 from autotp.passes.canonicalise.functionalise import regions
 
-from .carrying import carries, carrying, forwarding
+from .carrying import carries, carrying, forwarding, is_number
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
@@ -113,8 +113,9 @@ class Attempt:
 
 
 def _dims(value: Any) -> Any:
-    if isinstance(value, Carried):  # which dimensions grow is not known
-        return [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors]
+    if isinstance(value, Carried):  # which dimensions grow is not known, but for some
+        named = zip(value.tensors, value.shape.names, strict=True)
+        return [{d: Dim.AUTO for d, n in enumerate(t.shape) if not is_number(name, d, n)} for t, name in named]
     if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
         return [compat.tree_map(_dims, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
     if not isinstance(value, Tensor):

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from autotp import compat
 from autotp.capture.capture import skeleton
-from autotp.capture.carrying import entering
+from autotp.capture.carrying import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
 from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
@@ -134,7 +134,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
-        with entering(bare, call.entry):
+        with entering(bare, call.entry), sizes_of_states(self._carriers.sizes):
             captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
             if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
                 captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)

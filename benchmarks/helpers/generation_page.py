@@ -40,6 +40,8 @@ def _share(results: list[Any]) -> str:
 
 def _reasons(models: Mapping[str, Any]) -> Iterator[str]:
     for name, model in models.items():
+        if "own" in model:
+            yield f"| {name} | - | its own `generate()` | {_cell(model['own'])} |"
         for tp, record in model["tp"].items():
             if "own" in record:
                 yield f"| {name} | {tp} | its own `generate()` | {_cell(record['own'])} |"

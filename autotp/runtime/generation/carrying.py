@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.errors import InputError
 from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
-from autotp.ir.graph import Capture
+from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
+from autotp.ir.op import sizes
 
 FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
@@ -43,6 +44,7 @@ class Carriers:
         names: of the positional arguments.
         rank, tp: this rank among how many.
         layouts: of the states that programs have met, by name.
+        sizes: (state, dimension) -> its size where all programs left the same number there, else None.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
         named: arguments that the user named as states.
     """
@@ -52,6 +54,7 @@ class Carriers:
     tp: int = 1
     layouts: dict[str, Layout] = field(default_factory=dict)
     moving: set[tuple[type, str]] = field(default_factory=set)
+    sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
     named: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
@@ -63,7 +66,7 @@ class Carriers:
         return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, named=named, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={})
+        return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes))
 
     def named_places(self, spec: Any) -> dict[int, str]:
         """Where in a call's leaves the states lie that the user named."""
@@ -98,11 +101,24 @@ class Carriers:
         returned = compat.tree_unflatten([None] * captured.out_spec.num_leaves, captured.out_spec)
         if not isinstance(returned, Returned):
             return False
+        self._measure(captured)
         pairs = list(zip(before, returned.after, strict=True))
         found = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
         new = {(owner, name) for owner, name, _ in found} - self.moving
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in found)
+
+    def _measure(self, captured: Capture) -> None:
+        """Take note of the sizes that states are left with, where some size of the state is not a number."""
+        names = states_of(captured.out_spec)
+        for position, node in placed_outputs(captured):
+            maker, index = resolve(node)
+            shape = sizes(tensors(maker)[index]) if position in names else ()
+            if any(not isinstance(n, int) for n in shape):
+                for d, n in enumerate(shape):
+                    number = n if d and isinstance(n, int) and n > 1 else None  # of 0 and 1 torch makes numbers
+                    known = self.sizes.setdefault((names[position], d), number)
+                    self.sizes[names[position], d] = number if known == number else None
 
     def cut(self, name: str) -> Cut | None:
         """How a state is split; None where it is whole. Remembered, as every step asks for every state."""

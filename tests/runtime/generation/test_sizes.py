@@ -1,0 +1,50 @@
+"""Sizes of a state that the forward that made it had as numbers, and that no later forward asks for."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.ir.carried import states_of
+
+HEADS, SIZE = 2, 4
+
+
+class Crossed(nn.Module):
+    """Attention to keys that the first call leaves in a cache; how many heads they have it never asks again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k = nn.Linear(8, HEADS * SIZE), nn.Linear(8, HEADS * SIZE)
+
+    def forward(self, x: Tensor, seen: Tensor, cache: Any = None) -> Tensor:
+        cache = SimpleNamespace(keys=None) if cache is None else cache
+        if cache.keys is None:
+            cache.keys = self.k(seen).unflatten(-1, (HEADS, SIZE)).transpose(1, 2).contiguous()
+        flat = (x.shape[0] * HEADS, -1, SIZE)
+        q = self.q(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2).reshape(flat)
+        return (q @ cache.keys.reshape(flat).transpose(1, 2)).softmax(-1)
+
+
+def test_a_number_of_heads_stays_a_number_and_a_length_does_not():
+    torch.manual_seed(0)
+    model, cache = Crossed(), SimpleNamespace(keys=None)
+    wanted = SimpleNamespace(keys=None)
+    x, seen = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
+    sharded: Any = autotp.compile(model, 1, example_inputs=(x, seen))
+    for length in (5, 6, 4):
+        x = torch.randn(3, length, 8)
+        with torch.no_grad():
+            assert torch.equal(sharded(x, seen, cache), model(x, seen, wanted))
+    programs = list(sharded._programs_made)
+    capture = programs[-1].capture
+    (at,) = states_of(capture.in_spec)
+    shapes = {x.name: tuple(x.node.meta["val"].shape) for x in capture.inputs}
+    batch, heads, seen_length, size = shapes["cache.keys"]
+    assert (heads, size) == (HEADS, SIZE) and all(type(n) is int for n in (heads, size)), (at, shapes)
+    assert not isinstance(batch, int) and not isinstance(seen_length, int)
+    assert len(programs) <= 3
