@@ -9,10 +9,10 @@ from .log import configure
 if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
-    from autotp.driver.verify import verify
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
+    from autotp.runtime.verify import verify
 
     from .api import Plan, Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
@@ -35,7 +35,7 @@ HOMES = {
     "prove_rule": "autotp.proof.prove",
     "register_rule": "autotp.rules.register",
     "sweep": "autotp.api",
-    "verify": "autotp.driver.verify",
+    "verify": "autotp.runtime.verify",
 }
 
 configure()

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.carried import states_of
+from autotp.ir.carried import Carried, states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, LeafKind
 from autotp.ir.op import expression
@@ -27,7 +27,7 @@ from autotp.passes.base import Pass, run_passes
 from .attempts import ATTEMPTS, STATIC, Change, Failure, tried, worth_trying
 from .causes import Cause
 from .copies import copied
-from .export import Attempt
+from .export import Attempt, lengths
 from .grad_mode import GRAD, Asked
 from .messages import capture_error
 from .repeated_blocks import Repeats
@@ -83,6 +83,9 @@ def capture(
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
     """
     failures: list[Failure] = []
+    found = _of_any_length(_attempt(bare, inputs, device, state, states), passes, trial, state)
+    if found is not None:
+        return found
     for changes in ATTEMPTS:
         if not worth_trying(changes, failures):
             continue
@@ -98,6 +101,21 @@ def capture(
     fails = trial.failure() if trial is not None and not trial.skip else ""
     errors = tried(failures)
     raise capture_error(bare, errors, fails) from errors[0][1]
+
+
+def _of_any_length(
+    attempt: Attempt, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
+) -> Capture | None:
+    """The capture of a call with states of length 1 that takes any length; None where there are none, or it fails."""
+    given = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
+    attempt.short = any(lengths(t) for x in given for t in x.tensors if isinstance(t, Tensor))
+    if not attempt.short:
+        return None
+    try:
+        return _made(attempt, (), passes, trial, state)
+    except Exception as error:  # whatever a user's forward and torch's tracer may raise
+        log.debug("an attempt with states of any length: %s", error)
+        return None
 
 
 def _made(

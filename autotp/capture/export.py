@@ -44,6 +44,7 @@ class Attempt:
         asked: the grad mode that the forward is to find, and whether it asks.
         states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
+        short: states of length 1, of which programs take any length; all other sizes of 1 stay.
         assumes: while the model itself is asked about what the attempt assumes of it.
     """
 
@@ -57,6 +58,7 @@ class Attempt:
     states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
     assumes: bool = False
+    short: bool = False
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
@@ -76,9 +78,11 @@ class Attempt:
                 refuse_hooks(),
                 unvalidated(),
             )
-            for context in (compat.quiet_export(), _silent(), _unmoved(), *recorded):
+            for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
+            if self.short:
+                stack.enter_context(compat.sizes_of_one())
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
             export = compat.draft_export if self.draft else torch.export.export
@@ -92,7 +96,8 @@ class Attempt:
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
-        args, kwargs = compat.tree_map(_dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
+        dims = _dims_of_short if self.short else _dims
+        args, kwargs = compat.tree_map(dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
         passed = signature.bind(*self.args, **self.kwargs).arguments
         grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
@@ -108,6 +113,22 @@ def _dims(value: Any) -> Any:
         return None
     free = 2 if value.ndim <= 3 else 1
     return dict.fromkeys(range(min(value.ndim, free)), Dim.AUTO)
+
+
+def _dims_of_short(value: Any) -> Any:
+    """Likewise where a state's length is 1, but for all other sizes of 1."""
+    if isinstance(value, Carried):
+        return [
+            {d: dim for d, dim in dims.items() if t.shape[d] != 1 or d in lengths(t)}
+            for t, dims in zip(value.tensors, _dims(value), strict=True)
+        ]
+    found = _dims(value)
+    return {d: dim for d, dim in found.items() if value.shape[d] != 1} if isinstance(value, Tensor) else found
+
+
+def lengths(state: Tensor) -> list[int]:
+    """The dimensions of a state which may be its length, beside its batch and heads, and are 1."""
+    return [d for d in range(2, state.ndim) if state.shape[d] == 1]
 
 
 def _any_dims(value: Any) -> Any:

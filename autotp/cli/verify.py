@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .models import LoadedModel
 
 RANKS = 2  # simulated where nothing says how many
+PARTS = ("difference", "inside", "decoded")  # of a report, which are records themselves
 COPIES = 4  # of all weights: the original's, the ranks', and the gradients of both
 
 
@@ -37,12 +38,16 @@ def verify(
     plan: Annotated[
         Path | None, typer.Option("--plan", metavar="FILE.json", help="Prove this plan.", show_default=False)
     ] = None,
+    generate: Annotated[
+        int | None,
+        typer.Option("--generate", metavar="N", help="Decode N tokens with a cache too.", show_default=False),
+    ] = None,
 ) -> int:
     """Prove a plan on simulated ranks: every value and gradient.
 
     Everything runs in this process, in float64.
     """
-    asked = degree.arguments(default=RANKS) | steering.arguments()
+    asked: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
     if {"dp", "fully_shard"} & asked.keys():
         raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
     if plan is not None:
@@ -59,7 +64,7 @@ def verify(
         if asked["tp"] == "auto":
             result = autotp.plan(source.model, example_inputs=source.inputs, **asked)
             asked = {"tp": result.tp, "plan": result}
-        report = autotp.verify(source.model, example_inputs=source.inputs, **asked)
+        report = autotp.verify(source.model, example_inputs=source.inputs, generate=generate, **asked)
     screen.result(_table(report, source.sizes), lambda: as_data(report))
     return FINE if report else NO
 
@@ -77,10 +82,9 @@ def _too_large(source: LoadedModel) -> str:
 
 def as_data(report: Report) -> dict[str, Any]:
     """A report as plain data, without the plan."""
-    fields = {k: getattr(report, k) for k in report.__dataclass_fields__ if k not in ("plan", "difference", "inside")}
-    difference, inside = (d and asdict(d) for d in (report.difference, report.inside))
-    model = report.plan.model if report.plan else None
-    return {"ok": report.ok, "model": model, **fields, "difference": difference, "inside": inside}
+    parts = {name: part and asdict(part) for name in PARTS for part in [getattr(report, name)]}
+    fields = {k: getattr(report, k) for k in report.__dataclass_fields__ if k != "plan"}
+    return {"ok": report.ok, "model": report.plan.model if report.plan else None, **fields, **parts}
 
 
 def _table(report: Report, sizes: str) -> RenderableType:
@@ -93,6 +97,12 @@ def _table(report: Report, sizes: str) -> RenderableType:
         ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),
         ("tolerance", f"{report.tolerance:.0e} (float64)"), ("captured graph against the model", capture),
     ]  # fmt: skip
+    if (decoded := report.decoded) is not None:
+        rows += [
+            ("positions", f"{decoded.positions}: {decoded.prompt} prefilled, {decoded.tokens} decoded"),
+            ("largest error of their logits", f"{decoded.logits_error:.1e}"),
+            ("largest error of the cache", f"{decoded.cache_error:.1e}, {decoded.states} tensors"),
+        ]
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))

@@ -12,6 +12,8 @@ from .export import (
     recorded_guards,
     recorded_inference,
     recorded_regions,
+    sizes_of_one,
+    uncached_shapes,
     undecided,
     vmapped,
 )
@@ -76,7 +78,7 @@ __all__ = [
     "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
-    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sym_size", "told_by_data",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "undecided", "use_symmetric_memory",
-    "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
+    "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
+    "undecided", "use_symmetric_memory", "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -12,16 +12,23 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
+from torch._dynamo import config as dynamo
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace
+from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import checkpoint as checkpointing
 
 from .fake import shape_env
 from .trees import tree_leaves
+
+
+def sizes_of_one() -> contextlib.AbstractContextManager[None]:
+    """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other."""
+    return mock.patch.object(symbolic_config, "backed_size_oblivious", True)
 
 
 def vmapped(graph: fx.Graph) -> bool:
@@ -41,6 +48,13 @@ def quiet_export() -> Iterator[None]:
     finally:
         for x, level in zip(loggers, levels, strict=True):
             x.setLevel(level)
+
+
+@contextlib.contextmanager
+def uncached_shapes() -> Iterator[None]:
+    """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
+    with dynamo.patch(fake_tensor_cache_enabled=False):
+        yield
 
 
 def module_stack() -> dict[str, tuple[str, Any]] | None:

@@ -87,7 +87,7 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
     positions = iter(i for i in range(_count(program)) if i not in program.mutations)
     outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
     for path, name in names:
-        left = dict(_leaves(name, _follow(outputs, path)))
+        left = dict(_leaves(name, follow(outputs, path)))
         before = {x for x in states if x == name or x.startswith((name + "[", name + "."))}
         if before and before != set(left):
             odd = min(before ^ set(left))
@@ -106,7 +106,7 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
     return [(f"{name}{place}" if place.startswith("[") else f"{name}.{place}", leaf) for place, leaf in pairs]
 
 
-def _follow(outputs: Any, path: Path) -> Any:
+def follow(outputs: Any, path: Path) -> Any:
     """What lies at this place of a model's outputs."""
     found: Any = outputs
     if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model

@@ -28,7 +28,41 @@ class Difference:
     detail: str
 
     def __str__(self) -> str:
-        return f"({self.direction}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
+        made = f" = {self.op} in {self.module or 'the model'}" if self.op else ""
+        return f"({self.direction}) at {self.value}{made}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """What `verify` found of a prompt and tokens after it, decoded one by one on the simulated ranks.
+
+    Attributes:
+        prompt, tokens: how many positions are prefilled, and decoded.
+        positions: compared, of each sequence; `states`: cached tensors compared.
+        logits_error, cache_error: largest relative differences, of what the ranks have in all calls from one forward
+            of all tokens, in float64; each rank's parts of a cached tensor are put together.
+        model_error: of the logits from those of the model itself, generating in its own dtype.
+        difference: the first that differs, None where all agree.
+    """
+
+    prompt: int
+    tokens: int
+    positions: int
+    states: int
+    logits_error: float
+    cache_error: float
+    model_error: float
+    difference: Difference | None = None
+
+    def __str__(self) -> str:
+        if self.difference is not None:
+            return f"differs {self.difference}"
+        return (
+            f"prefill of {self.prompt} and decoding of {self.tokens} tokens equal the forward of "
+            f"{self.prompt + self.tokens}: logits of {self.positions} positions within {self.logits_error:.1e}, "
+            f"{self.states} cached tensors, each rank's parts put together, within {self.cache_error:.1e} (float64); "
+            f"the logits are within {self.model_error:.1e} of the model's own generation"
+        )
 
 
 @dataclass(frozen=True)
@@ -46,6 +80,7 @@ class Report:
         inside: the first value or gradient that differs while every output and every gradient of a parameter or input
             agrees, as where rounding decides which of equal values is the largest; it is no fault.
         unproved: why the captured graph was not compared with the model; the report is then false. Empty where it was.
+        decoded: what came of decoding with a cache; None where that was not asked for.
     """
 
     tp: int
@@ -59,11 +94,13 @@ class Report:
     forward_only: str = ""
     inside: Difference | None = None
     unproved: str = ""
+    decoded: Decoded | None = None
 
     @property
     def ok(self) -> bool:
         """Whether no result differs, and the captured graph is known to be the model."""
-        return self.difference is None and not self.unproved
+        decodes = self.decoded is None or self.decoded.difference is None
+        return self.difference is None and not self.unproved and decodes
 
     def __bool__(self) -> bool:
         return self.ok
@@ -71,6 +108,12 @@ class Report:
     def __str__(self) -> str:
         if self.difference is not None:
             return f"differs {self.difference}"
+        if self.decoded is not None and self.decoded.difference is not None:
+            return f"{self.decoded}; one call by itself is {self._call}"
+        return self._call if self.decoded is None else f"{self._call}; {self.decoded}"
+
+    @property
+    def _call(self) -> str:
         none = f"no gradients, for the original has none ({self.forward_only})"
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""

@@ -149,22 +149,33 @@ class Values:
             program: the capture. model: whose values they are; random ones where it is on the meta device.
             inputs: of one call.
         """
-        state = {**program.constants, **dict(model.named_buffers(remove_duplicate=False))}
-        state |= dict(model.named_parameters(remove_duplicate=False))
+        state = {**program.constants, **weights_of(model)}
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
         drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
         given = {
-            x.node: next(flat) if x.kind.passed else _real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
+            x.node: next(flat) if x.kind.passed else real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
         }
         return cls({**given, **drawn}, inputs)
 
     def doubled(self) -> dict[fx.Node, Any]:
         """The values in float64 (and complex128)."""
-        return {n: v.detach().to(_wide(v.dtype)) if isinstance(v, Tensor) else v for n, v in self.given.items()}
+        return {n: double(v) for n, v in self.given.items()}
 
 
-def _real(value: Any) -> Any:
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    """Buffers and parameters under every name."""
+    named = dict(model.named_buffers(remove_duplicate=False))
+    return named | dict(model.named_parameters(remove_duplicate=False))
+
+
+def double(value: Any) -> Any:
+    """A tensor in float64 (and complex128), cut off from autograd; anything else as it is."""
+    return value.detach().to(_wide(value.dtype)) if isinstance(value, Tensor) else value
+
+
+def real(value: Any) -> Any:
+    """A tensor with random values where it has none; anything else as it is."""
     if not isinstance(value, Tensor):
         return value
     if not value.is_meta:

@@ -20,9 +20,11 @@ from torch.distributed.tensor import DTensor
 
 from autotp.errors import StateError
 
+from .contents import CONTAINERS, contents
+
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
-CONTAINERS = (list, dict, set)
+LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
 WITHIN = "within "  # before the name of an attribute that is the same object still
 INSTEAD = "Change it in the original model, and compile that."
 
@@ -56,7 +58,7 @@ class Lent:
     version: int = 0
 
     def __post_init__(self) -> None:
-        self.seen = _contents(self.value)
+        self.seen = contents(self.value)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Lent:
         """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
@@ -65,7 +67,7 @@ class Lent:
 
     def changed(self) -> bool:
         """Whether it is another than when it was last asked."""
-        now = _contents(self.value)
+        now = contents(self.value)
         try:
             same = bool(now == self.seen)
         except (RuntimeError, ValueError):  # tensors and arrays in it
@@ -73,12 +75,6 @@ class Lent:
         if not same:
             self.seen, self.version = now, self.version + 1
         return not same
-
-
-def _contents(value: Any) -> Any:
-    if isinstance(value, CONTAINERS):
-        return copy.deepcopy(value)
-    return {k: copy.copy(v) if isinstance(v, CONTAINERS) else v for k, v in vars(value).items()}
 
 
 @dataclass
@@ -225,6 +221,8 @@ class Watched:
     def place(self, part: nn.Module, name: str, module: nn.Module | None) -> None:
         """Refuse to put a module in a part's place that would get shards for what it takes for whole tensors."""
         child = self.children.get(name)
+        if child is None and isinstance(self.module, LISTS) and any(True for _ in (module or nn.Module()).parameters()):
+            self.refuse(name, f"a further layer has no place in the plan. {INSTEAD}")
         if child is not None and module is not part._modules.get(name):
             why = foreign(child, module)
             if why:

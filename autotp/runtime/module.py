@@ -25,7 +25,10 @@ from autotp.runtime import checkpoint
 from autotp.runtime.generation.carrying import Arguments, Carriers
 from autotp.runtime.generation.generating import Generates
 from autotp.runtime.interop import enclosed, rehearsal
+from autotp.runtime.interop.exported import Exports
+from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.refusals import Refusals
+from autotp.runtime.interop.shown import Shown
 
 from . import data_parallel, state
 from .call_key import form
@@ -37,7 +40,7 @@ from .shard_state import ShardState
 from .storage import Storage
 
 
-class ShardedModule(Finds, Generates, Refusals, Part):
+class ShardedModule(Finds, Generates, Exports, Methods, Shown, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -70,7 +73,7 @@ class ShardedModule(Finds, Generates, Refusals, Part):
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
-        self._generates(model)
+        self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 

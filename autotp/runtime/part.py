@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotp.errors import StateError
+from autotp.runtime.interop.methods import refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused
 
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
@@ -132,6 +133,7 @@ def class_of(original: type[nn.Module]) -> type[Part]:
     meta = Standing if issubclass(Standing, kind) else type("Standing", (Standing, kind), {})
     body = {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
     body |= {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"_class": original}
+    body |= refusing(original)
     try:
         return meta(original.__name__, (Part, original), body)
     except TypeError:
@@ -158,9 +160,31 @@ def watch(parts: Mapping[str, nn.Module], bare: nn.Module) -> Changes:
         part = parts[path]
         if isinstance(part, Part) and "_watched" not in part.__dict__:
             part.__dict__["_watched"] = Watched(module, path, changes, part._modules)  # type: ignore[arg-type]
-            for name in set(part.__dict__) & set(module.__dict__) - TORCHS:  # such as the config
+            own = set(module.__dict__) - TORCHS
+            for name in own & set(part.__dict__):  # such as the config
                 part.__dict__["_watched"].lend(name, part.__dict__[name])
+            for name in own:
+                _uncover(type(part), name)
     return changes
+
+
+class Own:
+    """An attribute of which the original's class has one value and its instances another: the instance's."""
+
+    def __init__(self, name: str, value: Any) -> None:
+        self.name, self.value = name, value
+
+    def __get__(self, part: Any, owner: Any = None) -> Any:
+        watched = None if part is None else part.__dict__.get("_watched")
+        return watched.read(part, self.name) if watched and self.name in watched.module.__dict__ else self.value
+
+
+def _uncover(kind: type[nn.Module], name: str) -> None:
+    """Let the class of parts show what an instance has, where Python would find the value of the original's class."""
+    if "_class" in vars(kind) and name not in nn.Module.__dict__ and hasattr(kind, name):
+        covers = getattr(kind, name)
+        if not callable(covers) and not hasattr(type(covers), "__get__"):
+            setattr(kind, name, Own(name, covers))
 
 
 def standing_for(part: Part, module: nn.Module) -> nn.Module:

@@ -14,7 +14,7 @@ from autotp import compat
 from autotp.comm.ranks import Ranks, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
-from autotp.runtime.interop import foreign, operators, refusals
+from autotp.runtime.interop import arrays, foreign, operators, refusals
 from autotp.runtime.interop.ours import know
 
 from . import data_parallel
@@ -28,6 +28,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
     """Build the tree of parts below `root` and give every part its shards and buffers."""
     if shards.ranks is not None:
         operators.install()
+        arrays.install()
         refusals.install()
         know(shards.ranks.group_name)
     made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared

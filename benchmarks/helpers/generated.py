@@ -1,10 +1,16 @@
-"""`generate()` of one architecture, unsharded and on gloo ranks: tokens must be the same, logits nearly."""
+"""`generate()` of one architecture, unsharded and on gloo ranks: tokens must be the same, logits nearly.
+
+One process builds the model, generates unsharded and on a single rank; the ranks are forked from it, and so begin with
+the weights, the wanted results and the graphs that were captured.
+"""
 
 from __future__ import annotations
 
 import os
+import resource
+import tempfile
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,31 +21,30 @@ from torch import Tensor
 import autotp
 
 from .build import Architecture, build
+from .captured_once import captured_once
 from .doubled import doubled
-from .isolate import Record, Send
-from .measure import example, reason
+from .forked import forked
+from .isolate import Record, Send, merge
+from .measure import reason
+from .prompts import planned_for, prompts
 
 EXACT = 1e-9  # of the largest logit
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
+SECONDS = 120  # of CPU time, for each process
 
 
-def generated(architecture: Architecture, tokens: int, rank: int, tp: int, folder: str, send: Send) -> None:
-    """One of the ranks, which all generate what the whole model generates.
+def generated(architecture: Architecture, tokens: int, degrees: Sequence[int], send: Send) -> None:
+    """All ranks at each of the degrees generate what the whole model generates.
 
     Args:
-        architecture: what to build. tokens: how many to generate.
-        rank, tp: this rank among how many. folder: where the ranks find each other.
-        send: takes {"own": why the model itself does not}, or {cache: {"ok", "why", "gap", "same", "programs"}}.
+        architecture: what to build. tokens: how many to generate. degrees: numbers of ranks.
+        send: takes {"own": why the model itself does not, "inputs": [...], "tp": {degree: {cache: {"ok", "why",
+            "gap", "same", "programs"}}}, "cpu_seconds"}, in parts.
     """
     warnings.simplefilter("ignore")
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    store: Any = dist.FileStore(f"{folder}/store", tp)  # pyright: ignore[reportPrivateImportUsage]
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=timedelta(minutes=3))
     with doubled(), torch.no_grad():
         try:
             model: Any = build(architecture).double()
-            if not callable(getattr(model, "generate", None)):
-                raise LookupError("its class has no generate()")
             if hasattr(model, "set_experts_implementation"):
                 model.set_experts_implementation("batched_mm")  # the grouped product knows no float64 on the CPU
             inputs = prompts(model)
@@ -48,41 +53,53 @@ def generated(architecture: Architecture, tokens: int, rank: int, tp: int, folde
             return send({"own": reason(error)})
         if isinstance(wanted["dynamic"], Exception):
             return send({"own": reason(wanted["dynamic"])})
-        try:
-            sharded = autotp.compile(model, tp, example_inputs=_whole(model, inputs))
-        except Exception as error:
-            return send({"dynamic": {"ok": False, "why": reason(error)}})
-        for name, own in wanted.items():
-            if not isinstance(own, Exception):
-                send({name: _compared(sharded, own, _run(sharded, inputs, tokens, CACHES[name]))})
-    dist.destroy_process_group()
+        send({"inputs": sorted(inputs)})
+        wanted = {name: own for name, own in wanted.items() if not isinstance(own, Exception)}
+        with captured_once():
+            part = {"tp": {str(tp): {name: _not_reached() for name in wanted} for tp in degrees}}
+            send(part)  # what stands where this process dies
+            _compared(model, inputs, wanted, tokens, 1, lambda x: None)
+            for tp in degrees:
+                send({"tp": {str(tp): _on_ranks(tp, model, inputs, wanted, tokens)}})
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    return send({"cpu_seconds": round(sum(u.ru_utime + u.ru_stime for u in used), 1)})
+
+
+def _not_reached() -> Record:
+    return {"ok": False, "why": "the process that captures ended before"}
+
+
+def _on_ranks(tp: int, *work: Any) -> Record:
+    """The results of forked ranks, for each cache that of the first rank on which it is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        each = forked(_rank, [(rank, tp, folder, *work) for rank in range(tp)])
+    record: Record = {}
+    wanted = work[2]
+    for found, why in each:
+        for name in wanted:
+            result = found.get(name) or {"ok": False, "why": why or "nothing was sent"}
+            if record.get(name, {"ok": True})["ok"]:
+                record = merge(record, {name: result})
+    return record
+
+
+def _rank(rank: int, tp: int, folder: str, model: Any, inputs: Record, wanted: Record, tokens: int, send: Send) -> None:
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS + 5))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    store: Any = dist.FileStore(f"{folder}/store", tp)  # pyright: ignore[reportPrivateImportUsage]
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=tp, timeout=timedelta(minutes=10))
+    _compared(model, inputs, wanted, tokens, tp, send)
+
+
+def _compared(model: Any, inputs: Record, wanted: Record, tokens: int, tp: int, send: Send) -> None:
+    """Shard the model, generate with each cache, and send what came of it."""
+    try:
+        sharded = autotp.compile(model, tp, example_inputs=planned_for(model, inputs), check_capture=False)
+    except Exception as error:
+        return send({name: {"ok": False, "why": reason(error)} for name in wanted})
+    for name, own in wanted.items():
+        send({name: _result(sharded, own, _run(sharded, inputs, tokens, CACHES[name]))})
     return None
-
-
-def prompts(model: Any) -> dict[str, Any]:
-    """Example inputs with the first prompt padded; for the decoder that follows an encoder its own start."""
-    found = {k: v for k, v in example(model).items() if not k.startswith("decoder_")}
-    ids = found.get("input_ids")
-    if ids is None:
-        return found
-    pad = getattr(model.generation_config, "pad_token_id", None)
-    mask = torch.ones_like(ids)
-    mask[0, :3] = 0
-    if "pixel_values" not in found:
-        ids = ids.masked_fill(mask == 0, 0 if pad is None else pad)
-    return {**found, "input_ids": ids, "attention_mask": mask}
-
-
-def _whole(model: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """What the model is planned for."""
-    more = {k: v for k, v in example(model).items() if k.startswith("decoder_")}
-    names = set(inputs) - ({"attention_mask"} if "attention_mask" not in _arguments(model) else set())
-    return {**{k: inputs[k] for k in names}, **more}
-
-
-def _arguments(model: Any) -> set[str]:
-    code = type(model).forward.__code__
-    return set(code.co_varnames[: code.co_argcount + code.co_kwonlyargcount])
 
 
 def _run(model: Any, inputs: Mapping[str, Any], tokens: int, more: Mapping[str, Any]) -> Any:
@@ -96,7 +113,7 @@ def _run(model: Any, inputs: Mapping[str, Any], tokens: int, more: Mapping[str, 
         return error
 
 
-def _compared(sharded: Any, own: Any, got: Any) -> Record:
+def _result(sharded: Any, own: Any, got: Any) -> Record:
     if isinstance(got, Exception):
         return {"ok": False, "why": reason(got)}
     same = own.sequences.shape == got.sequences.shape and bool((own.sequences == got.sequences).all())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -17,29 +19,34 @@ import transformers
 
 Record = dict[str, Any]
 Send = Callable[[Record], None]
-PRELOAD = [
-    "benchmarks.helpers.measure"
-]  # imports torch and transformers once, in the server that processes are forked from
+PRELOAD = "benchmarks.helpers.measure"  # imports torch and transformers once, in the server that forks
 
 
-def run(function: Callable[..., None], *arguments: Any, limit: float) -> tuple[Record, str]:
+def run(
+    function: Callable[..., None], *arguments: Any, limit: float, parent: bool = False, preload: str = PRELOAD
+) -> tuple[Record, str]:
     """What `function(*arguments, send)` sends from a new process, merged.
 
     Args:
         function: of a module, so that it can be named to another process. limit: seconds.
+        parent: whether it starts processes of its own, which end with it.
+        preload: module that the server imports before.
 
     Returns:
         The record, and why it is not complete ("" where it is).
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context.set_forkserver_preload([preload])
     here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_work, args=(there, function, arguments), daemon=True)
+    process = context.Process(target=_work, args=(there, function, arguments, parent), daemon=not parent)
     process.start()
     there.close()
     try:
         return _listen(here, time.monotonic() + limit)
     finally:
+        if parent and process.pid is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
         process.kill()
         process.join()
 
@@ -50,7 +57,9 @@ def merge(record: Mapping[str, Any], part: Mapping[str, Any]) -> Record:
     return {**record, **part, **both}
 
 
-def _work(pipe: Any, function: Callable[..., None], arguments: tuple[Any, ...]) -> None:
+def _work(pipe: Any, function: Callable[..., None], arguments: tuple[Any, ...], parent: bool) -> None:
+    if parent:
+        os.setpgrp()  # so that all are ended together
     logging.disable()
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)

@@ -9,11 +9,14 @@ from autotp.passes.optimise.kernels.place import Kernels
 
 from .base import Optimisation
 from .bucket import Bucket
+from .cached_attention import CachedAttention
 from .micro_pipeline import MicroPipeline
 from .overlap import Overlap
 from .regather import Regather
 
-OPTIMISATIONS: tuple[Optimisation, ...] = (Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather())
+OPTIMISATIONS: tuple[Optimisation, ...] = (
+    CachedAttention(), Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather(),
+)  # fmt: skip
 
 Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
 Switches = bool | Mapping[str, bool] | None

@@ -85,7 +85,8 @@ class Pool:
         """The stacks of all threads of the workers that live, on the log: where they hang."""
         for worker in self._workers:
             if worker.is_alive() and hasattr(signal, "SIGUSR1"):
-                os.kill(worker.pid, signal.SIGUSR1)
+                with contextlib.suppress(ProcessLookupError):  # it ended by now
+                    os.kill(worker.pid, signal.SIGUSR1)
         time.sleep(0.5)
 
     def close(self) -> None:

@@ -149,7 +149,7 @@ def quoted(document: str) -> list[str]:
 
 
 def test_quoted_pieces_stand_in_the_source():
-    sources = [p.read_text() for folder in ("autotp", "tests") for p in (ROOT / folder).rglob("*.py")]
+    sources = [p.read_text() for folder in ("autotp", "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
     pieces = [piece for document in DOCUMENTS for piece in quoted(document)]
     assert len(pieces) >= 4
     assert [p for p in pieces if not any(p in text for text in sources)] == []

@@ -54,13 +54,17 @@ def load(
     cast: bool = False,
     check_finite: bool = False,
     trusted: bool = False,
+    weights: bool = True,
 ) -> Loaded:
-    """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call."""
+    """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call.
+
+    Without `weights` the optimizer alone is loaded.
+    """
     ranks = shards.ranks.planners if shards.ranks is not None else None
 
     def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
         archive = renaming.converted(shards, open_archive(source, trusted))
-        found = match(shards, archive, strict, cast)
+        found = match(shards, archive, strict, cast) if weights else NameMatch({}, [], [])
         wanted = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
         return archive, found, wanted
 

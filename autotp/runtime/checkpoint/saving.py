@@ -40,8 +40,12 @@ def save(
     extra: Mapping[str, Any] | None = None,
     background: bool = False,
     max_file: int = 5 * 10**9,
+    weights: bool = True,
 ) -> Pending | None:
-    """Save a checkpoint; `ShardedModule.save_checkpoint` says what the arguments are. A collective call."""
+    """Save a checkpoint; `ShardedModule.save_checkpoint` says what the arguments are. A collective call.
+
+    Without `weights` it holds the optimizer alone (DCP only), beside weights that are saved elsewhere.
+    """
     _refuse(format, optimizer, extra, background)
     place = Path(os.path.abspath(path))
     ranks = shards.ranks.planners if shards.ranks is not None else None
@@ -54,7 +58,7 @@ def save(
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
         huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, notes = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra))
+    tensors, notes = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     pending = _dcp(ranks, place, tensors, notes, background)
     return pending.start() if background else pending.result()
@@ -83,10 +87,13 @@ def _ready(shards: ShardState, place: Path) -> None:
 Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 
 
-def _collect(shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None) -> tuple[Tensors, str]:
+def _collect(
+    shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
+) -> tuple[Tensors, str]:
     """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes as JSON."""
     found: Tensors = {}
-    for first in dict.fromkeys(first for _, first in state.named_tensors(shards)):  # what is tied once
+    names = [first for _, first in state.named_tensors(shards)] if weights else []
+    for first in dict.fromkeys(names):  # what is tied once
         storage = shards.storage_of(first)
         if storage is not None:
             found["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))

@@ -145,6 +145,10 @@ class Carriers:
 
 
 Given = list[tuple[Any, Carried]]
+BATCH = (
+    "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
+    "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
+)
 
 
 class Arguments:
@@ -187,6 +191,18 @@ class Arguments:
         """
         if self.wrong:
             raise InputError(self.wrong)
+
+    def other_batch(self) -> str:
+        """Which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
+        states = states_of(self.spec) | self.carriers.named_places(self.spec)
+        names = list(compat.named_leaves(compat.tree_unflatten(self.flat, self.spec)))
+        tensors = {i: x for i, x in enumerate(self.whole) if isinstance(x, Tensor) and x.ndim > 1}
+        inputs = {i: x.shape[0] for i, x in tensors.items() if i not in states and x.numel()}
+        for i, x in tensors.items():
+            if i in states and inputs and x.shape[0] not in inputs.values():
+                at, want = next(iter(inputs.items()))
+                return BATCH.format(state=states[i], have=x.shape[0], name=names[at], want=want)
+        return ""
 
     def settle(self, outputs: Any) -> Any:
         """The outputs, after the caller's objects hold what they hold after the call."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Hashable
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
+from autotp.errors import CaptureError, InputError
 from autotp.ir.graph import Capture
 from autotp.runtime.call_key import signature
 from autotp.runtime.programs import Program
@@ -15,15 +15,6 @@ from autotp.runtime.programs import Program
 from .carrying import Arguments
 from .shell import one_generator, shell
 from .steps import StepKind, Steps
-
-# What transformers' pipelines ask a model for, beside its config.
-ASKED = ("device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name")
-
-
-@functools.lru_cache(256)
-def named_after(kind: type, original: type) -> Any:
-    """A class of sharded modules by the name of an original that generates: pipelines know models by that."""
-    return type(kind)(original.__name__, (kind,), {"__module__": kind.__module__, "__doc__": kind.__doc__})
 
 
 class Generates:
@@ -49,20 +40,6 @@ class Generates:
         with one_generator(self._source.ranks, self._shards.device):
             return made.generate(*args, **kwargs)
 
-    def _generates(self, model: nn.Module) -> None:
-        """Be of a class by the name of the original's, where that generates."""
-        if callable(getattr(type(model), "generate", None)) and not isinstance(model, Generates):
-            self.__class__ = named_after(type(self), type(model))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)  # type: ignore[misc]
-        except AttributeError:
-            source = self.__dict__.get("_source")
-            if name not in ASKED or source is None or not callable(getattr(type(source.bare), "generate", None)):
-                raise
-            return getattr(source.bare, name)
-
     @property
     def _steps(self) -> Steps:
         return self.__dict__.setdefault("_kinds_of_steps", Steps())
@@ -84,8 +61,17 @@ class Generates:
             self._known[key] = program, order
 
     def _captured(self, call: Arguments) -> Capture:
-        """The graph for a call; captured again while it shows more of what changes from call to call."""
-        captured = self._capture(call, self._mode())
+        """The graph for a call; captured again while it shows more of what changes from call to call.
+
+        Raises:
+            InputError: it fails, and a state holds another number of sequences than the inputs.
+        """
+        try:
+            captured = self._capture(call, self._mode())
+        except CaptureError as error:
+            if told := call.other_batch():
+                raise InputError(told) from error
+            raise
         while self._carriers.learn(captured):
             call.read()
             captured = self._capture(call, self._mode())

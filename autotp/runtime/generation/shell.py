@@ -55,11 +55,11 @@ def shell_class(original: type[nn.Module]) -> type[Shell]:
     return kind(original.__name__, (Shell, original), body)
 
 
-def shell(sharded: nn.Module, bare: nn.Module) -> Any:
+def shell(sharded: Any, bare: nn.Module) -> Any:
     """An object of the original's class that calls the sharded module, and so do its parts.
 
     Args:
-        sharded: what was set on it counts, such as its generation_config.
+        sharded: its `_call` runs a module by path; what was set on it counts, such as its generation_config.
         bare: the original's skeleton.
 
     Raises:
@@ -79,7 +79,7 @@ def shell(sharded: nn.Module, bare: nn.Module) -> Any:
     return root
 
 
-def _standing(sharded: nn.Module, module: nn.Module, path: str) -> nn.Module:
+def _standing(sharded: Any, module: nn.Module, path: str) -> nn.Module:
     try:
         kind = shell_class(type(module))
     except TypeError:  # a class that allows no other to derive from it

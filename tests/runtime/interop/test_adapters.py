@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 import autotp
 from tests.helpers.compare import mesh_of
+from tests.helpers.errors import error_of
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -43,7 +44,14 @@ def saving(rank: int, world: int, group: Any, folder: str) -> Any:
             if "lora_" in name or "modules_to_save" in name:
                 p.mul_(1.5)  # as training would
         sharded.save_checkpoint(folder, format="huggingface")
-        return sharded(input_ids=IDS).logits
+        refused = [
+            error_of(lambda: sharded.merge_and_unload()),
+            error_of(lambda: sharded.base_model.merge_and_unload()),
+            error_of(lambda: sharded.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))),
+            error_of(lambda: sharded.base_model.model.model.layers.append(torch.nn.Linear(2, 2))),
+        ]
+        found = {"logits": sharded(input_ids=IDS).logits, "counts": sharded.get_nb_trainable_parameters()}
+        return found | {"refused": refused, "adapter": sharded.active_adapters, "head": sharded.lm_head is not None}
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -57,8 +65,84 @@ def test_a_folder_of_adapters_is_read_by_peft_and_transformers(pool, tmp_path):
     assert sum("lora_" in n for n in names) == 4 and sum("lm_head" in n for n in names) == 1, list(names)
     read = peft.PeftModel.from_pretrained(base_model(), folder)
     with torch.no_grad():
-        for logits in wanted:
-            torch.testing.assert_close(read(input_ids=IDS).logits, logits, rtol=1e-5, atol=1e-6)
+        for found in wanted:
+            torch.testing.assert_close(read(input_ids=IDS).logits, found["logits"], rtol=1e-5, atol=1e-6)
+            assert found["counts"] == adapted().get_nb_trainable_parameters()
+            assert found["adapter"] == ["default"] and found["head"]
+            words = ("merge_adapter()", "merge_adapter()", "the plan does not have", "no place in the plan")
+            for (error, text, _), word in zip(found["refused"], words, strict=True):
+                assert error == "StateError" and word in text, text
+
+
+CONFIGS: dict[str, Any] = {
+    "LoRA": lambda on: peft.LoraConfig(r=4, target_modules=on, init_lora_weights=False),
+    "DoRA": lambda on: peft.LoraConfig(r=4, target_modules=on, init_lora_weights=False, use_dora=True),
+    "IA3": lambda on: peft.IA3Config(target_modules=on, feedforward_modules=on[-1:], init_ia3_weights=False),
+    "OFT": lambda on: peft.OFTConfig(oft_block_size=4, r=0, target_modules=on, init_weights=False),
+}
+BATCH = {"input_ids": IDS, "labels": IDS}
+
+
+def with_adapters(kind: str) -> Any:
+    torch.manual_seed(1)
+    return peft.get_peft_model(base_model().train(), CONFIGS[kind](["q_proj", "down_proj"]))
+
+
+def living(rank: int, world: int, group: Any, kind: str, folder: str) -> dict[str, Any]:
+    """What PEFT's own methods do to a sharded module, beside what they do to the model."""
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # read by peft (transformers 5.23)
+    warnings.filterwarnings("ignore", "Unmerge result can be inaccurate")  # of IA3 by itself
+    model = with_adapters(kind)
+    sharded: Any = autotp.compile(model, example_inputs=BATCH, mesh=mesh_of(group))
+    found: dict[str, Any] = {"counts": [m.get_nb_trainable_parameters() for m in (model, sharded)]}
+    for m in (model, sharded):
+        optimizer = torch.optim.AdamW([p for p in m.parameters() if p.requires_grad], lr=3e-2)
+        for _ in range(2):
+            m(**BATCH).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = sharded.full_state_dict()
+    found["trained"] = max(float((whole[n] - t).abs().max()) for n, t in model.state_dict().items())
+    sharded.save_checkpoint(folder, format="huggingface")
+    with torch.no_grad():
+        found["loss"] = [float(m(**BATCH).loss) for m in (model, sharded)]
+        with model.disable_adapter(), sharded.disable_adapter():
+            found["disabled"] = [float(m(**BATCH).loss) for m in (model, sharded)]
+        found["enabled"] = float(sharded(**BATCH).loss)
+        if kind != "OFT":
+            sharded.merge_adapter()
+            weight = next(p for n, p in sharded.full_state_dict().items() if n.endswith("down_proj.base_layer.weight"))
+            model.merge_adapter()
+            wanted = next(p for n, p in model.named_parameters() if n.endswith("down_proj.base_layer.weight"))
+            found["weight"], found["merged"] = float((weight - wanted).abs().max()), float(sharded(**BATCH).loss)
+            sharded.unmerge_adapter()
+            found["unmerged"] = float(sharded(**BATCH).loss)
+    return found
+
+
+def check(found: dict[str, Any], kind: str) -> None:
+    assert found["counts"][0] == found["counts"][1], found
+    assert found["trained"] < 1e-5, found
+    assert found["loss"][1] == pytest.approx(found["loss"][0], abs=1e-5)
+    assert found["disabled"][1] == pytest.approx(found["disabled"][0], abs=1e-5)
+    assert abs(found["disabled"][0] - found["loss"][0]) > 1e-4, "the adapters do nothing"
+    assert found["enabled"] == found["loss"][1]
+    for what in ("merged", "unmerged") if kind != "OFT" else ():
+        assert found[what] == pytest.approx(found["loss"][0], abs=1e-5), (what, found)
+        assert found["weight"] < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_adapters_are_trained_switched_and_merged_by_pefts_own_methods(pool, tmp_path):
+    for kind in CONFIGS:
+        for found in pool.run(living, kind, str(tmp_path / kind), world=2):
+            check(found, kind)
+        read = peft.PeftModel.from_pretrained(base_model(), tmp_path / kind, is_trainable=True)
+        assert float(read(**BATCH).loss.detach()) == pytest.approx(found["loss"][0], abs=1e-5), kind
+        assert abs(float(with_adapters(kind)(**BATCH).loss.detach()) - found["loss"][0]) > 5e-5, "nothing was trained"
+    resumed = autotp.compile(read, 1, example_inputs=BATCH)
+    trained = [{n for n, p in m.named_parameters() if p.requires_grad} for m in (with_adapters("OFT"), resumed)]
+    assert trained[0] == trained[1]
 
 
 def test_a_config_is_written_beside_names_of_transformers_alone(tmp_path):

@@ -1,0 +1,1 @@
+"""Sharded modules in libraries that drive the training: each file needs the library that it is for."""

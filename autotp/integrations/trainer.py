@@ -1,0 +1,102 @@
+"""transformers' `Trainer` for a sharded module."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import Trainer
+
+from autotp.runtime.checkpoint import load, save
+
+from .deal import Parallelism, each_once, sizes_of
+
+OPTIMIZER, SCHEDULER, ARGUMENTS = "sharded_optimizer", "scheduler.pt", "training_args.bin"
+
+
+class ShardedTrainer(Trainer):
+    """transformers' `Trainer` whose model is a sharded module: used like that one, on every rank.
+
+    The ranks of a tp group get the same batches; checkpoints are folders that transformers loads, with the optimizer's
+    state as each rank holds it, for any number of ranks. Beside a trainer of another library it comes first:
+    `class Mine(ShardedTrainer, SFTTrainer)`.
+    """
+
+    _tp, _dp = 1, 1
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # As if transformers had sharded it at load time: then it is neither wrapped nor moved. Said after the
+        # constructor, which would refuse checkpoints.
+        self.is_distributed_loading_by_transformers = True
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        model: Any = self.model
+        self._tp, self._dp = sizes_of(model)
+        self.model = None  # type: ignore[assignment]  # else accelerate is told of meshes of accelerators alone
+        try:
+            return {**super()._build_accelerator_args(**kwargs), "parallelism_config": Parallelism(model)}
+        finally:
+            self.model = model
+
+    # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers' own, with every row counted once."""
+        self.gather_function = self._gathered
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _gathered(self, values: Any, **_: Any) -> Any:
+        """The rows of all batches, without those that fill up the last one."""
+        state = self.accelerator.gradient_state
+        whole = values if self._dp == 1 else each_once(self.accelerator.gather(values), self._tp)
+        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
+
+    def floating_point_ops(self, inputs: Any) -> int:
+        """A rank's share, for they are summed over all."""
+        return super().floating_point_ops(inputs) // self._tp
+
+    # ---- what is saved ---------------------------------------------------------------------------------------------
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Write a folder that transformers loads. A collective call."""
+        folder = str(output_dir or self.args.output_dir)
+        self.model.save_pretrained(folder)  # type: ignore[union-attr, operator]
+        if self.args.should_save:
+            tokens = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+            if tokens is not None:
+                tokens.save_pretrained(folder)
+            torch.save(self.args, os.path.join(folder, ARGUMENTS))
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        model: Any = self.model
+        save(model._shards, Path(output_dir) / OPTIMIZER, optimizer=self._bare_optimizer(), weights=False)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))  # type: ignore[union-attr]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or not (Path(checkpoint) / OPTIMIZER).is_dir():
+            return
+        model: Any = self.model
+        place = Path(checkpoint)
+        load(model._shards, place / OPTIMIZER, optimizer=self._bare_optimizer(), weights=False)
+        self.lr_scheduler.load_state_dict(torch.load(place / SCHEDULER, weights_only=True))  # type: ignore[union-attr]
+
+    def _bare_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        self.model.load_checkpoint(resume_from_checkpoint)  # type: ignore[union-attr, operator]
+
+    def _load_best_model(self) -> None:
+        if dist.is_initialized():
+            dist.barrier()  # the folder may be another node's, on a file system that both see
+        self._load_from_checkpoint(str(self.state.best_model_checkpoint))
+
+    def _defer_fsdp_gradient_reduction(self) -> Any:
+        return self.model.no_sync()  # type: ignore[union-attr, operator]

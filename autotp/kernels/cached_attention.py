@@ -1,0 +1,80 @@
+"""Attention of new tokens over a cache: heads are not repeated, and the mask is as narrow as it can be.
+
+Python functions, not operators of torch's registry: an eager step calls them in every layer, and Dynamo traces them.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def seen(
+    new: int, length: int, position: Tensor | None, padding: Tensor | None, window: int | None, device: torch.device
+) -> Tensor:
+    """Which cached tokens new ones attend to.
+
+    Args:
+        new: how many tokens are new. length: of the cache with them.
+        position: of the first new one, a tensor of one element; None where the new ones are the last of the cache.
+        padding: [batch, at least length], zero at tokens that nobody attends to.
+        window: how many tokens each attends to, itself one of them.
+        device: of the result.
+
+    Returns:
+        Booleans [new, length], with `padding` [batch, 1, new, length]; of one for all new tokens where it can be.
+    """
+    there = None if padding is None else padding[:, None, None, :length] != 0
+    if there is not None and position is None and window is None and new == 1:
+        return there
+    at = torch.arange(length, device=device)
+    own = (torch.arange(new, device=device) + (length - new if position is None else position))[:, None]
+    near = at <= own
+    if window is not None:
+        near = near & (at > own - window)
+    return near if there is None else there & near
+
+
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Attention, every head of keys and values read by its group of the query's heads.
+
+    Args:
+        q: [batch, heads, new, size]. keys, values: [batch, heads or a divisor of that, length, size].
+        mask: as torch takes it. scale: of the products; None for 1 / sqrt(size).
+
+    Returns:
+        [batch, heads, new, size of the values].
+    """
+    groups = q.shape[1] != keys.shape[1]
+    if groups and mask is not None and q.is_cuda:  # no fused kernel there takes both: torch would go through matmuls
+        count = q.shape[1] // keys.shape[1]
+        keys, values, groups = keys.repeat_interleave(count, 1), values.repeat_interleave(count, 1), False
+    return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=groups)
+
+
+def cached_attention(
+    q: Tensor, past_keys: Tensor, past_values: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Attention over a past and new tokens.
+
+    Args:
+        q: [batch, heads, new, size]. past_keys, past_values: [batch, own heads, past, size].
+        keys, values: of the new tokens [batch, own heads, new, size]. mask, scale: as `attend` takes them.
+
+    Returns:
+        The attention, and all keys and values [batch, own heads, past + new, size].
+    """
+    keys, values = torch.cat((past_keys, keys), 2), torch.cat((past_values, values), 2)
+    return attend(q, keys, values, mask, scale), keys, values
+
+
+def decomposed(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """What `attend` computes, in products and a softmax, with repeated heads: what it is held against."""
+    count = q.shape[1] // max(keys.shape[1], 1)
+    keys, values = keys.repeat_interleave(count, 1), values.repeat_interleave(count, 1)
+    scores = q @ keys.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf"))
+    return scores.softmax(-1) @ values

@@ -1,0 +1,164 @@
+"""Whether a prompt and tokens after it, decoded with a cache on simulated ranks, are one forward of all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.capture.selfcheck import Trial
+from autotp.driver.options import CaptureRequest, Options
+from autotp.errors import AutoTPError, InputError
+from autotp.inputs import Inputs
+from autotp.ir.graph import short_name
+from autotp.ir.scopes import module_path
+from autotp.plans.plan import Plan
+from autotp.proof.numerics import layout_error, relative
+from autotp.proof.report import TOLERANCE, Decoded, Difference
+from autotp.proof.simulate import StepError
+
+from .simulated import CPU, Simulated, Step
+from .tokens import Generated, Named, calls_of
+
+FAILS = (
+    "autotp.verify(generate={count}): the model itself fails {what}: {error}. Give shorter example inputs, or others."
+)
+ALONE = "in the original itself, whose decoding is not its forward"
+
+
+def decoded(
+    model: nn.Module, inputs: Inputs, plan: Plan, options: Options, request: CaptureRequest, count: int
+) -> Decoded:
+    """Generate on simulated ranks, with given tokens, and compare with one forward of all tokens.
+
+    Args:
+        inputs: the prompt. plan: made with these `options`. request: says which states a user named.
+        count: of tokens after the prompt.
+
+    Raises:
+        InputError: nothing comes back from call to call, or the model itself fails.
+        CaptureError, PlanError: a call cannot be captured, or not run under the plan.
+    """
+    trial = Trial.of(model, inputs, CPU)
+    copied = trial.copied.eval()
+    simulated = Simulated(copied, plan, options, request, lambda outputs: calls.rows(outputs))
+    calls = calls_of(model, simulated.bare, trial.mapped(), count, request.carried)
+    own = _own(copied, calls, count)
+    try:
+        calls.decode(simulated.call)
+        steps = simulated.restart(ranks=False)
+    except StepError as e:
+        return _failed(e, calls, count)
+    calls.forward(simulated.call)
+    found = compared(steps, simulated.restart(ranks=False)[0], calls.seen(), calls.total - count)
+    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), calls.seen())
+    if found.difference is None and not gap <= trial.tolerance():
+        what = f"the logits of the captured programs are off by {gap:.1e} from those of the model's own generation"
+        return Decoded(**{**vars(found), "model_error": gap, "difference": _difference("logits", gap, what, "capture")})
+    return Decoded(**{**vars(found), "model_error": gap})
+
+
+def _own(model: nn.Module, calls: Generated | Named, count: int) -> list[list[Tensor]]:
+    """What the model itself gives, in its own dtype, for each call of it."""
+    rows: list[list[Tensor]] = []
+
+    def call(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        made = model.get_submodule(entry)(*args, **kwargs)
+        rows.extend([calls.rows(made)] if not entry else [])
+        return made
+
+    for run, what in ((calls.decode, f"while it decodes {count} tokens"), (calls.forward, "on all tokens at once")):
+        try:
+            with torch.no_grad():
+                run(call)
+        except AutoTPError:
+            raise
+        except Exception as error:  # whatever a user's forward may raise
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise InputError(FAILS.format(count=count, what=what, error=said)) from error
+    return rows[:-1]
+
+
+def compared(steps: Sequence[Step], forward: Step, seen: Tensor | None, prompt: int) -> Decoded:
+    """Hold the calls of the ranks against those of the unsharded programs, and against one forward of all tokens.
+
+    Args:
+        steps: the prompt's call, and one for each token. forward: of all tokens.
+        seen: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
+    """
+    whole, last = _joined([s.outputs for s in steps]), steps[-1].states
+    ranks = [_joined([s.ranks[r] for s in steps]) for r in range(len(steps[0].ranks))]
+    logits = max((_rows_error(each, forward.outputs, seen) for each in ranks), default=0.0)
+    caches = {name: _cache_error(state.put_together(), forward.states.get(name), seen) for name, state in last.items()}
+    cache = max(caches.values(), default=0.0)
+    positions = max((min(a.shape[1], b.shape[1]) for a, b in zip(whole, forward.outputs, strict=False)), default=0)
+    first = _on_ranks(steps, prompt)
+    if first is None and not max(logits, cache) <= TOLERANCE:
+        name, error = max(caches.items(), key=lambda x: x[1]) if cache > logits else ("the logits", logits)
+        first = _difference(name, error, f"off by {error:.2e} {ALONE}: the ranks compute what its decoding does")
+    return Decoded(prompt, len(steps) - 1, positions, len(last), logits, cache, 0.0, first)
+
+
+def _on_ranks(steps: Sequence[Step], prompt: int) -> Difference | None:
+    """The first value of a call that is another on the ranks than in the unsharded program."""
+    for k, step in enumerate(steps):
+        call = "the prompt" if k == 0 else f"decoded token {k}, at position {prompt + k - 1}"
+        for name, state in step.states.items():
+            error = layout_error(state.parts, state.spec, state.whole)
+            if not error <= TOLERANCE:
+                where = _largest(state.put_together(), state.whole)
+                return _difference(name, error, f"after {call} the ranks' parts are off by {error:.2e}{where}")
+        for rank, rows in enumerate(step.ranks):
+            error = max((relative(a, b) for a, b in zip(rows, step.outputs, strict=True)), default=0.0)
+            if not error <= TOLERANCE:
+                return _difference("the logits", error, f"those of {call} are off by {error:.2e} on rank {rank}")
+    return None
+
+
+def _largest(found: Tensor | None, whole: Tensor) -> str:
+    """Where two values differ most."""
+    if found is None or found.shape != whole.shape or not whole.numel():
+        return ""
+    at = (found - whole).abs().flatten().argmax()
+    return f", most at {[int(i) for i in torch.unravel_index(at, whole.shape)]}"
+
+
+def _joined(calls: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+    """Outputs of several calls as those of one: along their positions, which are dimension 1."""
+    return [torch.cat(list(each), 1) for each in zip(*calls, strict=False) if all(x.ndim > 1 for x in each)]
+
+
+def _rows_error(found: Sequence[Tensor], wanted: Sequence[Tensor], seen: Tensor | None) -> float:
+    """How far the last positions of outputs are off, those of padding aside; inf where there are none to compare."""
+    errors = []
+    for a, b in zip(found, wanted, strict=False):
+        rows = min(a.shape[1], b.shape[1])
+        a, b = a[:, -rows:].double(), b[:, -rows:].double()
+        where = None if seen is None or seen.shape[1] < rows else seen[:, -rows:]
+        errors.append(relative(a, b) if where is None else relative(a[where], b[where]))
+    return max(errors, default=float("inf"))
+
+
+def _cache_error(found: Tensor | None, wanted: Any, seen: Tensor | None) -> float:
+    """How far a cached tensor is off, at positions that are no padding."""
+    if found is None or wanted is None:
+        return float("inf")
+    whole = wanted.whole
+    if seen is not None and found.shape == whole.shape and seen.shape[0] == whole.shape[0]:
+        for d in (d for d in range(1, whole.ndim) if whole.shape[d] == seen.shape[1]):
+            mask = seen.view([n if i in (0, d) else 1 for i, n in enumerate(whole.shape)])
+            return relative(found * mask, whole * mask)
+    return relative(found, whole)
+
+
+def _failed(error: StepError, calls: Generated | Named, count: int) -> Decoded:
+    path = module_path(error.node)
+    what, detail = short_name(error.node.target), f"it fails on a rank: {str(error).splitlines()[0]}"
+    named = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
+    return Decoded(calls.total - count, count, 0, 0, float("inf"), float("inf"), float("inf"), named)
+
+
+def _difference(value: str, error: float, detail: str, direction: str = "decoding") -> Difference:
+    return Difference(direction, value, "", "", error, detail)

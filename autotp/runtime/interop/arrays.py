@@ -1,0 +1,39 @@
+"""`numpy()` and `tolist()` of a sharded module's tensors, which loggers and plotters call: torch has neither."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from autotp import compat
+from autotp.errors import StateError
+
+from .operators import in_parts
+from .ours import ours
+
+
+@functools.cache
+def install() -> None:
+    """Give what is whole on every rank, and refuse what is in parts, in this process."""
+    for name in ("numpy", "tolist"):
+        setattr(DTensor, name, _reading(name, getattr(Tensor, name)))
+
+
+def _reading(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(read)
+    def of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        if not ours(tensor):
+            return read(tensor, *args, **kwargs)
+        if in_parts(tensor):
+            raise StateError(
+                f"{name}() of a tensor that lies over the ranks as {tensor.placements}: each holds its own part. Call "
+                ".full_tensor() first, on every rank; for all parameters sharded.full_state_dict(), for gradients "
+                "sharded.full_grad_dict(). Then log on one rank."
+            )
+        return read(compat.local_of(tensor), *args, **kwargs)
+
+    return of

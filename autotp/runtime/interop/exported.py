@@ -1,0 +1,292 @@
+"""A rank's program for processes that have neither the model nor its sources: `ShardedModule.program`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.distributed.tensor import DTensor
+from torch.export import Dim, ExportedProgram
+
+from autotp import compat
+from autotp.comm.ranks import together
+from autotp.errors import CaptureError, InputError
+from autotp.inputs import Inputs, normalise
+from autotp.ir.copying import copy_node
+from autotp.ir.graph import Leaf
+from autotp.ir.leaves import CONSTANT, SEEDS
+from autotp.ir.op import aten
+from autotp.kernels import operators
+from autotp.passes.decompose.counter_random import base_seed, seeds
+from autotp.runtime import state
+from autotp.runtime.generation.carrying import Arguments
+from autotp.runtime.programs import Program
+from autotp.runtime.shard_state import ShardState
+
+WORLD = "0"  # what torch calls the group of all processes
+
+
+def drawn(like: Tensor, count: int) -> Tensor:
+    """What a training program's random numbers come from, on a tensor's device: one of torch's default generator."""
+    return seeds(count, 0, base_seed()).to(like.device)
+
+
+def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
+    """As the operator, as an assertion in the graph."""
+    good = ((target >= 0) & (target < classes)) | (target == ignored)
+    aten._assert_async.msg(good.all(), f"Target out of bounds: classes are 0 to {classes - 1}.")
+    return target.clone()
+
+
+# Operators that torch alone does not have -> what an exported program consists of in their place.
+TORCHS: dict[Any, Any] = {
+    operators.OPS.class_sums.default: operators.class_sums,
+    operators.OPS.counter_uniform.default: operators.counter_uniform,
+    operators.OPS.counter_dropout.default: operators.counter_dropout,
+    operators.OPS.checked_classes.default: checked_classes,
+}
+
+
+class Reader(fx.Tracer):
+    """Reads a training program from its file, where it lies as Python code: what that calls are its operators."""
+
+    def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
+        """The graph of a module that torch.fx wrote."""
+        called = tuple(f for f in type(root).forward.__globals__.values() if inspect.isfunction(f))
+        super().__init__(autowrap_functions=called)
+        return super().trace(root, concrete_args)
+
+
+class Exports:
+    """For a sharded module."""
+
+    _source: Any
+    _shards: Any
+    _carriers: Any
+    _calls: Any
+    _plan: Any
+    _find: Any
+    training: bool
+
+    def program(
+        self, example_inputs: Any, *, training: bool = False, group: str = WORLD
+    ) -> ExportedProgram | fx.GraphModule:
+        """This rank's program for a call, with this rank's weights, for a process without the model. A collective call.
+
+        For inference it is an `ExportedProgram` of torch's operators and functional collectives alone:
+        `torch.export.save` and `torch.export.load` need no autotp, and `.module()` runs it. For training it is a
+        `torch.fx.GraphModule` whose collectives have gradients (`autotp.comm.conversions`): `torch.save` and
+        `torch.load(weights_only=False)` need autotp, but not the model. It draws dropout from torch's default
+        generator, which must be in the same state on every tp rank.
+
+        A program takes the tensors of the call, of whole shapes and the same on every rank: those that were given by
+        position by position, those by name by name, those in a container apart (`name_0`, ...). What is no tensor is as
+        in the example. It gives full outputs: tensors, and tuples, lists and dicts of them in place of other classes.
+        Weights have the original's names and the rank's shapes.
+
+        Args:
+            example_inputs: of one call, as for `autotp.compile`. Dimensions that the plan keeps symbolic, such as batch
+                and length, stay free where the program allows it: see `range_constraints`.
+            training: for training; the module must be in that mode.
+            group: name of the process group, in the process that loads it, whose ranks are the tp ranks in their order:
+                its `group_name`. "0" is the group of all processes, that `init_process_group` makes.
+
+        Returns: the program; it shares its weights with this module until it is saved.
+
+        Raises:
+            InputError: the inputs do not fit `forward`, hold a cache, or the module is in the other mode; or the plan
+                has a data-parallel axis.
+            CaptureError: torch cannot export the program.
+            RankError: that is so on another rank.
+        """
+        ranks = self._source.ranks
+        with self._calls.together("program"):
+            call = together(ranks, "reading the inputs", lambda: self._asked(example_inputs, training, group))
+            with torch.set_grad_enabled(training):
+                program, order = self._find(call)
+                return together(
+                    ranks, "exporting the program", lambda: self._written(program, order, call, training, group)
+                )
+
+    def _asked(self, example: Any, training: bool, group: str) -> Arguments:
+        """The call, where there can be a program for it."""
+        if not isinstance(group, str):
+            raise InputError(f"group={group!r} is no name. Give the group's group_name in the process that loads it.")
+        if self.training != training:
+            now, call = ("training", "eval()") if self.training else ("inference", "train()")
+            raise InputError(
+                f"program(training={training}) of a module in {now} mode, whose program is another. Call {call} first."
+            )
+        if self._plan.batch.size > 1:
+            raise InputError(
+                "program() of a module with a data-parallel axis: its program is for one tp group among several. "
+                "Compile without dp; data-parallel processes each load the tp ranks' programs."
+            )
+        inputs: Inputs = normalise(example)
+        call = Arguments(self._carriers, inputs.args, inputs.kwargs)
+        if call.given or self._carriers.named_places(call.spec):
+            raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
+        return call
+
+    def _written(
+        self, program: Program, order: Sequence[int], call: Arguments, training: bool, group: str
+    ) -> ExportedProgram | fx.GraphModule:
+        names = _names(call.spec, self._carriers.names)
+        if program.capture.carried:
+            raise InputError("program() of a call that returns a cache, which no file can hold. Give use_cache=False.")
+        writer = _Writer(self._source, self._shards, program, training)
+        module = writer.module([names[i].name for i in order], group, self._plan.memory.peak)
+        if training:
+            return module
+        tensors = {i: call.flat[i] for i in sorted(order)}
+        args = tuple(x for i, x in tensors.items() if names[i].positional)
+        kwargs = {names[i].name: x for i, x in tensors.items() if not names[i].positional}
+        free = {names[i].name: dims for i, dims in _free(program, order).items()}
+        return _exported(module, args, kwargs, free)
+
+
+@dataclass(frozen=True)
+class Named:
+    """The name of a leaf of a call, and whether it was given by position."""
+
+    name: str
+    positional: bool
+
+
+def _names(spec: Any, positional: Sequence[str]) -> list[Named]:
+    """Of every leaf of a call's arguments, in order."""
+    args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
+    more = (f"argument_{i}" for i in range(len(positional), len(args)))
+    given = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
+    out = []
+    for name, value, by_place in [*given, *((k, v, False) for k, v in kwargs.items())]:
+        leaves = compat.tree_leaves(value)
+        alone = leaves == [value]
+        out += [Named(name if alone else f"{name}_{i}", by_place) for i in range(len(leaves))]
+    return out
+
+
+def _free(program: Program, order: Sequence[int]) -> dict[int, dict[int, Any]]:
+    """Of every tensor of a call, by its place among the leaves: the dimensions whose size is a symbol of the plan's."""
+    values = [v for x in program.capture.inputs if isinstance(v := x.node.meta.get("val"), Tensor)]
+    return {
+        i: {d: Dim.AUTO for d, n in enumerate(v.shape) if isinstance(n, torch.SymInt)}
+        for i, v in zip(order, values, strict=True)
+    }
+
+
+def _exported(
+    module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor], shapes: dict[str, dict[int, Any]]
+) -> ExportedProgram:
+    """The module as torch exports it, for sizes that are free where a mapping says so."""
+    try:
+        with compat.quiet_export():
+            return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+    except Exception as error:
+        raise CaptureError(
+            f"torch.export cannot write down this rank's program: {str(error).splitlines()[0]}. Switch off with "
+            "optimise={...} what the plan says of its operators, or keep the module."
+        ) from error
+
+
+class _Writer:
+    """Writes a rank's flat program as a module of its own."""
+
+    def __init__(self, source: Any, shards: ShardState, program: Program, training: bool) -> None:
+        self.source, self.shards, self.program, self.training = source, shards, program, training
+        self.root, self.graph = nn.Module(), fx.Graph(tracer_cls=Reader)
+        self.env: dict[fx.Node, fx.Node] = {}
+
+    def module(self, names: Sequence[str], group: str, held: float) -> fx.GraphModule:
+        """The module; it takes tensors by these names, in the order of the program's."""
+        places = self.source.places()
+        places["tp"] = places["tp"]._replace(group=group)
+        flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, held)
+        self._leaves([n for n in flat.nodes if n.op == "placeholder"], names)
+        for node in flat.nodes:
+            if node.op != "output" and node not in self.env:
+                new = self.env[node] = copy_node(node, self.graph, self.env.__getitem__)
+                new.target = new.target if self.training else TORCHS.get(new.target, new.target)
+        self._outputs(compat.tree_leaves(flat.output_node().args[0]))
+        return fx.GraphModule(self.root, self.graph, "RankProgram")
+
+    def _leaves(self, nodes: Sequence[fx.Node], names: Sequence[str]) -> None:
+        """What the program takes: the call's tensors as placeholders, weights as attributes."""
+        rest = iter(names)
+        pairs = list(zip(self.program.capture.leaves, nodes, strict=True))
+        inputs = []
+        for leaf, node in pairs:
+            if leaf.kind.passed and isinstance(leaf.node.meta.get("val"), Tensor):
+                inputs.append(self.graph.placeholder(next(rest)))
+                self.env[node] = inputs[-1]
+        for leaf, node in pairs:
+            if leaf.kind is SEEDS:  # of a value, as what reads none is constant to torch.fx
+                self.env[node] = self.graph.call_function(drawn, (inputs[0], leaf.node.meta["val"].shape[0]))
+            elif not leaf.kind.passed and (node.users or leaf.name in self.program.capture.mutations.values()):
+                self.env[node] = self._weight(leaf)
+            else:
+                self.env.setdefault(node, node)  # nothing reads it
+
+    def _weight(self, leaf: Leaf) -> fx.Node:
+        """An attribute of the original's name, which holds this rank's part."""
+        first = self.shards.aliases.get(leaf.name, leaf.name)
+        *path, name = leaf.name.split(".")
+        owner = self.root
+        for step in path:
+            if step not in owner._modules:
+                owner.add_module(step, nn.Module())
+            owner = owner.get_submodule(step)
+        if leaf.kind is CONSTANT:
+            owner.register_buffer(name, self.program.capture.constants[leaf.name])
+        elif leaf.kind.trained:
+            held = state.pieces(self.shards, first)
+            weight = self._local(first, [_local(p.detach()) for p in held])
+            owner.register_parameter(name, nn.Parameter(weight, self.training and held[0].requires_grad))
+        else:
+            owner.register_buffer(name, _local(state.buffer_of(self.shards, first)))
+        return self.graph.get_attr(leaf.name)
+
+    def _local(self, first: str, held: list[Tensor]) -> Tensor:
+        """The rank's slice of a parameter."""
+        storage, ranks = self.shards.storages[first], self.shards.ranks
+        if storage.held_whole and ranks is not None:
+            return storage.layout.to_runtime().take(held[0], ranks.rank, ranks.tp)
+        return storage.local(held)
+
+    def _outputs(self, values: Sequence[Any]) -> None:
+        """What it returns, in plain containers; what it writes is written first."""
+        captured, kept = self.program.capture, []
+        tensors = [n for n in self.graph.nodes if n.op == "placeholder"]
+        buffers = {n.target: n for n in self.graph.nodes if n.op == "get_attr"}
+        for i, value in enumerate(values):
+            made = self.env[value] if isinstance(value, fx.Node) else value
+            taker = captured.mutations.get(i)
+            if taker is None:
+                kept.append(made)
+                continue
+            into = buffers[taker] if isinstance(taker, str) else tensors[taker]
+            self.graph.call_function(aten.copy_.default, (into, self.graph.call_function(aten.detach.default, (made,))))
+        stands = [torch.empty(0) if isinstance(x, fx.Node) else x for x in kept]  # a class may look at what it is given
+        nodes = {id(s): x for s, x in zip(stands, kept, strict=True) if isinstance(x, fx.Node)}
+        whole = compat.tree_unflatten(stands, captured.out_spec)
+        self.graph.output(_plain(whole, nodes))
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
+def _plain(value: Any, nodes: Mapping[int, fx.Node]) -> Any:
+    """The same in tuples, lists and dicts, with nodes for what stands for them."""
+    if isinstance(value, Mapping):
+        return {k: _plain(v, nodes) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        items = [_plain(v, nodes) for v in value]
+        return items if isinstance(value, list) else tuple(items)
+    if compat.is_user_node(value):
+        return tuple(_plain(v, nodes) for v in compat.children(value))
+    return nodes.get(id(value), value)

@@ -1,0 +1,80 @@
+"""The methods and properties of the original's class on a sharded module: its own, run on the sharded one.
+
+Parts are instances of the original's classes and have theirs by that. The sharded module itself looks them up here, as
+late as Python allows, so that what autotp gives it comes first.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from autotp.errors import StateError
+
+UNLOAD = (
+    "{name}() takes the adapters out of the model, and the plan, the parameters and the programs are of the model with "
+    "them. Merge in place by merge_adapter(), for as long as it serves; or load the original by "
+    "model.load_state_dict(sharded.full_state_dict()), call model.{name}(), and give what that returns to "
+    "autotp.compile."
+)
+ADD = (
+    "{name}() brings adapters that the plan does not have. Call it on the original model, and give that to "
+    "autotp.compile; to go on with saved ones, load them there by PeftModel.from_pretrained(..., is_trainable=True)."
+)
+SAVE = "{name}() would write what one rank holds. Take sharded.save_checkpoint(folder, format='huggingface')."
+# What adds or removes modules that run, and does a part of that before it meets the first one that it may not; and what
+# writes without the other ranks.
+REFUSED = {
+    "merge_and_unload": UNLOAD, "unload": UNLOAD, "delete_adapter": UNLOAD, "add_adapter": ADD, "load_adapter": ADD,
+    "save_pretrained": SAVE,
+}  # fmt: skip
+
+
+def refusing(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
+    """The methods of a class that its parts refuse, each as a function that does."""
+    return {n: _refuser(n) for n in REFUSED if callable(getattr(original, n, None))}
+
+
+def _refuser(name: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        raise StateError(REFUSED[name].format(name=name))
+
+    return refuse
+
+
+class Methods:
+    """For a sharded module."""
+
+    _shards: Any
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            shards = self.__dict__.get("_shards")
+            if shards is None or name.startswith("__") or name in shards.bare._modules:
+                raise
+            found = self._of_the_original(shards.bare, name)
+            if found is None:
+                raise
+        return found
+
+    def _of_the_original(self, bare: nn.Module, name: str) -> Any:
+        """A method or property of the original's class, or what the original passes on of the modules in it."""
+        above = getattr(type(bare), name, None)
+        if isinstance(above, property):
+            return above.__get__(self)
+        found = getattr(bare, name, None)  # by the class's own `__getattr__`, where it has one
+        of = found if isinstance(found, nn.Module) else getattr(found, "__self__", None)
+        path = next((path for path, m in bare.named_modules() if m is of), None)
+        if path is None:
+            return found if isinstance(found, types.MethodType) else None  # of the class itself
+        part = self._shards.parts[path]
+        if found is of:
+            return part
+        if name in REFUSED:
+            return types.MethodType(_refuser(name), part)
+        return types.MethodType(found.__func__, part) if isinstance(found, types.MethodType) else None

@@ -1,0 +1,100 @@
+"""What other libraries read of a model before they use it: a sharded module shows its original's."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from typing import Any
+
+from torch import nn
+
+from autotp.errors import StateError
+from autotp.inputs import is_transformers
+from autotp.runtime.checkpoint import pretrained
+
+# Of an original that has them; what it keeps on itself, such as its generation_config, is read there anyway.
+ASKED = (
+    "device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name",  # by pipelines
+    "accepts_loss_kwargs", "base_model_prefix", "is_gradient_checkpointing", "_keys_to_ignore_on_save",  # by trainers
+)  # fmt: skip
+TRAINER = (
+    "transformers' Trainer saves on its first rank alone, deals each rank a batch of its own, and counts a row once "
+    "for each rank. Take autotp.integrations.trainer.ShardedTrainer, which is that class for a sharded module."
+)
+
+
+@functools.lru_cache(256)
+def looking_like(kind: Any, original: type[nn.Module], named: bool) -> Any:
+    """A class of sharded modules with the signature of the original's forward; `named`: and with its name."""
+
+    @functools.wraps(original.forward)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return kind.forward(self, *args, **kwargs)
+
+    body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
+    return type(kind)(original.__name__ if named else kind.__name__, (kind,), body)
+
+
+class Shown:
+    """For a sharded module."""
+
+    _source: Any
+    _shards: Any
+
+    def _looks_like(self, model: nn.Module) -> None:
+        """Be of a class that shows the original's: tools ask it for the forward's arguments, and some for its name."""
+        if not isinstance(model, Shown):
+            generates = callable(getattr(type(model), "generate", None))
+            self.__class__ = looking_like(type(self), type(model), generates or is_transformers(model))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)  # type: ignore[misc]
+        except AttributeError:
+            source = self.__dict__.get("_source")
+            if name not in ASKED or source is None or not hasattr(type(source.bare), name):
+                raise
+            return getattr(source.bare, name)
+
+    @property
+    def tp_size(self) -> int:
+        """The tensor-parallel degree, as models of transformers that it sharded have it."""
+        alone = self._source.ranks is None or self._source.tp == 1
+        if not alone and sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
+            raise StateError(TRAINER)
+        return self._source.tp
+
+    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+        """The number of elements of the original's parameters, tied ones once.
+
+        Args:
+            only_trainable: of those that require a gradient.
+            exclude_embeddings: without those of `nn.Embedding`.
+        """
+        root: Any = self
+        tables = [m for m in root.modules() if isinstance(m, nn.Embedding) and exclude_embeddings]
+        left_out = {id(p) for m in tables for p in m.parameters(recurse=False)}
+        counted = [p for p in root.parameters() if id(p) not in left_out]
+        return sum(p.numel() for p in counted if p.requires_grad or not only_trainable)
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], max_shard_size: int | str = "5GB", **kwargs: Any
+    ) -> None:
+        """Write the whole weights and the config as transformers does, for its `from_pretrained`. A collective call.
+
+        `save_checkpoint(format="huggingface")` replaces a folder in one step; this one writes into it, beside whatever
+        else lies there.
+
+        Args:
+            save_directory: the folder.
+            max_shard_size: largest size of one file, in bytes or such as "5GB"; with more, files have an index.
+            kwargs: of those that transformers takes, what says how one process writes all is not needed here:
+                state_dict, is_main_process, save_function and safe_serialization=True.
+
+        Raises:
+            InputError: another argument, or a size that cannot be read.
+            StateError: the folder cannot be written.
+            RankError: that is so on another rank.
+        """
+        pretrained.save(self._shards, save_directory, max_shard_size, kwargs)

@@ -1,0 +1,26 @@
+"""What architectures that generate import and set up, once: their processes are forked from one that has it."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import warnings
+
+import torch
+import torch.distributed.tensor
+import torch.export
+import transformers
+
+import autotp
+from benchmarks.helpers.generated import generated
+
+from .faulty import BATCH, WIDTH, made
+
+torch.set_num_threads(1)
+logging.disable()
+transformers.logging.set_verbosity_error()
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    autotp.compile(made(), 1, example_inputs=torch.zeros(BATCH, WIDTH, dtype=torch.float64))
+assert generated
+gc.freeze()  # what is shared by fork is not touched by the collections of each

@@ -1,0 +1,162 @@
+"""Cached attention: a program that adds tokens to a cache attends to it without a mask in four dimensions.
+
+What a library writes as a mask for all pairs of tokens, copies of keys and values for every head of the query, and a
+product over them becomes one call, where the mask is of a known family (`masks.py`, which computes it).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from torch import fx
+
+from autotp.ir.marks import inherit
+from autotp.ir.op import Op, aten
+from autotp.kernels.cached_attention import attend, cached_attention, seen
+from autotp.passes.base import Changes
+
+from .base import Optimisation, RankProgram
+from .masks import Seen, recognise
+from .matching import calls, closed, put, value_of
+
+SDPA = aten.scaled_dot_product_attention.default
+GROWN, WRITTEN = (aten.cat,), (aten.index_copy, aten.index_put)
+WIDER, JOINED = (aten.unsqueeze, aten.reshape, aten.view), (aten.reshape, aten.view, aten._unsafe_view)
+
+
+class Side(NamedTuple):
+    """Keys or values of an attention.
+
+    Attributes:
+        cache: the call that puts the new ones to the old ones. copies: what repeats its heads, the last first.
+    """
+
+    cache: fx.Node
+    copies: tuple[fx.Node, ...]
+
+    @property
+    def grown(self) -> bool:
+        """Whether the cache becomes longer; otherwise it is written to."""
+        return calls(self.cache, *GROWN)
+
+
+@dataclass(frozen=True)
+class CachedAttention(Optimisation):
+    """One call for the attention of new tokens over a cache."""
+
+    name: ClassVar[str] = "cached_attention"
+
+    def run(self, program: RankProgram) -> Changes:
+        """How many attentions read their cache as it is, and what stands for their masks."""
+        graph = program.graph
+        masks: dict[fx.Node, Any] = {}
+        count, others = 0, 0
+        for node in [n for n in graph.nodes if n.target is SDPA]:
+            found = _read(node)
+            if found is None:
+                continue
+            mask = Op.of(node).args["attn_mask"]
+            if mask is not None and mask not in masks:
+                masks[mask] = _narrow(mask)
+            narrow = None if mask is None else masks[mask]
+            if narrow is False:
+                others += 1
+                continue
+            _fuse(node, narrow, *found)
+            count += 1
+        graph.eliminate_dead_code()
+        rest = f"; {others} masks are of no known kind" if others else ""
+        if not count:
+            return Changes(0, f"nowhere: no attention over a cache{rest}")
+        return Changes(count, f"{count} attentions read their cache as it is{rest}")
+
+
+def _read(node: fx.Node) -> tuple[Side, Side] | None:
+    """Keys and values of an attention, where both are a cache."""
+    args = Op.of(node).args
+    if args["dropout_p"] or args["is_causal"]:
+        return None
+    sides = [_side(args[name], node) for name in ("key", "value")]
+    if sides[0] is None or sides[1] is None or sides[0].grown != sides[1].grown or sides[0].cache is sides[1].cache:
+        return None
+    return sides[0], sides[1]
+
+
+def _side(value: fx.Node, reader: fx.Node) -> Side | None:
+    """The cache behind an operand, through the copies for every head of the query."""
+    node: Any = value
+    copies: list[fx.Node] = []
+    if not _is_cache(node):
+        steps = _repeats(node)
+        if steps is None or not closed([reader, *steps], (reader,)):
+            return None
+        copies, node = steps, steps[-1].args[0]
+    if not _is_cache(node):
+        return None
+    late = [user for user in node.users if user not in (reader, *copies) and not reader < user]
+    return None if late else Side(node, tuple(copies))
+
+
+def _is_cache(node: Any) -> bool:
+    """Whether new keys or values are put to old ones along the tokens."""
+    if not calls(node, *GROWN, *WRITTEN) or value_of(node).ndim != 4:
+        return False
+    if calls(node, *WRITTEN):
+        return True
+    tensors, dim = Op.of(node).args["tensors"], Op.of(node).args["dim"]
+    return len(tensors) == 2 and dim % 4 == 2 and tensors[0].op == "placeholder"
+
+
+def _repeats(node: Any) -> list[fx.Node] | None:
+    """[batch, heads, length, size] -> [.., heads, 1, ..] -> [.., heads, times, ..] -> [batch, heads * times, ..]."""
+    steps = [node]
+    if not calls(node, *JOINED):
+        return None
+    if calls(node.args[0], aten.clone):
+        steps.append(node.args[0])
+    wide = steps[-1].args[0]
+    if not calls(wide, aten.expand) or not calls(wide.args[0], *WIDER):
+        return None
+    one = wide.args[0]
+    shapes = [tuple(value_of(n).shape) for n in (node, wide, one, one.args[0])]
+    if [len(s) for s in shapes] != [4, 5, 5, 4] or shapes[2][2] != 1 or shapes[2][1] != shapes[3][1]:
+        return None
+    same = shapes[1][1] == shapes[3][1] and shapes[0][1] == shapes[1][1] * shapes[1][2]
+    return [*steps, wide, one] if same else None
+
+
+def _narrow(mask: fx.Node) -> Any:
+    """What stands for a mask: a node, None for none at all, False where it is of no known kind.
+
+    One that the caller passes is his, and stays.
+    """
+    if mask.op == "placeholder":
+        return mask
+    found = recognise(mask)
+    if found is None:
+        return False
+    return None if found.everything else _put_seen(mask, found)
+
+
+def _put_seen(mask: fx.Node, found: Seen) -> fx.Node:
+    val = value_of(mask)
+    args = (found.new, found.length, found.position, found.padding, found.window, val.device)
+    with mask.graph.inserting_before(mask):
+        node = mask.graph.call_function(seen, args)
+    inherit(node, mask)
+    if found.padding is None:
+        node.meta["val"] = val[0, 0]
+    return node
+
+
+def _fuse(node: fx.Node, mask: fx.Node | None, keys: Side, values: Side) -> None:
+    """One call in the place of an attention and what only it reads; a cache that is written to stays a call."""
+    args = Op.of(node).args
+    q, scale, copies = args["query"], args["scale"], [*keys.copies, *values.copies]
+    if not keys.grown:
+        put(attend, (q, keys.cache, values.cache, mask, scale), [node, *copies], node)
+        return
+    (past_keys, new_keys), (past_values, new_values) = (Op.of(x.cache).args["tensors"] for x in (keys, values))
+    operands = (q, past_keys, past_values, new_keys, new_values, mask, scale)
+    put(cached_attention, operands, [node, *copies, keys.cache, values.cache], node, keys.cache, values.cache)

@@ -1,0 +1,268 @@
+"""What a mask of attention is, found by computing it: its graph is run for some lengths, positions and paddings.
+
+The family is `autotp.kernels.cached_attention.seen`: causal from a position on, within a window, without what is
+padding. A mask is of it where both agree on all that is tried; lengths lie around every whole number of its graph.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any, NamedTuple
+
+import sympy
+import torch
+from torch import Tensor, fx
+
+from autotp.comm.conversions import as_invariant, f
+from autotp.ir.marks import mark
+from autotp.ir.op import expression, is_tensor
+from autotp.kernels.cached_attention import seen
+
+MOST_NODES, LONGEST, ENDLESS = 96, 1 << 18, 1 << 62  # of a mask's graph; of what is tried; the end of a slice
+BATCH, SOME_NEW, SOME_PAST = 2, (1, 3), (1, 2, 9)
+SAME = (f, as_invariant)  # conversions that leave the forward's value as it is
+ARITHMETIC = (operator.add, operator.sub, operator.mul)
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A mask of the family: arguments of `seen`, of which tensors and sizes may be nodes."""
+
+    new: Any
+    length: Any
+    position: fx.Node | None
+    padding: fx.Node | None
+    window: int | None
+
+    @property
+    def everything(self) -> bool:
+        """Whether every new token attends to every other."""
+        return isinstance(self.new, int) and self.new == 1 and self.position is self.padding is self.window is None
+
+
+class Trial(NamedTuple):
+    """Sizes and values that a mask is computed for: new tokens, those before them, and the position of the first."""
+
+    new: int
+    past: int
+    position: int
+
+
+@dataclass(frozen=True)
+class Graph:
+    """What a mask is computed by.
+
+    Attributes:
+        mask: the last of `nodes`, which are in order.
+        position, padding: inputs that are read: a number, and a mask of rows.
+    """
+
+    mask: fx.Node
+    nodes: tuple[fx.Node, ...]
+    position: fx.Node | None
+    padding: fx.Node | None
+
+    @property
+    def numbers(self) -> set[int]:
+        """The whole numbers in it that may be a window or another border."""
+        found: set[int] = set()
+        for node in self.nodes:
+            found |= {abs(x) for x in _flat((node.args, node.kwargs)) if type(x) is int}
+        return {x for x in found if 2 < x < ENDLESS}
+
+
+def recognise(mask: fx.Node) -> Seen | None:
+    """The member of the family that a mask in a rank's graph is; None where it is none, or that cannot be said."""
+    graph = _graph(mask)
+    if graph is None or max(graph.numbers, default=0) >= LONGEST:
+        return None
+    sizes = _Sizes.of(mask)
+    new, length = _available(mask, 2), _available(mask, 3)
+    if sizes is None or new is None or length is None:
+        return None
+    windows = sorted({x + d for x in graph.numbers for d in (-1, 0, 1)})
+    left = [Seen(new, length, graph.position, graph.padding, w) for w in (None, *windows)]
+    trials = list(_trials(graph, sizes))
+    for trial in trials:
+        padding = _padding(graph.padding, sizes.length(trial))
+        try:
+            value = _computed(graph, sizes, trial, padding)
+        except Exception:  # it needs other sizes than are tried
+            return None
+        shape = (BATCH, 1, trial.new, sizes.length(trial))
+        left = [x for x in left if _equal(value, _member(x, trial, sizes.length(trial), padding), shape)]
+    return left[0] if left and trials else None
+
+
+def _graph(mask: fx.Node) -> Graph | None:
+    """The mask's graph, where it is one of sizes, a position and a padding alone."""
+    val = mask.meta.get("val")
+    if not isinstance(val, Tensor) or val.dtype != torch.bool or val.ndim != 4 or val.shape[1] != 1:
+        return None
+    nodes: dict[fx.Node, None] = {}
+    inputs: dict[fx.Node, None] = {}
+    stack = [mask]
+    while stack and len(nodes) < MOST_NODES:
+        node = stack.pop()
+        if node in nodes or node in inputs:
+            continue
+        if node.op == "placeholder":
+            inputs[node] = None
+            continue
+        if not _plain(node):
+            return None
+        nodes[node] = None
+        stack += [] if _is_size(node) else node.all_input_nodes
+    numbers = [n for n in inputs if is_tensor(n) and n.meta["val"].numel() == 1 and _whole(n)]
+    rows = [n for n in inputs if is_tensor(n) and n.meta["val"].ndim == 2 and n not in numbers and _whole(n)]
+    if stack or len(numbers) + len(rows) < len(inputs) or len(numbers) > 1 or len(rows) > 1:
+        return None
+    return Graph(mask, tuple(sorted(nodes)), next(iter(numbers), None), next(iter(rows), None))
+
+
+def _plain(node: fx.Node) -> bool:
+    """Whether it is an operator of torch on whole values."""
+    layout = mark(node).layout
+    if layout is not None and (layout.partial or layout.sharded_dim is not None or layout.groups is not None):
+        return False
+    known = getattr(node.target, "namespace", None) == "aten"
+    return node.op == "call_function" and (known or node.target in (*ARITHMETIC, *SAME))
+
+
+def _whole(node: fx.Node) -> bool:
+    val, layout = node.meta["val"], mark(node).layout
+    return not val.is_floating_point() and (layout is None or layout.sharded_dim is None)
+
+
+def _is_size(node: fx.Node) -> bool:
+    return node.target is torch.ops.aten.sym_size.int
+
+
+class _Sizes(NamedTuple):
+    """What the symbols of a mask are: of the batch, of new tokens, and of those before them."""
+
+    symbols: Mapping[Any, str]
+    new: Any
+    whole: Any
+
+    @classmethod
+    def of(cls, mask: fx.Node) -> _Sizes | None:
+        batch, _, new, whole = (expression(s) for s in mask.meta["val"].shape)
+        found: dict[Any, str] = {batch: "batch"} if isinstance(batch, sympy.Symbol) else {}
+        if isinstance(new, sympy.Symbol):
+            found[new] = "new"
+        elif not isinstance(new, int):
+            return None
+        past = [] if isinstance(whole, int) else [s for s in whole.free_symbols if s not in found]
+        if len(past) > 1 or not isinstance(whole, int) and any(found.get(s) == "batch" for s in whole.free_symbols):
+            return None
+        return cls(found | dict.fromkeys(past, "past"), new, whole)
+
+    def value(self, size: Any, trial: Trial) -> int:
+        """A size in a trial.
+
+        Raises:
+            KeyError: it is another's.
+        """
+        if isinstance(size, int):
+            return size
+        named = {"batch": BATCH, "new": trial.new, "past": trial.past}
+        return int(size.subs({s: named[self.symbols[s]] for s in size.free_symbols}))
+
+    def length(self, trial: Trial) -> int:
+        """Of the cache."""
+        return self.value(self.whole, trial)
+
+
+def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
+    """What is tried: around every number of the graph, and around the ends of a cache of fixed length."""
+    news = (sizes.new,) if isinstance(sizes.new, int) else SOME_NEW
+    near = sorted({max(x + d, 1) for x in graph.numbers for d in (-2, -1, 0, 1, 5)} | set(SOME_PAST))
+    fixed = isinstance(sizes.whole, int)
+    for new, past in product(news, [SOME_PAST[0]] if fixed else near):
+        if fixed and new > sizes.whole:
+            continue
+        length = sizes.value(sizes.whole, Trial(new, past, 0))
+        ends = {0, 1, length // 2, *near, length - new}
+        positions = [p for p in sorted(ends) if 0 <= p <= length - new] if graph.position is not None else [0]
+        yield from (Trial(new, past, position) for position in positions)
+
+
+def _padding(node: fx.Node | None, length: int) -> Tensor | None:
+    """Rows of which one has padding at its left, another anywhere."""
+    if node is None:
+        return None
+    draw = torch.Generator().manual_seed(length)
+    rows = torch.randint(2, (BATCH, length), generator=draw)
+    rows[0] = torch.arange(length) >= min(length // 2, 3)
+    return rows.to(node.meta["val"].dtype)
+
+
+def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None) -> Tensor:
+    """The mask by its graph."""
+    env: dict[fx.Node, Any] = {}
+    if graph.padding is not None:
+        env[graph.padding] = padding
+    if graph.position is not None:
+        val = graph.position.meta["val"]
+        env[graph.position] = torch.full(tuple(val.shape), trial.position, dtype=val.dtype)
+    for node in graph.nodes:
+        if _is_size(node):
+            source, dim = node.args
+            env[node] = padding.shape[dim] if source is graph.padding else _size(node, sizes, trial)  # type: ignore
+            continue
+        args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
+        args, kwargs = _on_cpu(args), _on_cpu(kwargs)
+        env[node] = args[0] if node.target in SAME else node.target(*args, **kwargs)  # type: ignore[operator]
+    return env[graph.mask]
+
+
+def _size(node: fx.Node, sizes: _Sizes, trial: Trial) -> int:
+    return sizes.value(expression(node.meta["val"]), trial)
+
+
+def _member(x: Seen, trial: Trial, length: int, padding: Tensor | None) -> Tensor:
+    position = None if x.position is None else torch.tensor(trial.position)
+    return seen(trial.new, length, position, padding, x.window, torch.device("cpu"))
+
+
+def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
+    try:
+        return torch.equal(value.expand(shape), member.expand(shape))
+    except RuntimeError:
+        return False
+
+
+def _available(mask: fx.Node, dim: int) -> Any:
+    """A size of a mask as a number, or as a node that stands before it."""
+    wanted = expression(mask.meta["val"].shape[dim])
+    if isinstance(wanted, int):
+        return wanted
+    for node in mask.graph.nodes:
+        if node is mask:
+            return None
+        val = node.meta.get("val")
+        if isinstance(val, torch.SymInt) and node.op == "call_function" and expression(val) == wanted:
+            return node
+    return None
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, list | tuple):
+        for x in value:
+            yield from _flat(x)
+    else:
+        yield value
+
+
+def _on_cpu(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _on_cpu(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)([_on_cpu(v) for v in value])
+    return torch.device("cpu") if isinstance(value, torch.device) else value

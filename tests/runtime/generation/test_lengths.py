@@ -1,0 +1,42 @@
+"""Programs of generation take any length: a long text captures nothing after its second token."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+import autotp
+from autotp.runtime import module
+
+TOKENS = 512
+
+
+def test_512_tokens_after_one_capture_two_programs():
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 30, "n_embd": 8, "n_layer": 1, "n_head": 2, "n_positions": TOKENS + 4}
+    model: Any = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=0, eos_token_id=None, pad_token_id=0))
+    model = model.double().eval()
+    for p in model.parameters():
+        p.data += 0.5 * torch.randn_like(p)
+    prompt = torch.tensor([[5], [9]])  # so that the first past is of one token
+    sharded: Any = autotp.compile(model, tp=1, example_inputs={"input_ids": prompt}, check_capture=False)
+    counts: list[int] = []
+    with torch.no_grad(), patch.object(module, "prepare", wraps=module.prepare) as captures:
+
+        def counted(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            counts.append(captures.call_count)
+            return scores
+
+        mask = torch.ones_like(prompt)
+        made = sharded.generate(
+            input_ids=prompt, attention_mask=mask, max_new_tokens=TOKENS, logits_processor=[counted]
+        )
+        assert counts[:2] == [1, 2] and len(counts) == TOKENS and counts[-1] == 2
+        wanted = model(made[:, :-1]).logits.argmax(-1)
+    assert torch.equal(made[:, 1:], wanted) and len(made.unique()) > 2
+    past = sharded._programs_made[-1].capture
+    lengths = [x.node.meta["val"].shape[2] for x in past.inputs if x.kind.carried]
+    assert all(past.ranges[n.node.expr][0] <= 1 for n in lengths)

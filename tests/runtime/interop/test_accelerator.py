@@ -1,0 +1,99 @@
+"""accelerate on two ranks: the same numbers as on one, before and after a state that was saved and loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import autotp
+from autotp.integrations.accelerator import ShardedAccelerator
+from tests.helpers import own_world
+from tests.helpers.errors import error_of
+
+pytestmark = pytest.mark.ranks
+ROWS, BATCH = 14, 4
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.norm, self.down = nn.Linear(8, 16), nn.LayerNorm(16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return ((self.down(self.norm(self.up(x)).tanh()) - y) ** 2).mean()
+
+
+def prepared(make: Any, model: Any) -> tuple[Any, ...]:
+    accelerator = make(gradient_accumulation_steps=2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    draw = torch.Generator().manual_seed(0)
+    rows = TensorDataset(torch.randn(ROWS, 8, generator=draw), torch.randn(ROWS, 8, generator=draw))
+    torch.manual_seed(1)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows, BATCH, shuffle=True), schedule)
+
+
+def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> list[float]:
+    """The losses of an epoch, on every rank the same."""
+    losses = []
+    for x, y in loader:
+        with accelerator.accumulate(model):
+            loss = model(x, y)
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(accelerator.gather(loss.detach()).mean().item())
+    return losses
+
+
+def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model: Any = Net()
+    if world > 1:
+        example = torch.zeros(BATCH, 8), torch.zeros(BATCH, 8)
+        model = autotp.compile(model, tp=world, example_inputs=example)
+        stock = error_of(lambda: Accelerator(cpu=True).prepare(model))[:2]
+        AcceleratorState._reset_state()
+
+    def make(**options: Any) -> Any:
+        return ShardedAccelerator(model, **options) if world > 1 else Accelerator(cpu=True, **options)
+
+    all_of = prepared(make, model)
+    found: dict[str, Any] = {"first": epoch(*all_of)}
+    all_of[0].save_state(folder)
+    found["second"] = epoch(*all_of)
+    all_of[0].load_state(folder)
+    found["again"] = epoch(*all_of)
+    if world > 1:
+        found["stock"] = stock
+        found["rows"] = sum(len(all_of[0].gather_for_metrics(x)) for x, _ in all_of[3])
+        found["rate"] = all_of[4].get_last_lr()
+        found["files"] = sorted(p.name for p in Path(folder).iterdir())
+        all_of[0].save_model(model, f"{folder}/whole")
+        all_of[0].wait_for_everyone()
+        whole = load_file(f"{folder}/whole/model.safetensors")
+        found["whole"] = all(torch.equal(whole[n], t) for n, t in model.full_state_dict().items())
+    return found
+
+
+def test_all_of_accelerate_is_that_of_one_process(tmp_path):
+    (one,) = own_world.run(trained, str(tmp_path / "one"), 1, world=1)
+    for found in own_world.run(trained, str(tmp_path / "two"), 2, world=2):
+        for name in ("first", "second", "again"):
+            assert found[name] == pytest.approx(one[name], rel=1e-5), name
+        assert found["again"] == found["second"] != found["first"]  # to the bit: the state is every rank's own
+        assert found["rows"] == ROWS and found["rate"] == [0.1 * 0.5**4] and found["whole"]
+        assert {"sharded_model_0", "sharded_optimizer_0", "scheduler.bin"} <= set(found["files"])
+        kind, text = found["stock"]
+        assert kind == "StateError" and "ShardedAccelerator" in text

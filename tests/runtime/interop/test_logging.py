@@ -1,0 +1,65 @@
+"""What loggers write of a sharded module: scalars, histograms, and walks over parameters with hooks."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch import Tensor, nn
+from torch.utils.tensorboard import SummaryWriter
+
+import autotp
+from tests.helpers.compare import mesh_of
+from tests.helpers.errors import error_of
+
+
+def logged(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+    """A step, logged by rank 0; beside it the model's own values."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)), torch.randn(4, 8)
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group))
+    seen: dict[str, Tensor] = {}  # as wandb.watch does: a hook on every parameter, which reads its gradient
+    for name, p in sharded.named_parameters():
+        p.register_hook(lambda grad, name=name: seen.update({name: grad.full_tensor()}))
+    for m in (model, sharded):
+        loss = m(x).square().mean()
+        loss.backward()
+    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (model, sharded)]
+    norm, weights, gradients = norms[1].full_tensor(), sharded.full_state_dict(), sharded.full_grad_dict()  # type: ignore[attr-defined]
+    with SummaryWriter(folder) if rank == 0 else contextlib.nullcontext() as writer:
+        if writer is not None:
+            writer.add_scalar("loss", loss, 3)
+            writer.add_scalar("norm", norm, 3)
+            for name, p in weights.items():
+                writer.add_histogram(name, p, 3)
+            for name, g in gradients.items():
+                writer.add_histogram(f"{name}.grad", g, 3)
+    refused = [error_of(lambda read=read: getattr(sharded[0].weight.detach(), read)()) for read in ("numpy", "tolist")]
+    return {
+        "refused": [(kind, text) for kind, text, _ in refused],
+        "whole": float(abs(sharded[2].bias.detach().numpy() - model[2].bias.detach().numpy()).max()),
+        "hooks": all(torch.equal(seen[n], g) for n, g in gradients.items()) and len(seen) == 4,
+        "wanted": (loss.item(), norms[0].item(), {n: p.detach() for n, p in model.named_parameters()},
+                   {f"{n}.grad": p.grad for n, p in model.named_parameters()}),
+    }  # fmt: skip
+
+
+def test_tensorboard_reads_what_was_logged(pool, tmp_path):
+    found = pool.run(logged, str(tmp_path), world=2)
+    for each in found:
+        assert each["hooks"] and each["whole"] == 0
+        for kind, text in each["refused"]:
+            assert kind == "StateError" and "full_state_dict()" in text, text
+    read = EventAccumulator(str(tmp_path))
+    read.Reload()
+    loss, norm, weights, gradients = found[0]["wanted"]
+    for name, wanted in (("loss", loss), ("norm", norm)):
+        (event,) = read.Scalars(name)
+        assert event.step == 3 and abs(event.value - wanted) < 1e-6
+    for name, wanted in {**weights, **gradients}.items():
+        (event,) = read.Histograms(name)
+        assert event.step == 3 and event.histogram_value.num == wanted.numel()
+        for have, want in ((event.histogram_value.min, wanted.min()), (event.histogram_value.max, wanted.max())):
+            assert abs(have - float(want)) < 1e-5, name
