@@ -31,7 +31,7 @@ from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.measure import reason
 from benchmarks.helpers.megatron import Shape, untouched
 from benchmarks.helpers.performance import table, write_section
-from benchmarks.helpers.storages import Storages
+from benchmarks.helpers.storages import Storages, as_planned
 from benchmarks.helpers.together import together
 
 HEADING = "A decoded token beside a hand-written module"
@@ -45,7 +45,7 @@ def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -
     model = untouched(shape).eval()
     ids = torch.randint(shape.vocabulary, (1, prompt + 1), generator=torch.Generator().manual_seed(1))
     steps: dict[str, Any] = {}
-    found: Record = {"first": {}, "off": {}, "read": {}, "refused": {}}
+    found: Record = {"first": {}, "off": {}, "read": {}, "planned": {}, "refused": {}}
     wanted = model(ids)[:, -1:]
     known = legs()
     chosen = {*only, *(known[name][0] for name in only)} if only else set(known)
@@ -60,6 +60,7 @@ def compared(shape: Shape, prompt: int, rounds: int, only: Sequence[str] = ()) -
         found["first"][name] = time.perf_counter() - began
         found["off"][name] = max(difference(x, wanted) for x in (logits, step())) if logits.numel() else 0.0
         found["read"][name] = None if "compiled" in name else bytes_read(step)
+        found["planned"][name] = getattr(step, "planned", None)
         steps[name] = step
     found["times"] = {k: t._asdict() for k, t in interleaved(steps, rounds, before=dist.barrier).items()}
     return found
@@ -108,6 +109,7 @@ def rows(everyone: Sequence[Record]) -> dict[str, Record]:
             "off": float(f"{max(found['off'][name] for found in everyone):.1e}"),
             "storages": read and read[0],
             "bytes": read and read[1],
+            "planned": everyone[0].get("planned", {}).get(name),
         }
     return out
 
@@ -116,9 +118,11 @@ def check(found: Record) -> None:
     """Refuse figures of what does not compute the same.
 
     Raises:
-        RuntimeError: logits differ.
+        RuntimeError: logits differ, or a step reads other bytes than its plan says.
     """
     for name, row in found["rows"].items():
+        if row["bytes"] and row["planned"] and not as_planned(row["bytes"], row["planned"]):
+            raise RuntimeError(f"{name} reads {row['bytes']} bytes, and its plan says {row['planned']:.0f}")
         if row["off"] > CLOSE:
             raise RuntimeError(f"{name} computes something else: logits are {row['off']} off")
 
@@ -159,11 +163,11 @@ def soaked(tokens: int) -> None:
 
 def page(record: Mapping[str, Any]) -> str:
     """The section of docs/performance.md."""
-    head = ["", "CPU, ms a token", "ratio", "wall, ms", "ratio", "first call, s", "storages", "read, MB"]
+    head = ["", "CPU, ms a token", "ratio", "wall, ms", "ratio", "first call, s", "storages", "read, MB", "planned"]
     cells = [
         [name, f"{1e3 * r['cpu_s']:.1f}", f"{r['cpu_ratio']:.3f}", f"{1e3 * r['wall_s']:.1f}",
          f"{r['wall_ratio']:.3f}", f"{r['first_s']:.1f}", str(r["storages"] or "-"),
-         f"{r['bytes'] / 1e6:.1f}" if r["bytes"] else "-"]
+         f"{r['bytes'] / 1e6:.1f}" if r["bytes"] else "-", f"{r['planned'] / 1e6:.1f}" if r["planned"] else "-"]
         for name, r in record["rows"].items()
     ]  # fmt: skip
     refused = "".join(f"\nNot measured: {name}: {why}.\n" for name, why in record["refused"].items())
@@ -175,8 +179,9 @@ def page(record: Mapping[str, Any]) -> str:
 compared before anything is timed. All split by Megatron's plan. CPU seconds of both ranks together, clock of the
 slower one: medians of {record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module,
 eager or compiled, in the same round. *read*: bytes of the storages that reach operators on rank 0 and were there before
-the step. {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers
-{record["transformers"]}, Python {record["python"]}, {record["date"]}, load average {record["load_before"]} before.
+the step; *planned*: weights and cache of a rank by the plan, which the command holds against it.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers {record["transformers"]}, Python
+{record["python"]}, {record["date"]}, load average {record["load_before"]} before.
 
 {table(head, cells)}{refused}"""
 

@@ -17,7 +17,7 @@ from torch import Tensor, fx, nn
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.carried import Carried, states_of
+from autotp.ir.carried import states_of
 from autotp.ir.graph import Capture, Leaf
 from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, PARAMETER, STATE, TABLE, LeafKind
 from autotp.ir.op import expression
@@ -107,11 +107,10 @@ def _of_any_length(
     attempt: Attempt, passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
 ) -> Capture | None:
     """The capture of a call with states of length 1 that takes any length; None where there are none, or it fails."""
-    given = [x for x in (*attempt.args, *attempt.kwargs.values()) if isinstance(x, Carried)]
-    attempt.short = any(lengths(t) for x in given for t in x.tensors if isinstance(t, Tensor))
-    if not attempt.short:
-        return None
     try:
+        attempt.short = any(lengths(state) for state in attempt.state_tensors())
+        if not attempt.short:
+            return None
         return _made(attempt, (), passes, trial, state)
     except Exception as error:  # whatever a user's forward and torch's tracer may raise
         log.debug("an attempt with states of any length: %s", error)

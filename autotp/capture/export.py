@@ -93,6 +93,13 @@ class Attempt:
             read_functions(graph)
         return exported
 
+    def state_tensors(self) -> list[Tensor]:
+        """What the call before left, of objects and of arguments that the user names."""
+        passed = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
+        held = [x for x in compat.tree_leaves([passed.get(name) for name in self.states]) if isinstance(x, Tensor)]
+        objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
+        return [*held, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
+
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
             return None
@@ -100,7 +107,8 @@ class Attempt:
         args, kwargs = compat.tree_map(dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
         passed = signature.bind(*self.args, **self.kwargs).arguments
-        grown = {name: compat.tree_map(_any_dims, passed[name]) for name in self.states & set(passed)}
+        own = _lengths_of_short if self.short else _any_dims
+        grown = {name: compat.tree_map(own, passed[name]) for name in self.states & set(passed)}
         return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
@@ -116,14 +124,16 @@ def _dims(value: Any) -> Any:
 
 
 def _dims_of_short(value: Any) -> Any:
-    """Likewise where a state's length is 1, but for all other sizes of 1."""
+    """Likewise where a state's length is 1, but for all other sizes of 1, and of 0."""
     if isinstance(value, Carried):
-        return [
-            {d: dim for d, dim in dims.items() if t.shape[d] != 1 or d in lengths(t)}
-            for t, dims in zip(value.tensors, _dims(value), strict=True)
-        ]
+        return [_lengths_of_short(t) for t in value.tensors]
     found = _dims(value)
-    return {d: dim for d, dim in found.items() if value.shape[d] != 1} if isinstance(value, Tensor) else found
+    return {d: dim for d, dim in found.items() if value.shape[d] > 1} if isinstance(value, Tensor) else found
+
+
+def _lengths_of_short(value: Any) -> Any:
+    found = _any_dims(value)
+    return found and {d: dim for d, dim in found.items() if value.shape[d] > 1 or d in lengths(value)}
 
 
 def lengths(state: Tensor) -> list[int]:

@@ -217,7 +217,12 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
     def convert(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -> Tensor:
         if kind_of(src, dst).name != name:
             raise PlanError(f"{name} does not convert {src} to {dst}; {kind_of(src, dst).name} does.")
-        return x if tp == 1 else _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
+        if tp == 1:
+            return x
+        if torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
+        y = _alone(x, src, dst, rank, tp, group)  # in inference a step has no time for what records nothing
+        return y.detach() if y._is_view() else y
 
     convert.__name__ = convert.__qualname__ = name
     convert.__doc__ = f"""The conversion {src} -> {dst}.

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from transformers import Trainer
 
+from autotp.errors import InputError
 from autotp.runtime.checkpoint import load, save
 
 from .deal import Parallelism, each_once, sizes_of
@@ -36,11 +37,30 @@ class ShardedTrainer(Trainer):
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         model: Any = self.model
         self._tp, self._dp = sizes_of(model)
+        if self._dp > 1 and not self.args.average_tokens_across_devices:
+            raise InputError(
+                "average_tokens_across_devices=False: with dp the loss of a sharded module is over the rows of all "
+                "ranks and is divided by the tokens of all. Leave it at True."
+            )
         self.model = None  # type: ignore[assignment]  # else accelerate is told of meshes of accelerators alone
         try:
             return {**super()._build_accelerator_args(**kwargs), "parallelism_config": Parallelism(model)}
         finally:
             self.model = model
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """As transformers' own; with dp a sharded module's loss is that of all ranks' rows already.
+
+        transformers takes it for a rank's share, and multiplies it by the number of shares.
+        """
+        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        outside = self.compute_loss_func is not None or self.label_smoother is not None
+        if self._dp == 1 or outside or not self.model_accepts_loss_kwargs or num_items_in_batch is None:
+            return found
+        loss, outputs = found if return_outputs else (found, None)
+        return (loss / self._dp, outputs) if return_outputs else loss / self._dp
 
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
 

@@ -27,6 +27,7 @@ from autotp.runtime.generation.generating import Generates
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
+from autotp.runtime.interop.profiled import Profiled
 from autotp.runtime.interop.refusals import Refusals
 from autotp.runtime.interop.shown import Shown
 
@@ -40,7 +41,7 @@ from .shard_state import ShardState
 from .storage import Storage
 
 
-class ShardedModule(Finds, Generates, Exports, Methods, Shown, Refusals, Part):
+class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own

@@ -19,6 +19,7 @@ from benchmarks.step_time import transformed
 
 from .cached_llama import CachedLlama, Inference
 from .megatron import Llama, Shape, by_hand, megatron_pins
+from .storages import planned_bytes
 
 Step = Callable[[], Tensor]
 Make = Callable[[Llama, Shape, Tensor], Step]
@@ -90,7 +91,10 @@ class Ours:
         if backend not in self.modules:
             self.modules[backend] = ours(transformed(model, shape).eval(), shape, ids, backend)
         module = self.modules[backend]
-        return cached(module, module.config, ids, static)
+        step: Any = cached(module, module.config, ids, static)
+        prompt = ids.shape[1] - 1
+        step.planned = planned_bytes(module.plan, length_of(prompt) / prompt if static else 1.0)
+        return step
 
 
 def ours(module: nn.Module, shape: Shape, ids: Tensor, backend: str) -> Any:

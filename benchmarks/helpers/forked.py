@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import multiprocessing
-import signal
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
-from .isolate import Record, merge
+from .isolate import Record, ended, merge
 
 PATIENCE = 900.0  # seconds
 GRACE = 3.0  # seconds for the others once one has ended wrongly
@@ -63,11 +62,3 @@ def _listen(pipes: list[Any], works: list[Any]) -> list[tuple[Record, str]]:
             else:
                 found[i] = merge(found[i][0], part), found[i][1]
     return found
-
-
-def ended(code: int | None) -> str:
-    """Why a process ended that sent no end."""
-    if code is not None and code < 0:
-        name = signal.Signals(-code).name
-        return "out of CPU time" if name == "SIGXCPU" else f"the process died: {name}"
-    return f"the process ended with code {code}"

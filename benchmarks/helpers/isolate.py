@@ -42,7 +42,7 @@ def run(
     process.start()
     there.close()
     try:
-        return _listen(here, time.monotonic() + limit)
+        return _listen(here, time.monotonic() + limit, process)
     finally:
         if parent and process.pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -69,7 +69,7 @@ def _work(pipe: Any, function: Callable[..., None], arguments: tuple[Any, ...], 
     pipe.send(None)
 
 
-def _listen(pipe: multiprocessing.connection.Connection, until: float) -> tuple[Record, str]:
+def _listen(pipe: multiprocessing.connection.Connection, until: float, process: Any) -> tuple[Record, str]:
     record: Record = {}
     try:
         while pipe.poll(max(until - time.monotonic(), 0)):
@@ -78,5 +78,14 @@ def _listen(pipe: multiprocessing.connection.Connection, until: float) -> tuple[
                 return record, ""
             record = merge(record, part)
     except EOFError:
-        return record, "the process died"
+        process.join(5)
+        return record, ended(process.exitcode)
     return record, "out of time"
+
+
+def ended(code: int | None) -> str:
+    """Why a process ended that sent no end."""
+    if code is not None and code < 0:
+        name = signal.Signals(-code).name
+        return "out of CPU time" if name == "SIGXCPU" else f"the process died: {name}"
+    return f"the process ended with code {code}"

@@ -8,8 +8,26 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autotp.compat import tree_leaves
+from autotp.plans.plan import Plan
 
 PLAIN = (Tensor, nn.Parameter)  # others hold tensors and have no memory of their own
+
+
+SLACK = 0.01  # of what a plan says: inputs, positions, tables of rotary frequencies
+
+
+def planned_bytes(plan: Plan, tokens: float = 1.0) -> float:
+    """Bytes of the weights and the cache of the fullest rank, by the plan.
+
+    Args:
+        plan: for decoding. tokens: positions of the cache over those that the plan was made for.
+    """
+    return plan.memory.parameters + plan.memory.cache * tokens
+
+
+def as_planned(read: float, planned: float) -> bool:
+    """Whether a step reads what its plan says that a rank has, each byte of it and nothing else of that size."""
+    return abs(read - planned) <= SLACK * planned
 
 
 class Storages(TorchDispatchMode):

@@ -46,7 +46,8 @@ WITHOUT: dict[str, tuple[dict[str, Any], set[str]]] = {
 
 def small(kind: str) -> tuple[Any, torch.Tensor]:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**WITHOUT[kind][0], use_cache=False)
+    fields: dict[str, Any] = {**WITHOUT[kind][0], "use_cache": False}
+    config = CONFIG_MAPPING[kind](**fields)
     assert config.base_model_tp_plan is None  # it ships none
     return AutoModel.from_config(config).eval(), torch.randint(3, 60, (2, 8))
 

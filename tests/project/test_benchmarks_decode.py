@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
+import autotp
 from benchmarks import decode, decode_limit
 from benchmarks.helpers import soak
 from benchmarks.helpers.cached_llama import CachedLlama
@@ -13,7 +16,8 @@ from benchmarks.helpers.decode_legs import HAND
 from benchmarks.helpers.interleaved import Times
 from benchmarks.helpers.megatron import Shape, untouched
 from benchmarks.helpers.performance import table
-from benchmarks.helpers.storages import Storages
+from benchmarks.helpers.storages import Storages, as_planned, planned_bytes
+from tests.helpers.carried import CARRIED, Attention, past, tokens
 
 MADE = dict.fromkeys(["command", "machine", "torch", "transformers", "python", "date"], "x")
 ONE = "h100"
@@ -84,6 +88,23 @@ def test_a_decoded_token_reads_each_weight_and_the_cache_once():
     assert more.nbytes - storages.nbytes == 12
 
 
+@torch.no_grad()
+def test_a_sharded_step_reads_the_weights_and_the_cache_that_its_plan_says():
+    model, given, new = Attention(), (tokens(1), *past(40)), tokens(1).shape[0]
+    sharded: Any = autotp.compile(model, 1, example_inputs=given, carried=CARRIED, objective="decode")
+    wanted = model(*given)
+    with Storages() as storages:
+        found = sharded(*given)
+    assert all(map(torch.allclose, found, wanted))
+    memory = sharded.plan.memory
+    planned = planned_bytes(sharded.plan) - new * memory.cache_token  # the new token's is written, not read
+    read = storages.nbytes - given[0].untyped_storage().nbytes()
+    assert read == planned == memory.parameters + sum(x.untyped_storage().nbytes() for x in given[1:])
+    assert as_planned(read, planned)
+    assert not as_planned(read + past(40)[0].untyped_storage().nbytes(), planned)  # the keys once more
+    assert not as_planned(read, planned_bytes(sharded.plan, tokens=2.0))
+
+
 def test_rows_of_decoded_tokens_are_of_all_ranks():
     times = {HAND: Times([1.0, 1.0], [1.0, 2.0]), "autotp, static cache": Times([2.0, 2.0], [1.0, 1.0])}
     one = {"first": dict.fromkeys(times, 1.0), "off": dict.fromkeys(times, 0.0), "read": dict.fromkeys(times, (3, 8))}
@@ -93,6 +114,8 @@ def test_rows_of_decoded_tokens_are_of_all_ranks():
     decode.check({"rows": found})
     with pytest.raises(RuntimeError, match="something else"):
         decode.check({"rows": {HAND: found[HAND] | {"off": 0.1}}})
+    with pytest.raises(RuntimeError, match="its plan says"):
+        decode.check({"rows": {HAND: found[HAND] | {"planned": 4.0}}})
     text = decode.page({**MADE, "cores": 2, "rounds": 1, "load_before": 0.1, "rows": found, "refused": {"x": "why"}})
     assert "| autotp, static cache | 4000.0 | 2.000 |" in text and "Not measured: x: why." in text
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import LlamaForCausalLM
 
 pytestmark = pytest.mark.ranks
@@ -41,10 +42,19 @@ SMALL = ["--steps", "5", "--width", "64", "--layers", "2", "--batch", "2", "--le
 
 
 @pytest.mark.parametrize("more, ranks", [((), 2), (("--dp", "2", "--fully-shard", "--bf16", "--accumulate", "3"), 4)])
-def test_train(more, ranks):
-    printed = run("train.py", *SMALL, "--compare", *more, ranks=ranks)
+def test_train(more, ranks, tmp_path):
+    logs = ["--logger", "tensorboard", "--log-dir", str(tmp_path)]
+    printed = run("train.py", *SMALL, "--compare", *more, *logs, ranks=ranks)
     assert f"tp=2 dp={ranks // 2}" in printed and "5 steps: loss 5." in printed
     assert "Right: losses and norms differ by at most" in printed
+    events = EventAccumulator(str(tmp_path)).Reload()
+    losses = [(e.step, f"{e.value:.4f}") for e in events.Scalars("train/loss")]
+    assert [step for step, _ in losses] == [1, 2, 3, 4, 5] and f"{losses[-1][1]} at the last" in printed
+
+
+def test_trainer(tmp_path):
+    printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
+    assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
@@ -92,6 +102,14 @@ def test_an_interrupt_ends_all_ranks(generated):
         assert process.wait(timeout=120) != 0
         with pytest.raises(ProcessLookupError):  # nobody is left in the group
             os.killpg(process.pid, 0)
+
+
+def test_adapters_and_lightning(tmp_path):
+    printed = run("finetune_lora.py", str(tmp_path), ranks=2)
+    assert "trainable params: 3,584 || all params: 118,592" in printed and "largest difference from PEFT's" in printed
+    assert (tmp_path / "autotp_lora" / "adapter_config.json").exists()
+    printed = run("train_lightning.py", str(tmp_path), ranks=2)
+    assert "from the model alone" in printed
 
 
 def test_verify_llama():

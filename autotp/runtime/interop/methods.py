@@ -24,12 +24,19 @@ ADD = (
     "{name}() brings adapters that the plan does not have. Call it on the original model, and give that to "
     "autotp.compile; to go on with saved ones, load them there by PeftModel.from_pretrained(..., is_trainable=True)."
 )
-SAVE = "{name}() would write what one rank holds. Take sharded.save_checkpoint(folder, format='huggingface')."
-# What adds or removes modules that run, and does a part of that before it meets the first one that it may not; and what
+SAVE = (
+    "{name}() of a part would write what one rank holds. Take sharded.save_pretrained(folder), or "
+    "sharded.save_checkpoint(folder, format='huggingface')."
+)
+CHECKPOINTING = (
+    "{name}() changes how layers are called, and the programs are of the layers as they were. Call it on the original "
+    "model, and give that to autotp.compile."
+)
+# What changes the modules that run, and does a part of that before it meets the first one that it may not; and what
 # writes without the other ranks.
 REFUSED = {
     "merge_and_unload": UNLOAD, "unload": UNLOAD, "delete_adapter": UNLOAD, "add_adapter": ADD, "load_adapter": ADD,
-    "save_pretrained": SAVE,
+    "save_pretrained": SAVE, "gradient_checkpointing_enable": CHECKPOINTING,
 }  # fmt: skip
 
 

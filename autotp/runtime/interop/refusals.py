@@ -26,7 +26,7 @@ JIT = (
 DDP = (
     "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
     "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. In Lightning "
-    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model. Where accelerate wrapped it, take "
+    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model; with accelerate take "
     "autotp.integrations.accelerator.ShardedAccelerator."
 )
 

@@ -19,7 +19,7 @@ from tests.helpers import own_world
 from tests.helpers.errors import error_of
 
 pytestmark = pytest.mark.ranks
-ROWS, BATCH = 14, 4
+ROWS, BATCH = 16, 4
 
 
 class Net(nn.Module):
@@ -31,14 +31,14 @@ class Net(nn.Module):
         return ((self.down(self.norm(self.up(x)).tanh()) - y) ** 2).mean()
 
 
-def prepared(make: Any, model: Any) -> tuple[Any, ...]:
+def prepared(make: Any, model: Any, batch: int) -> tuple[Any, ...]:
     accelerator = make(gradient_accumulation_steps=2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
     draw = torch.Generator().manual_seed(0)
     rows = TensorDataset(torch.randn(ROWS, 8, generator=draw), torch.randn(ROWS, 8, generator=draw))
     torch.manual_seed(1)
-    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows, BATCH, shuffle=True), schedule)
+    return accelerator, *accelerator.prepare(model, optimizer, DataLoader(rows, batch), schedule)
 
 
 def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: Any) -> list[float]:
@@ -57,25 +57,26 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: A
     return losses
 
 
-def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
+def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Net()
-    if world > 1:
-        example = torch.zeros(BATCH, 8), torch.zeros(BATCH, 8)
-        model = autotp.compile(model, tp=world, example_inputs=example)
+    sharded = tp * dp > 1
+    if sharded:
+        example = torch.zeros(BATCH // dp, 8), torch.zeros(BATCH // dp, 8)
+        model = autotp.compile(model, tp=tp, dp=dp, example_inputs=example)
         stock = error_of(lambda: Accelerator(cpu=True).prepare(model))[:2]
         AcceleratorState._reset_state()
 
     def make(**options: Any) -> Any:
-        return ShardedAccelerator(model, **options) if world > 1 else Accelerator(cpu=True, **options)
+        return ShardedAccelerator(model, **options) if sharded else Accelerator(cpu=True, **options)
 
-    all_of = prepared(make, model)
+    all_of = prepared(make, model, BATCH // dp)
     found: dict[str, Any] = {"first": epoch(*all_of)}
     all_of[0].save_state(folder)
     found["second"] = epoch(*all_of)
     all_of[0].load_state(folder)
     found["again"] = epoch(*all_of)
-    if world > 1:
+    if sharded:
         found["stock"] = stock
         found["rows"] = sum(len(all_of[0].gather_for_metrics(x)) for x, _ in all_of[3])
         found["rate"] = all_of[4].get_last_lr()
@@ -88,8 +89,10 @@ def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
 
 
 def test_all_of_accelerate_is_that_of_one_process(tmp_path):
-    (one,) = own_world.run(trained, str(tmp_path / "one"), 1, world=1)
-    for found in own_world.run(trained, str(tmp_path / "two"), 2, world=2):
+    (one,) = own_world.run(trained, str(tmp_path / "one"), 1, 1, world=1)
+    over_tp = own_world.run(trained, str(tmp_path / "tp"), 2, 1, world=2)
+    over_dp = own_world.run(trained, str(tmp_path / "dp"), 1, 2, world=2)
+    for found in over_tp + over_dp:
         for name in ("first", "second", "again"):
             assert found[name] == pytest.approx(one[name], rel=1e-5), name
         assert found["again"] == found["second"] != found["first"]  # to the bit: the state is every rank's own

@@ -43,12 +43,14 @@ def saving(rank: int, world: int, group: Any, folder: str) -> Any:
         for name, p in sharded.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
                 p.mul_(1.5)  # as training would
-        sharded.save_checkpoint(folder, format="huggingface")
+        sharded.save_pretrained(folder)
         refused = [
             error_of(lambda: sharded.merge_and_unload()),
             error_of(lambda: sharded.base_model.merge_and_unload()),
             error_of(lambda: sharded.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))),
             error_of(lambda: sharded.base_model.model.model.layers.append(torch.nn.Linear(2, 2))),
+            error_of(lambda: sharded.base_model.model.save_pretrained(folder)),
+            error_of(lambda: sharded.gradient_checkpointing_enable()),
         ]
         found = {"logits": sharded(input_ids=IDS).logits, "counts": sharded.get_nb_trainable_parameters()}
         return found | {"refused": refused, "adapter": sharded.active_adapters, "head": sharded.lm_head is not None}
@@ -69,7 +71,10 @@ def test_a_folder_of_adapters_is_read_by_peft_and_transformers(pool, tmp_path):
             torch.testing.assert_close(read(input_ids=IDS).logits, found["logits"], rtol=1e-5, atol=1e-6)
             assert found["counts"] == adapted().get_nb_trainable_parameters()
             assert found["adapter"] == ["default"] and found["head"]
-            words = ("merge_adapter()", "merge_adapter()", "the plan does not have", "no place in the plan")
+            words = (
+                "merge_adapter()", "merge_adapter()", "the plan does not have", "no place in the plan",
+                "sharded.save_pretrained", "on the original model",
+            )  # fmt: skip
             for (error, text, _), word in zip(found["refused"], words, strict=True):
                 assert error == "StateError" and word in text, text
 

@@ -26,8 +26,8 @@ def logged(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     for m in (model, sharded):
         loss = m(x).square().mean()
         loss.backward()
-    norms = [nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (model, sharded)]
-    norm, weights, gradients = norms[1].full_tensor(), sharded.full_state_dict(), sharded.full_grad_dict()  # type: ignore[attr-defined]
+    norms: list[Any] = [nn.utils.clip_grad_norm_(m.parameters(), 1e9) for m in (model, sharded)]
+    norm, weights, gradients = norms[1].full_tensor(), sharded.full_state_dict(), sharded.full_grad_dict()
     with SummaryWriter(folder) if rank == 0 else contextlib.nullcontext() as writer:
         if writer is not None:
             writer.add_scalar("loss", loss, 3)

@@ -1,0 +1,217 @@
+"""What README.md and docs/ claim is still so: requirements, options, names, and the lists of what is not there yet."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import tomllib
+from collections.abc import Callable, Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import typer
+from torch import nn
+
+import autotp
+from autotp.cli.app import app
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = {str(p.relative_to(ROOT)): p.read_text() for p in [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]}
+
+# ---- requirements ----------------------------------------------------------------------------------------------------
+
+
+def required(readme: str) -> set[str]:
+    """What README says that autotp needs, beside Linux."""
+    sentence = re.search(r"^Needs Linux, (.*?);", readme, re.MULTILINE | re.DOTALL)
+    assert sentence is not None
+    return set(re.split(r", | and ", re.sub(r"\s*\(.*?\)", "", sentence.group(1)).replace("\n", " ")))
+
+
+def test_the_requirements_are_those_of_the_package():
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    needed = {re.split(r"[<>=~! ]", line)[0] for line in listed}
+    assert required(PAGES["README.md"]) == needed
+    assert (
+        required("Needs Linux, torch, networkx (graphs) and sympy; no more.")
+        == {"torch", "networkx", "sympy"}
+        != needed
+    )
+
+
+# ---- options ---------------------------------------------------------------------------------------------------------
+
+OPTION = re.compile(r"(?<![\w-])--[a-z][a-z0-9]*(?:-[a-z0-9]+)*")
+PYTHON = re.compile(r"^```python.*?^```$", re.MULTILINE | re.DOTALL)
+OTHERS = {  # options of other programs that pages show
+    "torchrun": "--nnodes --nproc-per-node --rdzv-id --rdzv-backend --rdzv-endpoint --standalone",
+    "sbatch": "--nodes --ntasks-per-node --gpus-per-node --cpus-per-task --time --requeue --open-mode",
+    "py-spy": "--pid",
+}
+
+
+def parsers() -> Iterator[str]:
+    """Every option of the command line, and of the scripts in examples/ and benchmarks/."""
+    commands: Any = typer.main.get_command(app)
+    for command in [commands, *commands.commands.values()]:
+        for parameter in command.params:
+            yield from (*parameter.opts, *parameter.secondary_opts)
+    yield "--help"
+    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("add", "parser.add_argument"):
+                names = [a.value for a in node.args if isinstance(a, ast.Constant)]
+                yield from names
+                if "BooleanOptionalAction" in ast.unparse(node):
+                    yield from (f"--no-{str(name).removeprefix('--')}" for name in names)
+
+
+def options(page: str) -> set[str]:
+    """Options that a page names in code: outside of its Python."""
+    return set(OPTION.findall(PYTHON.sub("", page)))
+
+
+def test_every_option_on_a_page_exists():
+    known = {*parsers(), *" ".join(OTHERS.values()).split()}
+    unknown = {f"{name}: {option}" for name, page in PAGES.items() for option in options(page) - known}
+    assert unknown == set()
+    assert sum(len(options(page)) for page in PAGES.values()) > 60  # they are read at all
+    assert options("`autotp plan --nonsense 3` and train.py --checkpoint") - known == {"--nonsense", "--checkpoint"}
+
+
+# ---- names -----------------------------------------------------------------------------------------------------------
+
+NAMES = re.compile(r"`(autotp|sharded|plan)\.([A-Za-z_][\w.]*\w)([(`])")
+FILES = ("json", "pt", "toml")  # plan.json is a file
+
+
+def has(owner: Any, name: str) -> bool:
+    """Whether an object has an attribute, or a class says that its objects do."""
+    fields = {field for kind in getattr(owner, "__mro__", ()) for field in getattr(kind, "__annotations__", ())}
+    return hasattr(owner, name) or name in fields
+
+
+def exists(start: str, path: str) -> bool:
+    """Whether `autotp.a.b`, `sharded.a` or `plan.a` is a name that there is."""
+    parts = path.split(".")
+    owner: Any = {"autotp": autotp, "sharded": autotp.ShardedModule, "plan": autotp.Plan}[start]
+    if start == "autotp":
+        for end in range(len(parts), 0, -1):
+            try:
+                owner, parts = import_module(".".join(["autotp", *parts[:end]])), parts[end:]
+                break
+            except ImportError:
+                continue
+    return not parts or has(owner, parts[0])
+
+
+def strangers(page: str) -> set[str]:
+    """Names in code font that there are not; operators `autotp::x` are written with a dot too."""
+    found = {(start, path) for start, path, _ in NAMES.findall(page) if path not in FILES}
+    missing = {(start, path) for start, path in found if not exists(start, path)}
+    return {f"{start}.{path}" for start, path in missing if not hasattr(torch.ops.autotp, path)}
+
+
+def test_every_name_on_a_page_exists():
+    import_module("autotp.kernels.operators")  # whose operators rules.md lists
+    assert {name: strangers(page) for name, page in PAGES.items() if strangers(page)} == {}
+    page = (
+        "`autotp.compile(model)`, `autotp.compyle(model)`, `sharded.save_all(x)`, `plan.explane`, `sharded.generate()`"
+    )
+    assert strangers(page) == {"autotp.compyle", "sharded.save_all", "plan.explane"}
+
+
+# ---- not yet ---------------------------------------------------------------------------------------------------------
+
+
+def raises(f: Callable[[], Any]) -> bool:
+    try:
+        f()
+    except (autotp.AutoTPError, TypeError):
+        return True
+    return False
+
+
+def lacks(f: Callable[..., Any], *names: str) -> bool:
+    return not set(names) & set(inspect.signature(f).parameters)
+
+
+class Branch(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        y = super().forward(input)
+        return y if y.sum() > 0 else -y
+
+
+def branch_fails() -> bool:
+    return raises(lambda: autotp.plan(Branch(4, 4), 2, example_inputs=torch.ones(2, 4)))
+
+
+def no_batching() -> bool:
+    return not hasattr(autotp.ShardedModule, "generate_batch")
+
+
+def no_stages() -> bool:
+    return lacks(autotp.compile, "pp", "pipeline", "stages")
+
+
+def no_dp() -> bool:
+    return lacks(autotp.verify, "dp") and lacks(autotp.sweep, "dp")
+
+
+LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs/training.md": "What is not supported"}
+LISTS |= {"docs/generation.md": "What is not there"}
+# A few words of each item -> whether it is still so; None where that takes ranks, or is no yes or no.
+STILL: dict[str, Callable[[], bool] | None] = {
+    "no continuous batching": no_batching,
+    "weights or activations cannot be captured": branch_fails,
+    "its times are predictions": None,
+    "`torch.compile(sharded)` does not work": None,
+    "No pipeline stages of its own": no_stages,
+    "takes several times as long as torch's own": None,
+    "Continuous batching; what": no_batching,
+    "weights, activations or random numbers cannot": branch_fails,
+    "The cost model knows no overlap": None,
+    "`autotp.verify` and `sweep` have no dp": no_dp,
+    "without a rule": None,
+    "autotp makes no pipeline stages": no_stages,
+    "`DistributedDataParallel` on a sharded module, or on a parent": None,
+    "by themselves: the classes of [integrations]": None,
+    "`create_graph=True` is refused with dp": None,
+    "Continuous batching (`generate_batch`)": no_batching,
+    "Caches that move between devices": None,
+    "`compare=` of a call with a cache": None,
+    '`outputs="loss"` and `dp`: a module': None,
+}
+
+
+def items(page: str, heading: str) -> list[str]:
+    """The items of a section's list, each in one line."""
+    section = page.split(f"## {heading}\n", 1)[1].split("\n## ")[0]
+    return [" ".join(item.split("\n\n")[0].split()) for item in re.split(r"^- ", section, flags=re.MULTILINE)[1:]]
+
+
+def untied(listed: list[str]) -> list[str]:
+    return [item for item in listed if sum(words in item for words in STILL) != 1]
+
+
+def test_every_item_of_a_not_yet_list_is_tied_to_a_check():
+    listed = [item for name, heading in LISTS.items() for item in items(PAGES[name], heading)]
+    assert untied(listed) == []
+    assert [words for words in STILL if not any(words in item for item in listed)] == []  # nor more than there are
+    assert untied(items("## Not yet\n\n- No tea.\n- No\n  coffee.\n\nMore.\n", "Not yet")) == ["No tea.", "No coffee."]
+
+
+@pytest.mark.parametrize("check", sorted({c for c in STILL.values() if c}, key=lambda c: c.__name__))
+def test_what_is_not_there_yet_is_still_not_there(check):
+    assert check()
+
+
+def test_what_has_come_is_noticed():
+    """The same kinds of check on what works."""
+    assert not lacks(autotp.compile, "dp") and not raises(
+        lambda: autotp.plan(nn.Linear(4, 4), 2, example_inputs=torch.ones(2, 4))
+    )

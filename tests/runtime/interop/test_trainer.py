@@ -1,0 +1,143 @@
+"""transformers' Trainer on two ranks beside one process: losses, evaluation, checkpoints, resuming, the best model."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+import autotp
+from autotp.integrations.trainer import ShardedTrainer
+from tests.helpers import own_world
+from tests.helpers.errors import error_of
+
+pytestmark = pytest.mark.ranks
+STEPS, HALF = 4, 2
+
+
+def rows(count: int, seed: int) -> list[dict[str, Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    pieces = torch.randint(0, 32, (count, 8), generator=draw)
+    return [{"input_ids": piece, "labels": piece, "of no use": piece} for piece in pieces]
+
+
+def gpt2(seed: int = 0) -> Any:
+    """With fused and tied weights, and norms whose names do not say so."""
+    torch.manual_seed(seed)
+    config = GPT2Config(
+        vocab_size=32, n_positions=8, n_embd=16, n_layer=2, n_head=2, use_cache=False, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def settings(folder: str, **more: Any) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, max_steps=STEPS, save_steps=HALF, eval_steps=HALF, eval_strategy="steps", logging_steps=1,
+        load_best_model_at_end=True, per_device_train_batch_size=2, per_device_eval_batch_size=3, max_grad_norm=0.3,
+        gradient_accumulation_steps=2, learning_rate=3e-2, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=1,
+        use_cpu=True, report_to=[], disable_tqdm=True, **more,
+    )  # fmt: skip
+
+
+def trainer_of(model: Any, folder: str, seed: int = 0, **more: Any) -> Trainer:
+    kind = ShardedTrainer if isinstance(model, autotp.ShardedModule) else Trainer
+    return kind(
+        model=model, args=settings(folder, **more), train_dataset=rows(20, seed), eval_dataset=rows(5, 99),
+        compute_metrics=lambda found: {"right": float((found.predictions.argmax(-1) == found.label_ids).mean())},
+    )  # fmt: skip
+
+
+def history(trainer: Trainer) -> dict[str, list[float]]:
+    wanted = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right")
+    return {name: [e[name] for e in trainer.state.log_history if name in e] for name in wanted}
+
+
+def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
+    example = {n: torch.stack([row[n] for row in rows(2, 0)]) for n in ("input_ids", "labels")}
+    own = gpt2() if world == 1 else autotp.compile(gpt2(), tp=world, example_inputs=example)
+    trainer = trainer_of(own, folder)
+    trainer.train()
+    best = str(trainer.state.best_model_checkpoint)
+    predicted = trainer.predict(rows(5, 99))  # type: ignore[arg-type]
+    trainer.save_model(folder)
+    found: dict[str, Any] = {
+        "history": history(trainer), "best": Path(best).name, "predictions": predicted.predictions,
+        "flos": trainer.state.total_flos, "decayed": sorted(_decayed(trainer)),
+    }  # fmt: skip
+    if world > 1:
+        found |= {"shown": shown(own), "loaded": loads(own, folder), "stock": refused(own, folder)}
+        found["parted"] = error_of(lambda: trainer_of(own, f"{folder}-parted", seed=rank).train())[:2]
+        own.load_state_dict(gpt2(1).state_dict())
+        again = trainer_of(own, folder)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
+        found["resumed"] = history(again)
+    AcceleratorState._reset_state()
+    own.load_state_dict(gpt2().state_dict())
+    low = trainer_of(own, f"{folder}-bf16", bf16=True)
+    low.train()
+    found["bf16"] = history(low)
+    return found
+
+
+def _decayed(trainer: Trainer) -> set[str]:
+    return {n.partition("_part")[0] for n in trainer.get_decay_parameter_names(trainer.model)}
+
+
+def shown(model: Any) -> dict[str, Any]:
+    whole = gpt2()
+    both = [(str(getattr(m, n)) for n in ("device", "dtype", "main_input_name", "loss_type")) for m in (model, whole)]
+    counts = [
+        [m.num_parameters(), m.num_parameters(only_trainable=True), m.num_parameters(exclude_embeddings=True)]
+        for m in (model, whole)
+    ]
+    plain: Any = nn.Linear(4, 4)
+    return {
+        "attributes": list(both[0]) == list(both[1]),
+        "counts": counts[0] == counts[1],
+        "forward": inspect.signature(model.forward) == inspect.signature(whole.forward),
+        "of the class": inspect.signature(type(model).forward) == inspect.signature(type(whole).forward),
+        "generation_config": model.generation_config.to_dict() == whole.generation_config.to_dict(),
+        "tp_size": model.tp_size == 2,
+        "not a plain one's": not hasattr(autotp.compile(plain, 1, example_inputs=torch.zeros(2, 4)), "dtype"),
+    }
+
+
+def loads(model: Any, folder: str) -> bool:
+    """Whether transformers loads what was saved, with the best weights; nothing else in the folder is lost."""
+    state = model.full_state_dict()
+    same = all(torch.equal(t, state[n]) for n, t in GPT2LMHeadModel.from_pretrained(folder).state_dict().items())
+    kept = {p.name for p in Path(folder).iterdir()}
+    return same and {"config.json", f"checkpoint-{HALF}", f"checkpoint-{STEPS}", "training_args.bin"} <= kept
+
+
+def refused(model: Any, folder: str) -> tuple[str, str]:
+    return error_of(lambda: Trainer(model=model, args=settings(folder)))[:2]
+
+
+def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
+    (one,) = own_world.run(trained, str(tmp_path / "one"), 1, world=1)
+    for rank, found in enumerate(own_world.run(trained, str(tmp_path / "two"), 2, world=2)):
+        for name in ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_right") if rank == 0 else ():
+            assert found["history"][name] == pytest.approx(one["history"][name], abs=1e-4), name
+            assert len(found["history"][name]) == (2 if name.startswith("eval") else STEPS)
+        assert found["best"] == one["best"] and found["decayed"] == one["decayed"]
+        assert found["predictions"].shape == one["predictions"].shape == (5, 8, 32)
+        assert np.abs(found["predictions"] - one["predictions"]).max() < 1e-3
+        assert found["flos"] == one["flos"] or rank
+        assert all(found["shown"].values()), found["shown"]
+        assert found["loaded"]
+        assert found["stock"][0] == "StateError" and "ShardedTrainer" in found["stock"][1]
+        assert found["parted"][0] == "RankError", found["parted"]
+        if rank == 0:
+            assert found["resumed"] == found["history"]  # to the bit, from other weights
+            spread = max(abs(a - b) for a, b in zip(one["bf16"]["loss"], one["history"]["loss"], strict=True))
+            apart = [abs(a - b) for a, b in zip(found["bf16"]["loss"], one["bf16"]["loss"], strict=True)]
+            assert 0 < max(apart) <= spread, (apart, spread)
