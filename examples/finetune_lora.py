@@ -8,6 +8,7 @@ On the CPU. The exit status is 0 where a process without autotp computes the sam
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,18 +18,18 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import autotp
 
 TEXT = torch.frombuffer(bytearray(Path(__file__).read_bytes()), dtype=torch.uint8).long()
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
 ADAPTERS = LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM")
 
 
-def base_model() -> LlamaForCausalLM:
+def base_model() -> Any:
     """The model to adapt; where it is pretrained, `from_pretrained`."""
     torch.manual_seed(0)
     return LlamaForCausalLM(CONFIG)
 
 
-def train(sharded: autotp.ShardedModule, steps: int = 5) -> list[float]:
+def train(sharded: Any, steps: int = 5) -> list[float]:
     """Train what requires gradients: the adapters."""
     optimizer = torch.optim.AdamW([p for p in sharded.parameters() if p.requires_grad], lr=1e-2)
     losses = []
@@ -47,7 +48,7 @@ def main() -> int:
     folder = f"{sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()}/autotp_lora"
     tokens = TEXT[:128].view(4, 32)
     adapted = get_peft_model(base_model(), ADAPTERS)  # before compile: the plan splits adapters with their layers
-    sharded = autotp.compile(adapted, example_inputs={"input_ids": tokens, "labels": tokens})
+    sharded: Any = autotp.compile(adapted, example_inputs={"input_ids": tokens, "labels": tokens})
     losses = train(sharded)
     sharded.save_checkpoint(folder, format="huggingface")
     with torch.no_grad():

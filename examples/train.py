@@ -98,6 +98,8 @@ class Text:
 
 def config_of(args: argparse.Namespace) -> Any:
     """The model's config: of --config, of the checkpoint that is resumed, or that of a small Llama."""
+    if args.resume and args.resume.is_dir() and not (args.resume / "autotp.json").exists():
+        raise SystemExit(f"--resume {args.resume}: this folder holds no checkpoint of this script")
     path = args.config or (args.resume if args.resume and (args.resume / "config.json").exists() else None)
     if path is None:
         return LlamaConfig(
@@ -235,8 +237,11 @@ def save(trainer: Trainer, text: Text, step: int) -> None:
     extra = {"step": step, "position": text.position, "schedule": trainer.schedule.state_dict(), "random": states}
     extra |= {"options": options(args)}
     trainer.model.save_checkpoint(args.save, optimizer=trainer.optimizer, extra=extra)
-    if dist.get_rank() == 0:
-        trainer.model.config.save_pretrained(args.save)
+    if dist.get_rank() == 0:  # at once: a run that ends here leaves no half of a file
+        part = args.save / "config.json.part"
+        part.write_text(trainer.model.config.to_json_string())
+        part.replace(args.save / "config.json")
+    dist.barrier()
 
 
 def resume(trainer: Trainer, text: Text) -> int:

@@ -7,20 +7,19 @@ Prints the losses of two epochs, at once and one by one; the exit status is 0 wh
 
 import os
 import sys
-import tempfile
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ModelParallelStrategy
-from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 
 ROWS = torch.randint(256, (12, 32), generator=torch.Generator().manual_seed(0))
-SIZES = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
-SAVED = f"{sys.argv[1] if len(sys.argv) > 1 else tempfile.gettempdir()}/autotp_lightning"
+SAVED = f"{sys.argv[1] if len(sys.argv) > 1 else '.'}/autotp_lightning"
 
 
 class Llama(LightningModule):
@@ -29,12 +28,14 @@ class Llama(LightningModule):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)  # the same weights on every rank
-        self.model, self.losses = LlamaForCausalLM(CONFIG), list[float]()
+        self.model: Any = LlamaForCausalLM(CONFIG)
+        self.losses: list[float] = []
 
     def configure_model(self) -> None:
         """Lightning calls this once its ranks are there, before it asks for the optimizer."""
         inputs = {"input_ids": ROWS[:4], "labels": ROWS[:4]}
-        self.model = autotp.compile(self.model, mesh=self.device_mesh["tensor_parallel"], example_inputs=inputs)
+        mesh: Any = self.device_mesh
+        self.model = autotp.compile(self.model, mesh=mesh["tensor_parallel"], example_inputs=inputs)
 
     def training_step(self, batch: torch.Tensor) -> torch.Tensor:
         """The loss of a batch, the same one on every rank of a tp group."""
@@ -55,7 +56,7 @@ def fit(epochs: int, start: str | None = None) -> list[float]:
         devices=ranks, max_epochs=epochs, gradient_clip_val=1.0, use_distributed_sampler=False,
         logger=False, enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(ROWS, batch_size=4), ckpt_path=start)
+    trainer.fit(module, torch.utils.data.DataLoader(ROWS, batch_size=4), ckpt_path=start)
     trainer.save_checkpoint(SAVED)
     return module.losses
 

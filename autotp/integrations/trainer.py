@@ -55,7 +55,7 @@ class ShardedTrainer(Trainer):
 
         transformers takes it for a rank's share, and multiplies it by the number of shares.
         """
-        found = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outside = self.compute_loss_func is not None or self.label_smoother is not None
         if self._dp == 1 or outside or not self.model_accepts_loss_kwargs or num_items_in_batch is None:
             return found
@@ -78,6 +78,11 @@ class ShardedTrainer(Trainer):
     def floating_point_ops(self, inputs: Any) -> int:
         """A rank's share, for they are summed over all."""
         return super().floating_point_ops(inputs) // self._tp
+
+    def _track_num_input_tokens(self, inputs: Any) -> None:
+        before = self.state.num_input_tokens_seen
+        super()._track_num_input_tokens(inputs)
+        self.state.num_input_tokens_seen = before + (self.state.num_input_tokens_seen - before) // self._tp
 
     # ---- what is saved ---------------------------------------------------------------------------------------------
 

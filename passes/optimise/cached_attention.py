@@ -13,6 +13,7 @@ from torch import fx
 
 from autotp.ir.marks import inherit
 from autotp.ir.op import Op, aten
+from autotp.ir.scopes import scope_path
 from autotp.kernels.cached_attention import attend, cached_attention, seen
 from autotp.passes.base import Changes
 
@@ -144,7 +145,7 @@ def _put_seen(mask: fx.Node, found: Seen) -> fx.Node:
     args = (found.new, found.length, found.position, found.padding, found.window, val.device)
     with mask.graph.inserting_before(mask):
         node = mask.graph.call_function(seen, args)
-    inherit(node, mask)
+    inherit(node, mask, scope=scope_path(mask))
     if found.padding is None:
         node.meta["val"] = val[0, 0]
     return node

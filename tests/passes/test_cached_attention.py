@@ -95,7 +95,10 @@ def attentions(graph: fx.Graph) -> dict[str, fx.Node]:
 
 def run(graph: fx.Graph) -> str:
     program: Any = RankProgram(graph, None)  # type: ignore[arg-type]
-    return CachedAttention().run(program).what
+    before = set(graph.nodes)
+    done = CachedAttention().run(program)
+    CachedAttention().check(program, before)
+    return done.what
 
 
 def test_what_is_fused_computes_the_same_and_the_others_stay(exported):

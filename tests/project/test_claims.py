@@ -178,7 +178,7 @@ STILL: dict[str, Callable[[], bool] | None] = {
     "`autotp.verify` and `sweep` have no dp": no_dp,
     "without a rule": None,
     "autotp makes no pipeline stages": no_stages,
-    "`DistributedDataParallel` on a sharded module, or on a parent": None,
+    "`DistributedDataParallel` on a sharded module is refused": None,
     "by themselves: the classes of [integrations]": None,
     "`create_graph=True` is refused with dp": None,
     "Continuous batching (`generate_batch`)": no_batching,

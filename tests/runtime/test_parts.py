@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -219,3 +219,33 @@ def test_parts_are_of_the_originals_classes():
 class Chain(nn.Sequential):
     def forward(self, input: Tensor) -> Tensor:
         return self[2](self[0](input))
+
+
+class Overridden(nn.Module):
+    """Instances have values of their own where the class has defaults."""
+
+    steps: list[float] = []
+    factor, none = 1.0, cast(Any, None)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.steps, self.factor, self.none = nn.Linear(4, 4), [2.0], 3.0, 5.0
+        self.said = {"itself alone": object()}
+
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.said
+        return self.layer(x) * self.factor + sum(self.steps)
+
+
+def test_an_instances_value_comes_before_its_classs():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(Overridden()), torch.randn(2, 4)
+    sharded: Any = autotp.compile(model, 1, example_inputs=x)
+    part: Any = sharded[0]
+    assert (part.factor, part.none, part.steps, list(part.said)) == (3.0, 5.0, [2.0], ["itself alone"])
+    for m in (model, sharded):
+        m[0].steps.append(7.0)
+    assert Overridden.steps == [] and torch.equal(sharded(x), model(x))
+    assert len(sharded._programs_made) == 2
+    sharded(x)
+    assert len(sharded._programs_made) == 2  # an object in a dict is the same one still

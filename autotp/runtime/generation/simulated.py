@@ -178,11 +178,13 @@ class Simulated:
         kept = {name: self.states[name] for name in named if name in self.states}
         return {name: kept[name].parts for name, x in zip(named, tensors, strict=True) if _is(x, kept.get(name))}
 
-    def _left(self, both: Both, whole: list[Any], every: list[list[Any]], tensors: Sequence[Tensor], entry: str) -> Any:
+    def _left(
+        self, both: Both, results: list[Any], every: list[list[Any]], tensors: Sequence[Tensor], entry: str
+    ) -> Any:
         """The outputs as tensors and descriptions, after states, buffers and inputs are what they are afterwards."""
         captured, kept, states = both.captured, [], dict(self.states)
         made = compat.tree_leaves(captured.graph.output_node().args[0])
-        for i, value in enumerate(whole):
+        for i, value in enumerate(results):
             taker, name = captured.mutations.get(i), captured.becomes(i)
             if isinstance(taker, str):
                 self.weights[taker] = value
@@ -191,7 +193,8 @@ class Simulated:
             if isinstance(value, Tensor) and name is not None:
                 held = tensors[taker].copy_(value) if isinstance(taker, int) else value
                 dtype = made[i].meta["val"].dtype
-                states[name] = State(value, [r[i] for r in every], both.left_as(i), dtype, held)
+                whole = value.clone()  # a later call may write to what the caller's object has
+                states[name] = State(whole, [r[i] for r in every], both.left_as(i), dtype, held)
             elif isinstance(value, Tensor) and entry:
                 self.given[id(value)] = value, made[i].meta["val"].dtype
         self.states = self.states if entry else states

@@ -60,7 +60,7 @@ def epoch(accelerator: Any, model: Any, optimizer: Any, loader: Any, schedule: A
 def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
     torch.manual_seed(0)
     model: Any = Net()
-    sharded = tp * dp > 1
+    sharded, stock = tp * dp > 1, ("", "")
     if sharded:
         example = torch.zeros(BATCH // dp, 8), torch.zeros(BATCH // dp, 8)
         model = autotp.compile(model, tp=tp, dp=dp, example_inputs=example)
