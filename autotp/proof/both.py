@@ -9,9 +9,10 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Capture, substitute
-from autotp.ir.layouts import I, Layout, R, Size
+from autotp.ir.graph import Capture
+from autotp.ir.layouts import Groups, I, Layout, R, Size
 from autotp.ir.program import Sharded
+from autotp.ir.sizes import substitute
 from autotp.ir.specs import Spec
 
 from .simulate import double, promoted, reference, run
@@ -38,8 +39,8 @@ class Both:
     def spec(self, layout: Layout) -> Spec:
         """A layout with the sizes of this call."""
 
-        def number(size: Size | str) -> Any:
-            return size if isinstance(size, int | str) else int(substitute(size, self.sizes))
+        def number(size: Size | Groups) -> Any:
+            return size if isinstance(size, int | Groups) else int(substitute(size, self.sizes))
 
         return layout.to_runtime(number)
 
