@@ -76,7 +76,6 @@ class Builder:
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
-        marks |= self._placed_apart(alike)
         self.same = fold(self.program, self.grads, marks) if marks else alike
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
         self.calls = [n for n in self.calls if self.axis.decides(n)]
@@ -88,11 +87,6 @@ class Builder:
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(),
         )  # fmt: skip
-
-    def _placed_apart(self, alike: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, str]:
-        """What tells equal blocks that lie differently, such as one that the program of the plan did not read."""
-        placed = {n: repr(self.pinned[x.name]) for n, x in self.leaves.items() if x.name in self.pinned}
-        return placed if any(placed.get(alike[n]) != told for n, told in placed.items()) else {}
 
     def value(self, node: fx.Node) -> Value:
         producer, index = resolve(node)
