@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 
-ROWS = torch.randint(256, (12, 32), generator=torch.Generator().manual_seed(0))
+ROWS: Any = torch.randint(256, (12, 32), generator=torch.Generator().manual_seed(0))
 SIZES: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
 CONFIG = LlamaConfig(**SIZES, num_attention_heads=4, num_key_value_heads=4, use_cache=False)
 SAVED = f"{sys.argv[1] if len(sys.argv) > 1 else '.'}/autotp_lightning"

@@ -26,7 +26,7 @@ from .fake import shape_env
 from .trees import tree_leaves
 
 
-def sizes_of_one() -> contextlib.AbstractContextManager[None]:
+def sizes_of_one() -> contextlib.AbstractContextManager[Any]:
     """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other."""
     return mock.patch.object(symbolic_config, "backed_size_oblivious", True)
 

@@ -13,6 +13,7 @@ from torch.distributed.tensor import Shard
 
 import autotp
 from autotp.errors import InputError
+from autotp.ir.runs import Runs
 from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.losses import DecomposeLosses
@@ -243,8 +244,8 @@ def dealt(rank: int, world: int, group: Any, options: dict[str, Any], off: int =
     ids = torch.randint(37, (12,))
     ids[:3], target = 3, torch.randint(37, (12,))
     target[:2] = 5
-    right = vocabulary.spans
-    with patch.object(vocabulary, "spans", lambda *a, **k: [(s + off, n) for s, n in right(*a, **k)]):
+    right = Runs.spans
+    with patch.object(Runs, "spans", lambda *a, **k: [(s + off, n) for s, n in right(*a, **k)]):
         sharded: Any = autotp.compile(
             model, mesh=mesh_of(group), outputs="loss", example_inputs=(ids, target), pins=DEALT,
             optimise={"kernels": True},

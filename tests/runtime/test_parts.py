@@ -243,8 +243,9 @@ def test_an_instances_value_comes_before_its_classs():
     sharded: Any = autotp.compile(model, 1, example_inputs=x)
     part: Any = sharded[0]
     assert (part.factor, part.none, part.steps, list(part.said)) == (3.0, 5.0, [2.0], ["itself alone"])
-    for m in (model, sharded):
-        m[0].steps.append(7.0)
+    lists: Any = model[0].steps, part.steps
+    for steps in lists:
+        steps.append(7.0)
     assert Overridden.steps == [] and torch.equal(sharded(x), model(x))
     assert len(sharded._programs_made) == 2
     sharded(x)

@@ -139,6 +139,8 @@ def check(found: dict[str, Any], kind: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
 def test_adapters_are_trained_switched_and_merged_by_pefts_own_methods(pool, tmp_path):
+    found: Any = None
+    read: Any = None
     for kind in CONFIGS:
         for found in pool.run(living, kind, str(tmp_path / kind), world=2):
             check(found, kind)
