@@ -7,8 +7,9 @@ BIN := .venv/bin
 READY := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 PYTEST := $(BIN)/python -m pytest
-# One process for each core, each with whole files: tests of one file share what they capture and plan.
-SPREAD := -n auto --maxprocesses 4 --dist loadfile
+# One process more than cores, for some wait for ranks; each has whole files, whose tests share what they capture and plan.
+WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) + 1))')
+SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test quick slow sample check matrix lint format golden docs site models zoo clean

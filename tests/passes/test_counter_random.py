@@ -15,6 +15,7 @@ from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError
 from autotp.ir.graph import Capture
 from autotp.ir.leaves import SEEDS
+from autotp.ir.runs import Runs
 from autotp.kernels.operators import OPS, mixed
 from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
@@ -121,7 +122,7 @@ def test_the_masks_do_not_depend_on_the_degree(pool, name, sequence):
 
 
 def forgetful(rank: int, world: int, group: Any) -> tuple[Tensor, Tensor, float]:
-    with patch("autotp.rules.random.spans", lambda repeat, runs, rank, tp: [(0, runs[0][0] * runs[0][1] // tp)]):
+    with patch.object(Runs, "spans", lambda self, rank, tp: [(0, self.length // tp)]):
         return on_ranks(rank, world, group, "bert", None)
 
 
