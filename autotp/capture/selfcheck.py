@@ -151,8 +151,7 @@ class Trial:
         """What rounding may make of a difference, in the least exact dtype that is computed in."""
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
         kinds |= {d for d in program.state[-1:] if d is not None} if program is not None else set()
-        each = (1e3 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in kinds)
-        return max(each, default=1e-3)
+        return rounding(kinds)
 
     def original(self) -> Results | None:
         """What the model gives; None where it fails, and then `skip` says how."""
@@ -273,6 +272,12 @@ def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Ite
             yield relative(a.detach(), b.detach(), scale), kind + name
         elif isinstance(a, (*PLAIN, Tensor)) and isinstance(b, (*PLAIN, Tensor)):
             yield 0.0 if type(a) is type(b) and a == b else float("inf"), kind + name
+
+
+def rounding(dtypes: Iterable[torch.dtype]) -> float:
+    """What it may make of a difference, in the least exact of these dtypes."""
+    each = (1e3 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in dtypes)
+    return max(each, default=1e-3)
 
 
 def finite(values: Iterable[Any]) -> bool:
