@@ -68,3 +68,33 @@ def test_it_gathers_those_that_it_cannot_read_as_they_lie(pool):
         # The least that it takes: the heads' weight stays where it is, and with it their bias is added after the sum.
         assert found["gathers"] == {"tower.norm.weight", "tower.norm.bias", "tower.heads.bias"}, found
         assert max(found["whole"], found["part"], found["gradients"]) < 1e-12, found
+
+
+class Blocks(nn.Module):
+    """Equal blocks, of which the last is read on demand: the plan splits its weights without a reader."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)) for _ in range(3))
+
+    def forward(self, x: Tensor, every: bool = False) -> Tensor:
+        for block in self.blocks if every else self.blocks[:2]:
+            x = x + block(x)
+        return x
+
+
+def on_demand(rank: int, world: int, group: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model, x = Blocks().double(), torch.randn(4, 8, dtype=torch.float64)
+    sharded: Any = autotp.compile(model, example_inputs=x, mesh=mesh_of(group))
+    outputs = [m(x, every=True) for m in (sharded, model)]
+    for y in outputs:
+        y.square().mean().backward()
+    layouts = [str(sharded.plan.placements[f"blocks.{i}.2.bias"]) for i in (0, 2)]
+    return {"part": difference(*outputs), "gradients": gradients_differ(sharded, model), "layouts": layouts}
+
+
+def test_equal_blocks_that_lie_differently_are_decided_each_for_itself(pool):
+    for found in pool.run(on_demand, world=2):
+        assert found["layouts"][0] != found["layouts"][1], found
+        assert max(found["part"], found["gradients"]) < 1e-12, found
