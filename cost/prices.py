@@ -25,6 +25,7 @@ FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, 
 
 
 BACKWARD = 2  # times the forward's arithmetic and bytes
+RESCUE = 1000  # times its seconds: what gathering a weight costs, so that it is never the cheaper of two ways
 LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
@@ -52,6 +53,8 @@ class Prices:
         keepers: say what is kept for the backward.
         surcharge: of the mesh axis that is planned for, if it has one.
         cached: nodes whose values hold what a call began with, which no rank gathers.
+        gathers_weights: a weight may be gathered, at `RESCUE` times the price: for a program of a plan that was made
+            for another one, where no other way is left.
     """
 
     program: Capture
@@ -64,6 +67,7 @@ class Prices:
     keepers: Keepers | None = None
     surcharge: Surcharge | None = None
     cached: set[fx.Node] = field(default_factory=set)
+    gathers_weights: bool = False
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
@@ -204,20 +208,21 @@ class Prices:
 
     def _convert(self, value: Any, a: Layout, b: Layout) -> float | None:
         node, i = value
-        if node in self.weights and a.sharded_dim is not None:
+        moves = node in self.weights and a.sharded_dim is not None
+        if moves and not self.gathers_weights:
             return None  # moving a weight is data parallelism's business, not tensor parallelism's
         if node in self.cached and (a.sharded_dim is not None or a.partial):
             return None  # as long as all that was said, for every token
         if self._forbidden(node, a, b):
             return None
-        size = self.bytes(tensors(node)[i])
+        size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
         forward = self.one_way(a, b, size)
         if forward is None or node not in self.grads:
-            return forward
+            return forward and times * forward
         backward = self.one_way(b.dual, a.dual, size)
         if backward is None:
             return None
-        return forward + backward if self.objective.training else forward
+        return times * (forward + backward if self.objective.training else forward)
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""

@@ -114,8 +114,7 @@ class Attempt:
 
 def _dims(value: Any) -> Any:
     if isinstance(value, Carried):  # which dimensions grow is not known, but for some
-        named = zip(value.tensors, value.shape.names, strict=True)
-        return [{d: Dim.AUTO for d, n in enumerate(t.shape) if not is_number(name, d, n)} for t, name in named]
+        return _varying(value, [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in value.tensors])
     if compat.is_user_node(value):  # torch wants the dimensions of its leaves in a list
         return [compat.tree_map(_dims, x, is_leaf=compat.is_user_node) for x in compat.children(value)]
     if not isinstance(value, Tensor):
@@ -127,9 +126,15 @@ def _dims(value: Any) -> Any:
 def _dims_of_short(value: Any) -> Any:
     """Likewise where a state's length is 1, but for all other sizes of 1, and of 0."""
     if isinstance(value, Carried):
-        return [_lengths_of_short(t) for t in value.tensors]
+        return _varying(value, [_lengths_of_short(t) for t in value.tensors])
     found = _dims(value)
     return {d: dim for d, dim in found.items() if value.shape[d] > 1} if isinstance(value, Tensor) else found
+
+
+def _varying(value: Carried, dims: list[dict[int, Any]]) -> list[dict[int, Any]]:
+    """Of the dimensions of an object's tensors those that are not numbers for ever."""
+    named = zip(value.tensors, value.shape.names, dims, strict=True)
+    return [{d: x for d, x in found.items() if not is_number(name, d, t.shape[d])} for t, name, found in named]
 
 
 def _lengths_of_short(value: Any) -> Any:

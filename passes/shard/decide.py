@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from torch import fx
 
+from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import Infeasible, solve
-from autotp.ir.program import Decision, Planned
+from autotp.ir.program import Decision, Planned, Solution
 
 from .planner import Builder
 from .states import decided
@@ -14,13 +17,7 @@ from .states import decided
 def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
-    try:
-        solution = solve(problem)
-    except Infeasible as e:
-        if builder.prices.cached:  # gathered rather than that nothing runs
-            builder.prices.cached = set()
-            return decide(builder)
-        raise builder.conflict() or e from None
+    solution = _solved(builder, problem)
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]
@@ -32,3 +29,30 @@ def decide(builder: Builder) -> Planned:
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
         decided(builder.carried_items, problem, solution.chosen), builder.ends,
     )  # fmt: skip
+
+
+def _solved(builder: Builder, problem: Problem) -> Solution:
+    """The solution; where there is none, one that gathers what is otherwise never moved."""
+    try:
+        return solve(problem)
+    except Infeasible as e:
+        for _ in _relaxations(builder):
+            try:
+                return solve(problem)
+            except Infeasible:
+                continue
+        raise builder.conflict() or e from None
+
+
+def _relaxations(builder: Builder) -> Iterator[None]:
+    """Allow more and more conversions: of what a call began with; of weights that a plan has placed; of both."""
+    prices, cached = builder.prices, builder.prices.cached
+    if cached:
+        prices.cached = set()
+        yield
+    if builder.pinned:  # another program's plan, made without knowing how this one reads them
+        prices.cached, prices.gathers_weights = cached, True
+        yield
+        if cached:
+            prices.cached = set()
+            yield

@@ -22,7 +22,7 @@ from torch.distributed.tensor.placement_types import Placement
 from autotp import compat
 from autotp.cost.solver.problem import Choice, Problem, ValueId
 from autotp.errors import InputError, PlanError
-from autotp.ir.graph import Capture, floating, outputs_of, read, resolve, tensors, where
+from autotp.ir.graph import Capture, Leaf, floating, outputs_of, read, resolve, tensors, where
 from autotp.ir.layouts import I, Layout, R
 from autotp.ir.op import Op, Rule
 from autotp.ir.scopes import module_path
@@ -234,6 +234,14 @@ class _Finder:
         theirs = [i for i in range(len(leaves)) if i not in self.program.mutations]
         values = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node) and tensors(x)]
         return {k: by_place[str(theirs.index(i))] for k, i in enumerate(values) if i in theirs}
+
+
+def placed_apart(
+    leaves: Mapping[fx.Node, Leaf], placed: Mapping[str, Layout], alike: Mapping[fx.Node, fx.Node]
+) -> dict[fx.Node, str]:
+    """What tells equal blocks that a plan placed differently, such as one that its own program did not read."""
+    marks = {n: repr(placed[x.name]) for n, x in leaves.items() if x.name in placed}
+    return marks if any(marks.get(alike[n]) != layout for n, layout in marks.items()) else {}
 
 
 def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:

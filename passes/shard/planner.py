@@ -37,7 +37,7 @@ from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
 from .ends import ends_table
-from .pins import Dims, check_neighbours
+from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
 from .states import CarriedItem, States
 from .strategies import OPAQUE, TORCHS, Candidates, penalty, signatures
@@ -76,6 +76,7 @@ class Builder:
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
+        marks |= placed_apart(self.leaves, self.pinned, alike)
         self.same = fold(self.program, self.grads, marks) if marks else alike
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
         self.calls = [n for n in self.calls if self.axis.decides(n)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -30,11 +31,12 @@ class Crossed(nn.Module):
         return (q @ cache.keys.reshape(flat).transpose(1, 2)).softmax(-1)
 
 
-def test_a_number_of_heads_stays_a_number_and_a_length_does_not():
+@pytest.mark.parametrize("seen_tokens", [7, 1])  # a length of 1 is captured in another way
+def test_a_number_of_heads_stays_a_number_and_a_length_does_not(seen_tokens):
     torch.manual_seed(0)
     model, cache = Crossed(), SimpleNamespace(keys=None)
     wanted = SimpleNamespace(keys=None)
-    x, seen = torch.randn(3, 5, 8), torch.randn(3, 7, 8)
+    x, seen = torch.randn(3, 5, 8), torch.randn(3, seen_tokens, 8)
     sharded: Any = autotp.compile(model, 1, example_inputs=(x, seen))
     for length in (5, 6, 4):
         x = torch.randn(3, length, 8)
