@@ -117,10 +117,10 @@ def dealt(graph: fx.Graph) -> Iterator[ScatteredProduct]:
         made: Any = node.args[0]
         view = made if calls(made, *VIEWS) and len(made.users) == 1 and _same_columns(made) else None
         product = product_of(made if view is None else view.args[0])
-        dim: Any = node.args[2][1]  # type: ignore[index]
+        dst: Any = node.args[2]
         if product is None or len(product.node.users) > 1:
             continue
-        if dim < _ndim(node) - 1 and one_region([node, product.node]):
+        if dst.dim < _ndim(node) - 1 and one_region([node, product.node]):
             yield ScatteredProduct(node, product, view)
 
 
