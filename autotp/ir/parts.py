@@ -28,7 +28,7 @@ class GraphPart:
     """A part of the graph.
 
     Attributes:
-        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
+        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "adapter", "other".
         detail: what it is in words.
         nodes: its operators, in the order of the graph.
         module: the innermost module that holds those with parameters.

@@ -83,7 +83,7 @@ class Block:
     """A named part of the model, as the patterns found it.
 
     Attributes:
-        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "other".
+        kind: "attention", "mlp", "norm", "embedding", "head", "experts", "adapter", "other".
         module: module path.
         detail: what it is, such as "8 heads, 4 kv heads, 64 wide"; `local`: what one rank has of that.
         parameters: names of its parameters; a tied one is in several blocks.

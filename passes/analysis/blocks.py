@@ -2,7 +2,7 @@
 
 No name of a model or parameter is read. An attention is a softmax between two products of activations, or the fused
 operator; an MLP is weight contractions joined by pointwise operators only; a norm multiplies a value by a statistic of
-itself.
+itself; an adapter is trained beside a frozen product, which is named as it would be without.
 """
 
 from __future__ import annotations
@@ -50,8 +50,10 @@ class _Finder:
         self.flow, self.same = flow, same
         self.owner: dict[fx.Node, int] = {}
         self.parts: list[tuple[str, str, list[fx.Node], Heads | None]] = []
+        self.beside: dict[fx.Node, fx.Node] = {}  # first operator of an adapter -> the frozen product
 
     def run(self) -> list[GraphPart]:
+        self._adapters()
         self._attentions()
         self._chains()
         self._norms()
@@ -62,8 +64,10 @@ class _Finder:
         for i, (kind, detail, nodes, heads) in enumerate(placed):
             read = [n for n in nodes if self.flow.parameters(n)]
             key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
-            leaves = tuple(dict.fromkeys(leaf for n in read for leaf in self.flow.parameters(n)))
-            module, equal = _module(read or nodes), first.setdefault(key, i)
+            base = [self.beside[nodes[0]]] if kind == "adapter" else []
+            apart = {leaf for n in base for leaf in self.flow.parameters(n)}  # the frozen weight is the product's
+            leaves = tuple(x for x in dict.fromkeys(x for n in read for x in self.flow.parameters(n)) if x not in apart)
+            module, equal = _module([*(read or nodes), *base]), first.setdefault(key, i)
             parts.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
         return parts
 
@@ -71,6 +75,24 @@ class _Finder:
         free = sorted({n for n in nodes if n not in self.owner}, key=self.flow.order.__getitem__)
         self.owner.update(dict.fromkeys(free, len(self.parts)))
         self.parts.append((kind, detail, free, heads))
+
+    # adapters
+
+    def _adapters(self) -> None:
+        """Claim what is trained beside a frozen product, with its rank, the least width of its products."""
+        flow = self.flow
+        for adapter in flow.adapted.values():
+            nodes = [n for n in adapter.nodes if n not in self.owner]
+            if not nodes:  # one whose result goes to two products
+                continue
+            module = _module([adapter.base, *(n for n in adapter.nodes if flow.parameters(n))])
+            name = flow.names[flow.parameters(adapter.base)[0]]
+            inside = name.startswith(f"{module}.")
+            target = name.removeprefix(f"{module}.") if inside else ".".join(name.split(".")[-2:])
+            widths = [flow.width(n) for n in adapter.products]
+            rank = f"rank {min(widths, key=int)} " if len(widths) > 1 else ""
+            self._claim("adapter", f"{rank}beside {target}" if widths else f"scales {target}", nodes)
+            self.beside[nodes[0]] = adapter.base
 
     # attention
 

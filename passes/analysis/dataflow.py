@@ -18,6 +18,8 @@ from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, Shape, is_tensor
 from autotp.rules.core import rule_of
 
+from .adapters import Adapter, added, scaled
+
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 
 
@@ -31,6 +33,8 @@ class Dataflow:
         roots: value with a gradient -> what it is made of, by pointwise operators and views only.
         junctions: sums of two independent branches, such as a residual's.
         products: products of independent branches, with the roots of each.
+        adapted: sum or product -> the adapter that it joins to a frozen product; its roots are those of that product.
+        apart: operators of adapters, which no walk enters.
     """
 
     program: Capture
@@ -47,6 +51,8 @@ class Dataflow:
         self.products: list[tuple[fx.Node, list[frozenset[Root]]]] = []
         self.rules: dict[fx.Node, Rule | None] = {}
         self.products_of_two: dict[fx.Node, bool] = {}
+        self.adapted: dict[fx.Node, Adapter] = {}
+        self.apart: set[fx.Node] = set()
         for n in self.program.graph.nodes:
             if n.op != "call_function":
                 continue
@@ -77,12 +83,14 @@ class Dataflow:
         if not branches or not self.passes(node):
             return own
         merged = frozenset().union(*branches)
+        if self._adapts(node, names(merged)):
+            return frozenset((root, piece) for root, piece in merged if root is self.adapted[node].base)
         if len(branches) == 1:
             # q, k and v that are cut out of one product share their root: the piece tells them apart.
             if self._linear(node) and _fewer(op):
                 return frozenset((root, (*piece, node.name)) for root, piece in merged)
             return merged
-        if self._together(node):
+        if self.together(node):
             # x - mean(x) is x, not a residual: a norm's statistic is made of what it is taken from.
             for one, other in permutations(branches, 2):
                 if any(self.statistic(root, other) for root in names(one)):
@@ -96,6 +104,15 @@ class Dataflow:
         if all(not a & b for a, b in combinations(branches, 2)):
             self.products.append((node, branches))
         return merged
+
+    def _adapts(self, node: fx.Node, made_of: set[fx.Node]) -> bool:
+        """Whether an adapter's result comes in here; notes it."""
+        adapter = added(self, node, made_of) if self.together(node) else scaled(self, node)
+        if adapter is None:
+            return False
+        self.adapted[node] = adapter
+        self.apart.update(n for n in adapter.nodes if n is not node)
+        return True
 
     def inputs(self, node: fx.Node) -> list[fx.Node]:
         """Operands that carry a gradient and are not parameters."""
@@ -118,7 +135,7 @@ class Dataflow:
         rule = self.rules[node]
         return rule is not None and len(self.ops[node].slots) == 1 and frozenset({0}) in rule.linear
 
-    def _together(self, node: fx.Node) -> bool:
+    def together(self, node: fx.Node) -> bool:
         """Whether the operator is linear in several operands at once: a sum, a concatenation."""
         rule = self.rules[node]
         return rule is not None and any(len(s) > 1 for s in rule.linear)
@@ -195,7 +212,7 @@ class Dataflow:
         work = list(starts)
         while work:
             n = work.pop()
-            if n in passed or n in ends or n not in self.roots:
+            if n in passed or n in ends or n not in self.roots or n in self.apart:
                 continue
             if stops[0](n):
                 ends[n] = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import inspect
 import re
 import tomllib
@@ -123,6 +124,41 @@ def test_every_name_on_a_page_exists():
         "`autotp.compile(model)`, `autotp.compyle(model)`, `sharded.save_all(x)`, `plan.explane`, `sharded.generate()`"
     )
     assert strangers(page) == {"autotp.compyle", "sharded.save_all", "plan.explane"}
+
+
+# ---- keywords --------------------------------------------------------------------------------------------------------
+
+KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
+
+
+FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
+    "torch": "create_graph foreach fullgraph fused weights_only",
+    "transformers": "cache_implementation tp_plan use_cache",
+    "lightning, peft": "ckpt_path is_trainable strategy",
+    "inputs": "labels targets",
+    "operators": "group",
+    "rules": "localise",
+}
+
+
+def parameters(owner: Any) -> Iterator[str]:
+    """The parameters of what a module makes public: of functions, and of the methods of classes."""
+    for each in (getattr(owner, name) for name in owner.__all__):
+        for member in (each, *(vars(each).values() if inspect.isclass(each) else ())):
+            f = getattr(member, "__func__", member)
+            with contextlib.suppress(TypeError, ValueError):  # no function, or one of C
+                yield from inspect.signature(f).parameters
+
+
+def test_every_keyword_on_a_page_exists():
+    known = {*parameters(autotp), *" ".join(FOREIGN.values()).split()}
+
+    def unknown(page: str) -> set[str]:
+        return set(KEYWORD.findall(page)) - known
+
+    assert {name: unknown(page) for name, page in PAGES.items() if unknown(page)} == {}
+    assert sum(len(KEYWORD.findall(page)) for page in PAGES.values()) > 100  # they are read at all
+    assert unknown('`check=True`, `outputs="loss"`, `chekc=True`, `output="loss"`') == {"chekc", "output"}
 
 
 # ---- not yet ---------------------------------------------------------------------------------------------------------

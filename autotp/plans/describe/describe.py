@@ -218,8 +218,10 @@ class _Collectives:
             return self.block.get(origin)
         operands = [resolve(s) for s in self.planned.ops[origin].slots]
         partial = [n for n, i in operands if self.planned.decisions[n].outs[i].partial]
-        latest = sorted(partial, key=self.order.__getitem__, reverse=True)
-        return next((b for n in latest if (b := self._maker(n)) is not None), None)
+        makers = [self._maker(n) for n in sorted(partial, key=self.order.__getitem__, reverse=True)]
+        blocks = [b for b in makers if b is not None]
+        # A frozen product and an adapter beside it are summed by one reduction: the product's.
+        return next((b for b in blocks if self.parts[b].kind != "adapter"), next(iter(blocks), None))
 
 
 def _innermost(path: Sequence[str]) -> str:

@@ -51,12 +51,12 @@ def hand_plan(planned: Planned, builder: Builder, parts: Sequence[GraphPart], se
 
     Returns:
         None of them where Megatron has no plan: heads that tp does not divide, or a model that is not mostly attention
-        and feed-forward blocks.
+        and feed-forward blocks, or has adapters.
     """
     counter = _Counter(planned, builder)
     heads = [part.heads.count for part in parts if part.heads is not None]
     uneven = any(not isinstance(n, int) or n % planned.tp for n in heads)
-    if not heads or uneven or counter.covered(parts) < COVERED:
+    if not heads or uneven or any(part.kind == "adapter" for part in parts) or counter.covered(parts) < COVERED:
         return []
     # Where a layer has experts, what looks like a feed-forward block beside them is a shared expert, counted with them.
     sparse = {layer(part.module) for part in parts if part.kind == "experts"}
