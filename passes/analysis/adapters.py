@@ -6,14 +6,33 @@ a sum are made of the same value; no name, and no library.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from torch import fx
 
-if TYPE_CHECKING:
-    from .dataflow import Dataflow
+from autotp.ir.op import Op
+
+
+class Flow(Protocol):
+    """What is read of `dataflow.Dataflow`, whose docstrings hold."""
+
+    @property
+    def ops(self) -> Mapping[fx.Node, Op]: ...
+    @property
+    def order(self) -> Mapping[fx.Node, int]: ...
+    @property
+    def weights(self) -> Collection[fx.Node]: ...
+    @property
+    def adapted(self) -> Collection[fx.Node]: ...
+    @property
+    def roots(self) -> Mapping[fx.Node, Iterable[tuple[fx.Node, tuple[object, ...]]]]: ...
+    def inputs(self, node: fx.Node) -> list[fx.Node]: ...
+    def parameters(self, node: fx.Node) -> list[fx.Node]: ...
+    def passes(self, node: fx.Node) -> bool: ...
+    def together(self, node: fx.Node) -> bool: ...
+    def weighted(self, node: fx.Node) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -32,7 +51,7 @@ class Adapter:
     products: tuple[fx.Node, ...]
 
 
-def added(flow: Dataflow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | None:
+def added(flow: Flow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | None:
     """The adapter whose result a sum adds to that of a frozen product; None where it adds something else.
 
     Args:
@@ -50,7 +69,7 @@ def added(flow: Dataflow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter 
     return Adapter(base, tuple(nodes), tuple(products)) if products else None
 
 
-def scaled(flow: Dataflow, node: fx.Node) -> Adapter | None:
+def scaled(flow: Flow, node: fx.Node) -> Adapter | None:
     """The adapter that a trained parameter is by which the result of a frozen product is multiplied; or None."""
     op = flow.ops[node]
     sides, vectors = flow.inputs(node), flow.parameters(node)
@@ -61,7 +80,7 @@ def scaled(flow: Dataflow, node: fx.Node) -> Adapter | None:
     return Adapter(base, (node,), ()) if len(made_of) == 1 and frozen(flow, base) else None
 
 
-def frozen(flow: Dataflow, node: fx.Node) -> bool:
+def frozen(flow: Flow, node: fx.Node) -> bool:
     """Whether an operator multiplies activations by a matrix that is not trained."""
     matrices = [p for p in flow.parameters(node) if p.meta["val"].ndim > 1]
     return bool(matrices) and not any(map(_trained, matrices)) and flow.weighted(node)
@@ -71,7 +90,7 @@ def _trained(leaf: fx.Node) -> bool:
     return leaf.meta["val"].requires_grad
 
 
-def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
+def _source(flow: Flow, base: fx.Node) -> set[fx.Node]:
     """The activations that a product reads, and what they are a view or a cast of."""
     found: set[fx.Node] = set()
     work = flow.inputs(base)
@@ -83,7 +102,7 @@ def _source(flow: Dataflow, base: fx.Node) -> set[fx.Node]:
     return found
 
 
-def _between(flow: Dataflow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
+def _between(flow: Flow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
     """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
     start = min((flow.order[n] for n in source), default=len(flow.order))
     ends = {base, *source, *flow.adapted}
