@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,19 +19,11 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 
 def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
     """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
-    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
-
-    The function's globals are autotp's and torch's own: they are not looked at again before every call."""
+    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
-    options = {"guard_filter_fn": _of_inputs, **(options or {})}  # its own each time: torch takes the filter out of it
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
-
-
-def _of_inputs(guards: Sequence[Any]) -> list[bool]:
-    """Which guards are kept: those that are not of globals, which are most of them and half of a lookup's time."""
-    return [not guard.is_global for guard in guards]
 
 
 @contextlib.contextmanager

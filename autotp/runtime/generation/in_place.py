@@ -28,8 +28,7 @@ def _writing(name: str, twin: str) -> Writes:
         if recorded or state.requires_grad:  # the caller's tensor stays out of autograd's graph
             return functional(state, *args, **kwargs)
         try:
-            in_place(state, *args, **kwargs)
-            return state  # the very tensor: a compiler then gives it back, and nothing is copied
+            return in_place(state, *args, **kwargs)
         except IndexError as error:
             raise InputError(FULL.format(shape=tuple(state.shape), error=str(error).splitlines()[0])) from None
 

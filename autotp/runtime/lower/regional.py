@@ -6,7 +6,6 @@ tensors and sizes flow in: parameters are read off the tree outside, so that all
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -51,7 +50,7 @@ class Compiler:
         if not any(n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) for n in graph.nodes):
             return _function(graph, name)  # sizes alone
         self.stretches += 1
-        key = (renumbered(shapes), structure(graph))
+        key = (tuple(shapes), structure(graph))
         if key not in self.made:
             self.made[key] = self._by_mode(graph, name)
         return self.made[key]
@@ -100,13 +99,6 @@ def flow(node: fx.Node) -> Any:
     val = node.meta.get("val")
     whole = (tuple(map(str, val.shape)), val.dtype) if isinstance(val, Tensor) else type(val).__name__
     return whole, str(mark(node).layout)
-
-
-def renumbered(shapes: Sequence[Any]) -> str:
-    """What flows into a stretch, with size symbols named in the order in which they come: each block's cache has its
-    own, and blocks that differ in nothing else share what is compiled."""
-    numbers: dict[str, int] = {}
-    return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
 
 
 def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:
