@@ -14,7 +14,8 @@ class Totals:
         parameters, local_parameters: in all, and held by the fullest rank.
         flops, local_flops: floating-point operations of a forward.
         forward_bytes, backward_bytes: sent by a rank in a step.
-        seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
+        seconds: of a step by the cost model, with what dp sends and does not hide (`Axis.exposed`); `bound`: the lower
+            bound that the solver proved for it, and the same of dp, which the solver does not decide over.
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
         megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
@@ -62,6 +63,11 @@ class Axis:
     seconds: float = 0.0
     backward: float = 0.0
     values: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds over the axis that the backward is too short to hide."""
+        return max(self.seconds - self.backward, 0.0)
 
 
 ALONE = Axis()

@@ -1,5 +1,7 @@
 """The cost of the data-parallel axis, in the plan: gradients and weights over it, group by group, and memory.
 
+What the backward is too short to hide is a part of the step.
+
 The groups are those of `autotp.runtime.data_parallel`: one for each repeated block, and one for what is left.
 """
 
@@ -49,7 +51,9 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
     local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = replace(plan.totals, local_parameters=local)
+    exposed, t = priced.exposed, plan.totals
+    steps = {k: getattr(t, k) + exposed for k in ("seconds", "bound", "megatron_step") if getattr(t, k)}
+    totals = replace(t, local_parameters=local, **steps)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 
