@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Totals:
         weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
+        terms: what the plan costs by the names of `autotp.cost.objective.TERMS`; under its weights they make `seconds`.
     """
 
     parameters: int = 0
@@ -43,6 +44,7 @@ class Totals:
     weights_read: float = 0.0
     examples: int = 0
     length: int = 0
+    terms: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
