@@ -107,7 +107,7 @@ class Prices:
         return self.objective.seconds(cost)
 
     def weight(self, val: Tensor, layout: Layout, counted: bool) -> Cost:
-        """What a rank's part of a leaf costs by being there.
+        """What a rank's part of a leaf costs by being there, and by the optimizer's step.
 
         Args:
             val: the whole value. layout: of the leaf.
@@ -116,7 +116,11 @@ class Prices:
         part = self.bytes(val) * self.share(layout)
         if not counted:
             return Cost(budget_bytes=part)
-        return Cost(parameter_bytes=part, budget_bytes=self.objective.budget_bytes(part, val))
+        with_states = self.objective.budget_bytes(part, val)
+        # A step reads the gradient, and reads and writes the weight and its states.
+        traffic = 2 * with_states - part if with_states > part else 0.0
+        optimizer = traffic / self.cluster.memory_bandwidth
+        return Cost(parameter_bytes=part, budget_bytes=with_states, optimizer=optimizer)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""

@@ -46,6 +46,11 @@ class Totals:
     length: int = 0
     terms: Mapping[str, float] = field(default_factory=dict)
 
+    @property
+    def passes(self) -> float:
+        """Seconds of the step without the optimizer's part: forward and backward."""
+        return self.seconds - self.terms.get("optimizer", 0.0)
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -4,10 +4,12 @@ from functools import cache
 
 import pytest
 
+from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.cost.terms import TERMS, Cost
 from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import solve_plan
+from autotp.plans.estimates import Axis
 from autotp.plans.plan import Plan
 from tests.helpers.models import captured
 
@@ -37,6 +39,21 @@ def test_a_plans_terms_are_its_step_and_are_printed(objective):
     for name in {"compute", "launches", "communication"}:
         less = Cost(**{k: x for k, x in totals.terms.items() if k != name})
         assert less.weighted(weights) < (1 - 1e-5) * totals.seconds and f"{name} " in report  # each is a part of it
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "adamw-plain"])
+def test_the_optimizers_traffic_by_hand(optimizer):
+    """float32: the gradient is read, the weight and each of its states are read and written."""
+    program, notes = captured("llama")
+    options = [Options.read(2, Steering(optimizer=optimizer), Axis(n, n > 1)) for n in (1, 2)]
+    plan, dealt = (solve_plan(program, notes, x, "llama") for x in options)
+    states = 0 if optimizer == "sgd" else 2
+    seconds = plan.totals.parameter_bytes * (1 + 2 * (1 + states)) / Cluster.preset("h100").memory_bandwidth
+    assert plan.totals.terms["optimizer"] == pytest.approx(seconds) and "optimizer " in plan.report()
+    assert plan.totals.seconds - plan.totals.passes == pytest.approx(seconds)
+    assert dealt.totals.terms["optimizer"] == pytest.approx(seconds / 2)  # each dp rank has a part of the states
+    assert plan_for("prefill").totals.terms.get("optimizer", 0.0) == 0.0  # and weighs nothing if it had one
+    assert Objective("prefill").seconds(Cost(optimizer=1.0)) == 0.0 < Objective().seconds(Cost(optimizer=1.0))
 
 
 def test_every_term_of_a_plan_is_in_the_table():

@@ -54,7 +54,10 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     backward = 2 / 3 * computing if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
     local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = _lengthened(replace(plan.totals, local_parameters=local), Cost(waiting=priced.exposed), builder.objective)
+    own = axis.size if axis.fully_shard else 1  # of which each rank updates one part
+    less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
+    apart = Cost(waiting=priced.exposed, optimizer=less)
+    totals = _lengthened(replace(plan.totals, local_parameters=local), apart, builder.objective)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 
