@@ -59,8 +59,10 @@ class Saving:
 
     def seconds(self, paid: Callable[[Conversion], float], taken: Callable[[Taken], float]) -> float:
         """What all instances save, where these say what is paid and taken."""
-        smallest = (min(cap.value(paid, taken) for cap in caps) for caps in self.parts)
-        return self.count * sum(max(x, 0.0) for x in smallest)
+        one = 0.0
+        for caps in self.parts:
+            one += max(min(cap.value(paid, taken) for cap in caps), 0.0)
+        return self.count * one
 
 
 def most(caps: Sequence[Cap]) -> float:
