@@ -9,10 +9,10 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.memory import Memory
+from autotp.cost.rank_memory import Memory
 from autotp.errors import PlanError
+from autotp.ir.decisions import Decision
 from autotp.ir.files import parse_json, read_text
-from autotp.ir.program import Decision
 from autotp.ir.serial import plain, read_layout, read_loop
 
 from .alike import fold, unfold
