@@ -7,7 +7,7 @@ from autotp.cost.machines.cluster import Cluster
 
 if TYPE_CHECKING:
     from .collectives import call_seconds, collective_bytes, collective_seconds
-    from .compute import node_flops, op_seconds, size_hint, tensor_bytes
+    from .compute import node_flops, op_cost, op_seconds, size_hint, tensor_bytes
     from .overlap import CHOICES, best_chunks, hidden_seconds, pipeline_seconds
 
 # Name -> its file, imported when the name is first used: a plan is read without torch.
@@ -19,6 +19,7 @@ HOMES = {
     "collective_seconds": "collectives",
     "hidden_seconds": "overlap",
     "node_flops": "compute",
+    "op_cost": "compute",
     "op_seconds": "compute",
     "pipeline_seconds": "overlap",
     "size_hint": "compute",
@@ -42,6 +43,7 @@ __all__ = [
     "collective_seconds",
     "hidden_seconds",
     "node_flops",
+    "op_cost",
     "op_seconds",
     "pipeline_seconds",
     "size_hint",

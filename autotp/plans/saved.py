@@ -103,6 +103,7 @@ def _checked(plan: Plan) -> Plan:
 TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "bool": (bool,), "float": (int, float), "str | None": (str, type(None)),
     "int | None": (int, type(None)), "Mapping[str, Any]": (Mapping,), "tuple[str, ...]": (tuple,),
+    "Mapping[str, float]": (Mapping,),
     "tuple[int, ...]": (tuple,),
 }  # fmt: skip
 
