@@ -24,6 +24,10 @@ def _zero(name: str) -> Callable[[Values], bool]:
     return lambda named: named.get(name) in (0, None)
 
 
+def _sides(named: Values) -> tuple[Any, Any]:
+    return named["self"], named["other"]
+
+
 def _exact(named: Values) -> bool:
     """Whether a cast keeps real numbers real: a sum of rounded summands is another number."""
     x, dtype = named["self"], named.get("dtype")
@@ -48,7 +52,7 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     aten.dropout: ((("input",),), lambda named: not named["train"] or named["p"] == 0),
     aten.constant_pad_nd: (SELF, _zero("value")),
     aten.masked_fill: (SELF, _zero("value")),
-    aten.where: ((("self", "other"),), _always),
+    aten.where: ((("self", "other"),), lambda named: all(isinstance(x, Tensor) or x == 0 for x in _sides(named))),
     aten.complex: ((("real", "imag"),), _always),
     aten.outer: ((("self",), ("vec2",)), _always),
     aten.linalg_vecdot: ((("x",), ("y",)), _always),
