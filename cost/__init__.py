@@ -3,7 +3,7 @@
 from autotp.cost.machines.cluster import Cluster
 
 from .collectives import call_seconds, collective_bytes, collective_seconds
-from .compute import node_flops, op_seconds, size_hint, tensor_bytes
+from .compute import node_flops, op_cost, op_seconds, size_hint, tensor_bytes
 from .overlap import CHOICES, best_chunks, hidden_seconds, pipeline_seconds
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "collective_seconds",
     "hidden_seconds",
     "node_flops",
+    "op_cost",
     "op_seconds",
     "pipeline_seconds",
     "size_hint",

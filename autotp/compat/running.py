@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 VARIANTS = 64
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
@@ -19,11 +21,25 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 
 def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
     """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
-    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
+    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
+
+    What the function reads of torch and autotp is not looked at again before every call; what it reads of anybody
+    else's modules is, and so are its inputs and the modes of torch."""
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
+    options = {"guard_filter_fn": _needed, **(options or {})}  # its own each time: torch takes the filter out of it
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+# Where a guard's expression starts, as Dynamo writes it: `G['torch'].ops`, `G['__import_autotp_dot_kernels'].attend`.
+_SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are kept: not those of functions, operators and types of torch and autotp, which nobody exchanges
+    between two calls, and whose guards are most of all and half of a lookup's time."""
+    return [not (guard.is_global and _SETTLED.match(guard.name)) for guard in guards]
 
 
 @contextlib.contextmanager
@@ -39,6 +55,11 @@ def without_saved_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within this context tensors are real ones, whatever fakes or counts operators outside of it."""
+    return _disable_current_modes()
 
 
 def has_symmetric_memory() -> bool:

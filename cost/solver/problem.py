@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
+from autotp.cost.terms import NOTHING, Cost
 from autotp.ir.layouts import Distribution, Layout
 
 ValueId = Hashable
@@ -15,7 +16,10 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True)
 class Choice:
-    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance."""
+    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance.
+
+    The numbers are what a stage of the solver minimises: `cost`, term by term, under the weights of that stage.
+    """
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -26,6 +30,18 @@ class Choice:
     penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
     loop: Distribution | None = None  # how that factor's loop is dealt
+    cost: Cost = NOTHING
+
+    @classmethod
+    def of(cls, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost, seconds: float, penalty: int) -> Choice:
+        """The choice with its numbers from a cost.
+
+        Args:
+            ins, outs: its layouts. cost: of one instance.
+            seconds: what the objective's weights make of it. penalty: of its layouts.
+        """
+        sizes = (cost["activation_bytes"], cost["parameter_bytes"], cost["budget_bytes"])
+        return cls(ins, outs, seconds, *sizes, penalty, cost=cost)
 
 
 @dataclass
