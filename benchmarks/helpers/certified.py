@@ -43,11 +43,16 @@ PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def programs(model: nn.Module, inputs: Any, **steering: Any) -> tuple[Planned, Sharded, Values]:
-    """A model's planned graph, the program of its ranks, and values for its leaves."""
+def programs(model: nn.Module, inputs: Any, tp: int = TP, **steering: Any) -> tuple[Planned, Sharded, Values]:
+    """A model's planned graph, the program of its ranks, and values for its leaves.
+
+    Args:
+        model: with its weights. inputs: by name. tp: number of ranks.
+        steering: what `autotp.plan` takes beside.
+    """
     given = Inputs(**inputs)
     captured, notes = capture_model(model, given, torch.device("cpu"), check=False)
-    options = Options.read(TP, Steering(**steering))
+    options = Options.read(tp, Steering(**steering))
     plan = solve_plan(captured, notes, options, type(model).__name__)
     return *apply_plan(captured, plan, options), Values.of(captured, model, given)
 
