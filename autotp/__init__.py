@@ -9,6 +9,7 @@ from .log import configure
 if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
+    from autotp.driver.certify import certify
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
@@ -28,6 +29,7 @@ HOMES = {
     "ShardedModule": "autotp.runtime.module",
     "Sweep": "autotp.api",
     "calibrate": "autotp.cost.machines.calibrate",
+    "certify": "autotp.driver.certify",
     "compile": "autotp.api",
     "from_pretrained": "autotp.pretrained",
     "parallelize": "autotp.api",
@@ -61,6 +63,7 @@ __all__ = [
     "Sweep",
     "__version__",
     "calibrate",
+    "certify",
     "compile",
     "from_pretrained",
     "parallelize",

@@ -224,7 +224,8 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
         return obj
     meet(ranks.channel, "broadcast of an object")
     box = [obj]
-    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    with compat.without_modes():  # of a dry run, say: what ranks tell each other is no part of the program
+        dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
 
 
@@ -236,7 +237,8 @@ def versions() -> dict[str, str]:
 def _gather(ranks: Ranks, obj: object, what: str) -> list[Any]:
     meet(ranks.channel, what)
     everyone: list[Any] = [None] * ranks.tp
-    dist.all_gather_object(everyone, obj, group=ranks.group)
+    with compat.without_modes():
+        dist.all_gather_object(everyone, obj, group=ranks.group)
     return everyone
 
 

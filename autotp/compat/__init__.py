@@ -54,6 +54,7 @@ from .running import (
     operator_handlers,
     replicate,
     use_symmetric_memory,
+    without_modes,
     without_saved_hooks,
 )
 from .trees import (
@@ -80,5 +81,6 @@ __all__ = [
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
     "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
-    "undecided", "use_symmetric_memory", "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "undecided", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions",
+    "wraps_tensors",
 ]  # fmt: skip

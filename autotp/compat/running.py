@@ -13,6 +13,7 @@ import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 VARIANTS = 64
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
@@ -54,6 +55,11 @@ def without_saved_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within this context tensors are real ones, whatever fakes or counts operators outside of it."""
+    return _disable_current_modes()
 
 
 def has_symmetric_memory() -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -80,6 +81,7 @@ class Solution:
         seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
         least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
         parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
+        terms: what it all comes to, by the names of the cost's terms.
     """
 
     chosen: tuple[int, ...]
@@ -88,3 +90,4 @@ class Solution:
     least_parameter_bytes: float
     parameter_bytes: float
     budget_bytes: float = 0.0
+    terms: Mapping[str, float] = field(default_factory=dict)

@@ -207,6 +207,17 @@ class Plan:
 
         return to_tp_plan(self)
 
+    def to_spmd_types(self) -> dict[str, dict[str, Any]]:
+        """The layouts as annotations of meta-pytorch's spmd_types: name of a parameter, split buffer or state -> what
+        `assert_type` takes, such as `{"tp": S(0)}`.
+
+        Raises:
+            InputError: spmd_types is not installed (`pip install 'autotp[certify]'`).
+        """
+        from autotp.plans.export.annotations import to_spmd_types  # noqa: PLC0415  it is an extra
+
+        return to_spmd_types(self)
+
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one self-contained page: blocks, totals, the predicted timeline of one layer."""
         from autotp.plans.show.page import write_html  # noqa: PLC0415  jinja2 is read only where it is wanted

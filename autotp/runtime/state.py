@@ -274,4 +274,5 @@ def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
 
 def random_state(device: torch.device) -> str:
     """A hash of the state of the device's random numbers: ranks that draw different ones compute different things."""
-    return fingerprint(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
+    with compat.without_modes():
+        return fingerprint(torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state())
