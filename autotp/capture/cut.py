@@ -20,7 +20,7 @@ from .copies import copied
 from .stacks import FEWEST, kinds
 
 FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
-RATIOS = (64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
+RATIOS = (128, 64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
 NARROW = 128  # what the widest of the common widths comes to, or more
 Stack = nn.ModuleList | nn.Sequential
 

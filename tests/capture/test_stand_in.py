@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.capture import cut, selfcheck, stand_in
@@ -164,6 +165,19 @@ def test_a_narrow_model_is_of_the_same_modules_and_flags(monkeypatch):
     assert made.blocks[0].up.weight.shape == (16, 8) and made.blocks[0].up.weight.dtype == torch.bfloat16
     model.blocks[1].up = nn.Identity()  # as where a library has changed modules
     assert narrowed(model) is None
+
+
+def test_the_shapes_of_llama_405b_have_a_stand_in(monkeypatch):
+    """With a vocabulary as long as that, two tables of 256 columns are too large."""
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    assert [small.ratio for small in stand_in._smaller(model)] == [128]
+    monkeypatch.setattr(cut, "RATIOS", cut.RATIOS[1:])
+    assert not list(stand_in._smaller(model))
 
 
 def test_a_graph_is_the_same_as_itself():
