@@ -242,6 +242,14 @@ def _written(value: Any, before: Any) -> bool:
     return isinstance(value, Tensor) and value._version != before
 
 
+def _grade(values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any]) -> None:
+    """Let values need gradients where a hook said so of what it saw."""
+    shown = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
+    for value, whole in zip(shown, seen, strict=True):
+        if isinstance(whole, Tensor) and whole.requires_grad and not value.requires_grad:
+            value.requires_grad_()
+
+
 def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
     """A pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
@@ -279,6 +287,7 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         new = hook(module, boundary.shown(args, boundary.takes), *options, seen if len(seen) > 1 else seen[0])
         kept = _kept(seen, before)
         if new is None and len(kept) == len(seen):
+            _grade(values, boundary.gives, seen)
             return None
         new = seen if new is None else new if len(seen) > 1 else (new,)
         taken = boundary.taken(values, boundary.gives, seen, new, kept)

@@ -163,8 +163,6 @@ def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
 def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """What a mask of the tensor's own shape says is overwritten with one number."""
     into, indices, value, *_ = args
-    if not isinstance(into, DTensor) and not torch.is_grad_enabled() and ours(value):
-        return op(into, *compat.tree_map_only(DTensor, lambda t: t.full_tensor(), tuple(args[1:])), **kwargs)
     mask = indices[0]
     number = not isinstance(value, DTensor) and value.numel() == 1
     if len(indices) > 1 or not number or not isinstance(mask, DTensor) or mask.dtype != torch.bool:
