@@ -21,7 +21,7 @@ from autotp.driver.pipeline import Mode, mode_of, prepare
 from autotp.errors import StateError
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
-from autotp.plans.show.report import render_graph
+from autotp.plans.show.program import render_graph
 from autotp.runtime import checkpoint
 from autotp.runtime.generation.carrying import Arguments, Carriers
 from autotp.runtime.generation.generating import Generates
