@@ -78,7 +78,6 @@ class Typing:
         return self.count
 
     def _walk(self) -> None:
-        self.leaves = {x.node: x for x in self.planned.program.leaves}
         wholes = iter(n for n in self.planned.program.graph.nodes if n.op == "placeholder")
         for node in self.sharded.graph.nodes:
             try:
