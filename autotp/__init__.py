@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from autotp.runtime.module import ShardedModule
     from autotp.runtime.verify import verify
 
-    from .api import Plan, Sweep, compile, parallelize, plan, sweep
+    from .api import Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
     from .inputs import Inputs
+    from .plans.plan import Plan
     from .pretrained import from_pretrained
 
 # Public name -> its home, imported when the name is first used: torch takes two seconds.
@@ -25,7 +26,7 @@ HOMES = {
     "AutoTPError": "autotp.errors",
     "Cluster": "autotp.cost",
     "Inputs": "autotp.inputs",
-    "Plan": "autotp.api",
+    "Plan": "autotp.plans.plan",
     "ShardedModule": "autotp.runtime.module",
     "Sweep": "autotp.api",
     "calibrate": "autotp.cost.machines.calibrate",

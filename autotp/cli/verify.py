@@ -16,7 +16,7 @@ from autotp.errors import InputError
 
 from .command import FINE, NO
 from .options import DegreeOptions, Model, ModelOptions, SteeringOptions, writable
-from .plan import loaded
+from .plan import loaded, read_plan
 from .screen import PANEL, Screen, rank
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ def verify(
     if {"dp", "fully_shard"} & asked.keys():
         raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
     if plan is not None:
-        from .models import read_plan  # noqa: PLC0415  it needs torch
-
         if degree != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)

@@ -1,4 +1,4 @@
-"""What the stages hand on: decisions, the planned capture, the program of the ranks, the solver's answer."""
+"""What the stages hand on: the planned capture, the program of the ranks, the solver's answer."""
 
 from __future__ import annotations
 
@@ -8,22 +8,13 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
+from .decisions import Decision
 from .graph import Capture, Value, tensors
-from .layouts import Distribution, Layout
+from .layouts import Layout
 from .op import Op, Rule
 
 # By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
 EndsTable = tuple[tuple[Value, ...], ...]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How one operator runs: a layout per operand slot and per result, and the split factor with its loop."""
-
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-    factor: int | None = None
-    loop: Distribution | None = None
 
 
 @dataclass

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from autotp.cost.memory import Memory
+from autotp.cost.rank_memory import Memory
 from autotp.ir.layouts import Layout
 from autotp.plans.show.overview import overview, screen
 from autotp.plans.show.report import render
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
-from autotp.ir.program import Decision
+from autotp.ir.decisions import Decision
 
 
 @dataclass(frozen=True)

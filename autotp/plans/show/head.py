@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from autotp.cost.decode import DecodeLimit
+from autotp.cost.decode_limit import DecodeLimit
 from autotp.plans.decoding import decoding
 from autotp.text import amount
 

@@ -14,7 +14,7 @@ from autotp.ir.layouts import Layout
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
-    from autotp.cost.memory import Memory
+    from autotp.cost.rank_memory import Memory
     from autotp.plans.estimates import Axis
     from autotp.plans.plan import Block, Collective, Parameter, Plan
 
