@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
 
+from autotp.cost.terms import NOTHING, Cost
 from autotp.ir.layouts import Distribution, Layout
+
+from .savings import Saving
 
 ValueId = Hashable
 Step = tuple[int, int]
@@ -15,7 +18,10 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True)
 class Choice:
-    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance."""
+    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance.
+
+    The numbers are what a stage of the solver minimises: `cost`, term by term, under the weights of that stage.
+    """
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -26,6 +32,18 @@ class Choice:
     penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
     loop: Distribution | None = None  # how that factor's loop is dealt
+    cost: Cost = NOTHING
+
+    @classmethod
+    def of(cls, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost, seconds: float, penalty: int) -> Choice:
+        """The choice with its numbers from a cost.
+
+        Args:
+            ins, outs: its layouts. cost: of one instance.
+            seconds: what the objective's weights make of it. penalty: of its layouts.
+        """
+        sizes = (cost["activation_bytes"], cost["parameter_bytes"], cost["budget_bytes"])
+        return cls(ins, outs, seconds, *sizes, penalty, cost=cost)
 
 
 @dataclass
@@ -54,13 +72,15 @@ class Use:
 class Problem:
     """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
 
-    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to.
+    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
+    `savings`: what the step is shorter by than the sum.
     """
 
     items: list[Item]
     uses: list[Use]
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
+    savings: Sequence[Saving] = ()
 
 
 def conversions(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import Infeasible, solve
+from autotp.cost.solver.spent import spent
 from autotp.ir.program import Decision, Planned, Solution
 
 from .planner import Builder
@@ -18,6 +20,8 @@ def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
     solution = _solved(builder, problem)
+    terms = spent(problem, solution.chosen, builder.prices.conversion)
+    solution = replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]

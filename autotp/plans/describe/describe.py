@@ -269,6 +269,7 @@ def _totals(
         megatron_seconds=hand[1],
         megatron_step=hand_step(builder) if dearer else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
+        terms=dict(solution.terms) if solution is not None else {},
         **_sizes(planned),
     )
 

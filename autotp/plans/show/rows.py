@@ -8,17 +8,19 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
+from autotp.cost.terms import TERMS
 from autotp.errors import InputError
 from autotp.ir.layouts import Layout
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
-    from autotp.cost.memory import Memory
+    from autotp.cost.rank_memory import Memory
     from autotp.plans.estimates import Axis
     from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
+TERMS_IN_A_LINE = 4
 WHOLE = 0.99  # of the arithmetic, or of the weights where there is none: what leaves so much whole splits nothing
 
 
@@ -132,6 +134,7 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         gap = max(t.seconds - t.bound, 0.0) / t.seconds
         proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {seconds(t.bound)}, gap = {gap:.1%}"
         rows.append(("predicted step", f"{seconds(t.seconds)} ({proof})"))
+        rows += [("", part) for part in terms(plan)]
     if t.megatron_bytes:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
         ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
@@ -141,6 +144,15 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     states = cache(plan)
     carried = [("cache", states)] if states else []
     return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
+
+
+def terms(plan: Plan) -> Iterator[str]:
+    """The step's terms in seconds, a few in a line: those that there are, with their sign in the step."""
+    there = {name: x for name, x in plan.totals.terms.items() if x and name in TERMS and TERMS[name].step}
+    signs = {name: "less " if TERMS[name].step < 0 else "" for name in TERMS}
+    words = [f"{signs[name]}{name} {seconds(there[name])}" for name in TERMS if name in there]
+    for i in range(0, len(words), TERMS_IN_A_LINE):
+        yield ", ".join(words[i : i + TERMS_IN_A_LINE])
 
 
 def over(plan: Plan) -> str:
