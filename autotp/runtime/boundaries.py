@@ -281,7 +281,7 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         if boundary is None:
             return hook(module, args, *options, output)
         several = len(boundary.gives) > 1
-        values = output if several else (output,)
+        values: tuple[Any, ...] = output if several else (output,)
         seen = boundary.shown(values, boundary.gives)
         before = _versions(seen)
         new = hook(module, boundary.shown(args, boundary.takes), *options, seen if len(seen) > 1 else seen[0])

@@ -46,7 +46,7 @@ def random_problem(seed: int) -> Problem:
     savings = []
     for k, use in enumerate(uses):
         readers = [(i, c) for i, _ in use.consumers for c in items[i].choices if draw.random() < 0.7]
-        sent = {(k, a, R): 4.0 for a in LAYOUTS if a != R}
+        sent: Any = {(k, a, R): 4.0 for a in LAYOUTS if a != R}
         beside = Cap(choices={(i, c.ins, c.outs): float(draw.randint(2, 6)) for i, c in readers})
         savings.append(Saving("hidden", ((Cap(sent), beside),), use.count))
     arcs = [(k, I, R) for k in range(len(uses))]

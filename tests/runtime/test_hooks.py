@@ -89,13 +89,12 @@ def hooked(rank: int, world: int, group: Any) -> dict[str, Any]:
 def refused(sharded: Any, rank: int) -> list[str]:
     """A hook on one rank alone, and one that returns something else than flows there."""
     told = []
-    if rank:
-        handle = sharded[1].up.register_forward_hook(lambda _, args, out: None)
+    handle = sharded[1].up.register_forward_hook(lambda _, args, out: None) if rank else None
     try:
         sharded(X)
     except RankError as error:
         told.append(str(error))
-    if rank:
+    if handle is not None:
         handle.remove()
     handle = sharded[1].up.register_forward_pre_hook(lambda _, args: (args[0], args[0]))
     try:

@@ -139,7 +139,7 @@ def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
     draw = torch.Generator().manual_seed(0)
     data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
-    whole = None
+    whole, closure = None, False
     for closure in _closures(optimizer):
         with contextlib.suppress(Exception), _rehearsal(ranks.device):
             whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds, closure)
