@@ -284,7 +284,7 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         values: tuple[Any, ...] = output if several else (output,)
         seen = boundary.shown(values, boundary.gives)
         before = _versions(seen)
-        new = hook(module, boundary.shown(args, boundary.takes), *options, seen if len(seen) > 1 else seen[0])
+        new = hook(module, boundary.shown(args, boundary.takes), *options, seen[0] if len(seen) == 1 else seen)
         kept = _kept(seen, before)
         if new is None and len(kept) == len(seen):
             _grade(values, boundary.gives, seen)
