@@ -17,9 +17,10 @@ from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
-from . import Cluster, call_seconds, node_flops, op_seconds
+from . import Cluster, call_seconds, collective_bytes, node_flops, op_seconds
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
+from .solver.problem import Traffic
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -223,6 +224,19 @@ class Prices:
         if backward is None:
             return None
         return times * (forward + backward if self.objective.training else forward)
+
+    def sent(self, value: Any, a: Layout, b: Layout) -> Traffic:
+        """What a rank sends for a conversion of a value (node, result) in a step, forward and backward.
+
+        Args:
+            value: node and number of its result.
+            a, b: the layouts before and after.
+        """
+        node, i = value
+        both = node in self.grads and self.objective.training
+        called = [conversions.primitive(x, y) for x, y in [(a, b), *([(b.dual, a.dual)] if both else [])]]
+        nbytes = self.bytes(tensors(node)[i])
+        return Traffic(sum(collective_bytes(p, nbytes, self.tp) for p in called if p), sum(p is not None for p in called))
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""

@@ -55,6 +55,7 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
             program.second_order[column] = second_order(choice, most) * item.count
             program.parameter_bytes[column] = choice.parameter_bytes * item.count
             program.budget_bytes[column] = choice.budget_bytes * item.count
+            program.penalty[column] = choice.penalty * item.count
             for value, layout in zip(item.outs, choice.outs, strict=True):
                 producers.setdefault(value, defaultdict(list))[layout].append(column)
     return picks, producers
@@ -125,6 +126,8 @@ def add_conversions(
     for arc, (_, _, microseconds) in zip(arcs, priced, strict=True):
         program.microseconds[arc.paid] = microseconds
         program.second_order[arc.paid] = CONVERSIONS * use.count * late
+        sent = problem.sent(use.value, arc.source, arc.target)
+        program.sent_bytes[arc.paid], program.collectives[arc.paid] = (n * use.count for n in sent)
     return arcs
 
 

@@ -115,7 +115,7 @@ class Builder:
         items.append(Item(OUTPUT_SLOT, [Choice(wanted, ())], [frozenset([self.value(n)]) for _, n in self.states.left]))
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
-        problem = Problem(items, uses, self.prices.convert, self.memory)
+        problem = Problem(items, uses, self.prices.convert, self.memory, self.prices.sent)
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
