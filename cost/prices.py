@@ -233,10 +233,12 @@ class Prices:
             a, b: the layouts before and after.
         """
         node, i = value
-        both = node in self.grads and self.objective.training
-        called = [conversions.primitive(x, y) for x, y in [(a, b), *([(b.dual, a.dual)] if both else [])]]
+        ways = [(a, b)]
+        if node in self.grads and self.objective.training:
+            ways.append((b.dual, a.dual))
+        called = [p for way in ways if (p := conversions.primitive(*way)) is not None]
         nbytes = self.bytes(tensors(node)[i])
-        return Traffic(sum(collective_bytes(p, nbytes, self.tp) for p in called if p), sum(p is not None for p in called))
+        return Traffic(sum(collective_bytes(p, nbytes, self.tp) for p in called), len(called))
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""

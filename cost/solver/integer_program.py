@@ -40,7 +40,8 @@ class IntegerProgram:
         second_order: what breaks ties of the time, per column; no unit.
         parameter_bytes: bytes of parameters on a rank, per column.
         budget_bytes: bytes that count against the memory budget, per column.
-        sent_bytes, collectives: what a rank sends, per column; penalty: of the layouts.
+        sent_bytes, collectives: what a rank sends, per column.
+        penalty: of a leaf's partition, above its plainest one, per column; `most_penalty`: what they come to at most.
     """
 
     integer: list[bool] = field(default_factory=list)
@@ -52,6 +53,7 @@ class IntegerProgram:
     sent_bytes: Terms = field(default_factory=dict)
     collectives: Terms = field(default_factory=dict)
     penalty: Terms = field(default_factory=dict)
+    most_penalty: float = 0.0
 
     def column(self, integer: bool) -> int:
         """The index of a new column."""

@@ -126,7 +126,9 @@ def traffic(problem: Problem, chosen: Sequence[int]) -> Traffic:
         problem: the items. chosen: the index of each one's choice.
     """
     choices = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
-    made = {v: x for item, c in zip(problem.items, choices, strict=True) for v, x in zip(item.outs, c.outs, strict=True)}
+    made: dict[ValueId, Layout] = {}
+    for item, choice in zip(problem.items, choices, strict=True):
+        made.update(zip(item.outs, choice.outs, strict=True))
     nbytes, calls = 0.0, 0
     for use in problem.uses:
         wanted = {choices[i].ins[slot] for i, slot in use.consumers}

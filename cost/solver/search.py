@@ -122,9 +122,9 @@ class Search:
         """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()
         root = root or self._relax({})
-        queue = [(root[1], next(order), Fixed(), root[0])] if root else []
+        queue = [(root[1], next(order), Fixed(), root[0], self.highs.getBasis())] if root else []
         while queue:
-            bound, nodes, fixed, x = heapq.heappop(queue)
+            bound, nodes, fixed, x, basis = heapq.heappop(queue)
             if bound >= cutoff:
                 break
             column = self._branch(x)
@@ -132,9 +132,10 @@ class Search:
                 return bound, x if column is None else None
             for value in (1, 0):
                 below = {**fixed, column: value}
+                self.highs.setBasis(basis)
                 got = self._relax(below)
                 if got and got[1] < cutoff:
-                    heapq.heappush(queue, (got[1], next(order), below, got[0]))
+                    heapq.heappush(queue, (got[1], next(order), below, got[0], self.highs.getBasis()))
         return cutoff, None
 
     def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:

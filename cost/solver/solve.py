@@ -68,6 +68,7 @@ TIE = 1e-5  # of the seconds: what the second order may weigh in all
 LEAST_TIE = 1e-12  # and below it ties are not broken
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 EXACT = 1e-9  # of the seconds: what counts as equal
+NEAR = 1e-5  # of a column that is 0 or 1
 LARGEST = 5  # items that the error names where nothing fits
 
 
@@ -101,7 +102,9 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
     """What these column values say."""
     chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
-    seconds = total(program.microseconds, x) / MICRO
+    whole = np.round(x)
+    # What is not whole by a rounding error is so by the rows' tolerance.
+    seconds = total(program.microseconds, np.where(np.abs(x - whole) < NEAR, whole, x)) / MICRO
     sent = traffic(problem, chosen)
     return Solution(
         chosen, seconds, 0.0, 0.0,
@@ -123,9 +126,7 @@ def feasible(problem: Problem) -> None:
 Found = tuple[Solution, np.ndarray]  # and its column values
 
 
-def _banded(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: Found, band: float
-) -> Solution:
+def _banded(problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: Found, band: float) -> Solution:
     """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
 
     Where a rival is not within the band, the plan stays faster than it by more than the band.

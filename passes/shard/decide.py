@@ -10,6 +10,7 @@ from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import Infeasible, solve
 from autotp.ir.program import Decision, Planned, Solution
 
+from .hand_written import rivals
 from .planner import Builder
 from .states import decided
 
@@ -17,6 +18,7 @@ from .states import decided
 def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
+    problem.rivals = rivals(builder, problem, heads)
     solution = _solved(builder, problem)
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
@@ -34,11 +36,11 @@ def decide(builder: Builder) -> Planned:
 def _solved(builder: Builder, problem: Problem) -> Solution:
     """The solution; where there is none, one that gathers what is otherwise never moved."""
     try:
-        return solve(problem)
+        return solve(problem, band=builder.band)
     except Infeasible as e:
         for _ in _relaxations(builder):
             try:
-                return solve(problem)
+                return solve(problem, band=builder.band)
             except Infeasible:
                 continue
         raise builder.conflict() or e from None

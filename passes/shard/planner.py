@@ -59,6 +59,7 @@ class Builder:
     memory: float | None = None
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
+    band: float | None = None  # of the least seconds; None: only seconds count
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
