@@ -9,14 +9,16 @@ from .log import configure
 if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
+    from autotp.driver.certify import certify
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
     from autotp.runtime.verify import verify
 
-    from .api import Plan, Sweep, compile, parallelize, plan, sweep
+    from .api import Sweep, compile, parallelize, plan, sweep
     from .errors import AutoTPError
     from .inputs import Inputs
+    from .plans.plan import Plan
     from .pretrained import from_pretrained
 
 # Public name -> its home, imported when the name is first used: torch takes two seconds.
@@ -24,10 +26,11 @@ HOMES = {
     "AutoTPError": "autotp.errors",
     "Cluster": "autotp.cost",
     "Inputs": "autotp.inputs",
-    "Plan": "autotp.api",
+    "Plan": "autotp.plans.plan",
     "ShardedModule": "autotp.runtime.module",
     "Sweep": "autotp.api",
     "calibrate": "autotp.cost.machines.calibrate",
+    "certify": "autotp.driver.certify",
     "compile": "autotp.api",
     "from_pretrained": "autotp.pretrained",
     "parallelize": "autotp.api",
@@ -61,6 +64,7 @@ __all__ = [
     "Sweep",
     "__version__",
     "calibrate",
+    "certify",
     "compile",
     "from_pretrained",
     "parallelize",

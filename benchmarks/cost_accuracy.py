@@ -1,7 +1,7 @@
 """Predicted against measured step time on local gloo ranks: `python -m benchmarks.cost_accuracy [--write]`.
 
 For each tp, so many processes of one thread calibrate a cluster together, then plan and run forward and backward of a
-two-layer decoder in eight shapes. The prediction is the plan's `totals.seconds` on that cluster.
+two-layer decoder in eight shapes. The prediction is the plan's `totals.passes` on that cluster.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def step(shape: Shape, tp: int, cluster: autotp.Cluster, clock: Clock) -> Point:
         sharded.zero_grad(set_to_none=True)
         sharded(x).square().mean().backward()
 
-    return Point(tp, str(shape), sharded.plan.totals.seconds, clock.time(once), clock.cpu(once))
+    return Point(tp, str(shape), sharded.plan.totals.passes, clock.time(once), clock.cpu(once))
 
 
 def run(

@@ -13,6 +13,8 @@ from torch.utils.flop_counter import flop_registry
 from autotp.cost.machines.cluster import Cluster
 from autotp.errors import InputError
 
+from .terms import NOTHING, Cost
+
 
 def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> float:
     """Seconds of one kernel: the longer of arithmetic and memory traffic, and its launch; 0 for a view.
@@ -25,9 +27,15 @@ def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -
         dtype_name: of the arithmetic, as torch names it.
         cluster: gives peak rate, memory bandwidth and launch overhead.
     """
+    return sum(op_cost(flops, nbytes, dtype_name, cluster).values())
+
+
+def op_cost(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> Cost:
+    """The terms of `op_seconds`, whose arguments it takes: compute and launches."""
     if not flops and not nbytes:
-        return 0.0
-    return max(flops / cluster.peak(dtype_name), nbytes / cluster.memory_bandwidth) + cluster.launch_overhead
+        return NOTHING
+    compute = max(flops / cluster.peak(dtype_name), nbytes / cluster.memory_bandwidth)
+    return Cost(compute=compute, launches=cluster.launch_overhead)
 
 
 def size_hint(size: int | torch.SymInt) -> int:

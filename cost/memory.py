@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from torch import fx
@@ -29,6 +28,7 @@ from autotp.ir.scopes import module_path, moved_to
 from .cache import cache_of
 from .objective import Objective
 from .prices import nbytes, sizer
+from .rank_memory import Memory
 from .saved_tensors import Saved, saved_by
 
 Hints = Mapping[Any, int]
@@ -261,44 +261,3 @@ class _Line:
 def _add(changes: list[float], start: int, end: int, size: float) -> None:
     changes[start] += size
     changes[end + 1] -= size
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Bytes that the fullest rank holds.
-
-    Attributes:
-        parameters, buffers: of the rank's parts; buffers with the constants of the graph.
-        gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
-        activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: keys
-            and values of every attention, for as many tokens as the example inputs have, but of one in which every
-            token sees every other (a fused one; others count).
-        cache_token: by which what it carries grows with each token of a sequence; `cache_sequence`: the part that does
-            not grow, for each sequence.
-        working: what lives at the fullest moment beside all that.
-        peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
-        optimizer: whose states these are.
-    """
-
-    parameters: float = 0.0
-    buffers: float = 0.0
-    gradients: float = 0.0
-    states: float = 0.0
-    activations: float = 0.0
-    cache: float = 0.0
-    working: float = 0.0
-    cache_token: float = 0.0
-    cache_sequence: float = 0.0
-    phase: str = "forward"
-    at: str = ""
-    optimizer: str = "adamw"
-
-    @property
-    def peak(self) -> float:
-        return self.steady + self.activations + self.working
-
-    @property
-    def steady(self) -> float:
-        """Bytes that are there whatever runs: all but activations and the working set."""
-        return self.parameters + self.buffers + self.gradients + self.states + self.cache

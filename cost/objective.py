@@ -1,14 +1,18 @@
-"""The objective of a plan, training with an optimizer or inference, and the bytes of a parameter under it."""
+"""The objective of a plan, training with an optimizer or inference: weights over the terms of a cost, and bytes."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from autotp.errors import InputError
+
+from .terms import TERMS, Cost
 
 NAMES = ("training", "prefill", "decode")
 STATES = {"adamw": 2, "adam": 2, "sgd": 0, "sgd-momentum": 1, "rmsprop": 1, "adagrad": 1, "lion": 1}
@@ -41,6 +45,15 @@ class Objective:
     def training(self) -> bool:
         return self.name == "training"
 
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What each term weighs in the seconds of a step."""
+        return _weights(self.name)
+
+    def seconds(self, cost: Cost) -> float:
+        """Seconds of a step that this cost comes to."""
+        return cost.weighted(self.weights)
+
     def states(self, itemsize: int) -> int:
         """Bytes of optimizer states for one element of a parameter that takes `itemsize` bytes."""
         count = STATES[self.optimizer.removesuffix(PLAIN)]
@@ -58,6 +71,11 @@ class Objective:
         if not (self.training and trained(val)):
             return parameter_bytes
         return parameter_bytes * (2 + self.states(val.element_size()) / val.element_size())
+
+
+@cache
+def _weights(objective: str) -> dict[str, float]:
+    return {name: term.step for name, term in TERMS.items() if term.step and objective in (term.objectives or NAMES)}
 
 
 def trained(val: Any) -> bool:

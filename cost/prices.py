@@ -11,16 +11,17 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from autotp.comm import conversions
+from autotp.cost.solver.problem import Traffic
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
-from . import Cluster, call_seconds, collective_bytes, node_flops, op_seconds
+from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
-from .solver.problem import Traffic
+from .terms import NOTHING, Cost
 
 FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, though their schemas do not say so
 
@@ -102,9 +103,25 @@ class Prices:
             self._bytes[id(val)] = nbytes(val, self.hint), val
         return self._bytes[id(val)][0]
 
-    def budget_bytes(self, parameter_bytes: float, val: Tensor) -> float:
-        """Bytes that a part of this parameter takes: with gradient and optimizer states where it is trained."""
-        return self.objective.budget_bytes(parameter_bytes, val)
+    def seconds(self, cost: Cost) -> float:
+        """What a cost weighs in a step of the objective."""
+        return self.objective.seconds(cost)
+
+    def weight(self, val: Tensor, layout: Layout, counted: bool) -> Cost:
+        """What a rank's part of a leaf costs by being there, and by the optimizer's step.
+
+        Args:
+            val: the whole value. layout: of the leaf.
+            counted: whether it is a weight, which counts with gradient and optimizer states where it is trained.
+        """
+        part = self.bytes(val) * self.share(layout)
+        if not counted:
+            return Cost(budget_bytes=part)
+        with_states = self.objective.budget_bytes(part, val)
+        # A step reads the gradient, and reads and writes the weight and its states.
+        traffic = 2 * with_states - part if with_states > part else 0.0
+        optimizer = traffic / self.cluster.memory_bandwidth
+        return Cost(parameter_bytes=part, budget_bytes=with_states, optimizer=optimizer)
 
     def flops(self, node: fx.Node) -> float:
         """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
@@ -131,28 +148,25 @@ class Prices:
         whole = self.program.hints
         return {i: max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i]) for i in slots}
 
-    def operator(
-        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
-    ) -> tuple[float, float]:
-        """(seconds, bytes of activations saved for the backward) of one rank's call with this factor split.
+    def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
+        """What one rank's call with this factor split costs, with the activations that it saves for the backward.
 
         Args:
             op: the call, with whole shapes.
             ins, outs: layouts of its operands and results.
             split: the loop of its rule that is split; None where it runs whole or passes sums.
         """
-        seconds, activation_bytes = self._operator(op, ins, outs, split)
-        extra = 0.0 if self.surcharge is None else self.surcharge.operator(op, outs, self.bytes)
-        return seconds + extra, activation_bytes
+        cost = self._operator(op, ins, outs, split)
+        if self.surcharge is None:
+            return cost
+        return cost + Cost(surcharge=self.surcharge.operator(op, outs, self.bytes))
 
-    def _operator(
-        self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None
-    ) -> tuple[float, float]:
+    def _operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
         results = tensors(op.node)
         if is_free(op):
-            return 0.0, 0.0
+            return NOTHING
         if (over := mark(op.node).batch) is not None:
-            return self._across(op, over, self.share(outs[0])), 0.0
+            return Cost(communication=self._across(op, over, self.share(outs[0])))
         vals = [*(s.meta["val"] for s in op.slots), *results]
         longer = self._longer(op)
         sides = enumerate(zip(vals, [*ins, *outs], strict=False))
@@ -166,10 +180,11 @@ class Prices:
             moved *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
         part *= self._waste(op, split, outs) if flops and split is not None else 1.0
-        seconds = op_seconds(flops * part, moved, dtype, self.cluster)
+        forward = op_cost(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
-            return seconds, 0.0
-        return (1 + BACKWARD) * seconds, self._activation_bytes(op.node, [*ins, *outs])
+            return forward
+        saved = self._activation_bytes(op.node, [*ins, *outs])
+        return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
     def _across(self, op: Op, over: BatchConversion, part: float) -> float:
         """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
@@ -202,12 +217,17 @@ class Prices:
             value: node and number of its result.
             a, b: the layouts before and after.
         """
-        seconds = self._convert(value, a, b)
-        if seconds is None or self.surcharge is None:
-            return seconds
-        return seconds + self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]]))
+        cost = self.conversion(value, a, b)
+        return None if cost is None else self.seconds(cost)
 
-    def _convert(self, value: Any, a: Layout, b: Layout) -> float | None:
+    def conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
+        """The terms of `convert`, whose arguments it takes."""
+        cost = self._conversion(value, a, b)
+        if cost is None or self.surcharge is None:
+            return cost
+        return cost + Cost(surcharge=self.surcharge.conversion(a, b, self.bytes(tensors(value[0])[value[1]])))
+
+    def _conversion(self, value: Any, a: Layout, b: Layout) -> Cost | None:
         node, i = value
         moves = node in self.weights and a.sharded_dim is not None
         if moves and not self.gathers_weights:
@@ -217,13 +237,17 @@ class Prices:
         if self._forbidden(node, a, b):
             return None
         size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
-        forward = self.one_way(a, b, size)
-        if forward is None or node not in self.grads:
-            return forward and times * forward
-        backward = self.one_way(b.dual, a.dual, size)
-        if backward is None:
+        ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
+        taken = [self.one_way(x, y, size) for x, y in ways]
+        if any(seconds is None for seconds in taken):
             return None
-        return times * (forward + backward if self.objective.training else forward)
+        both = zip(ways, taken, strict=True) if self.objective.training else [(ways[0], taken[0])]
+        out: dict[str, float] = {}
+        for (x, y), seconds in both:
+            kind = conversions.KINDS.get(conversions.key(x, y))
+            name = "communication" if kind is not None and kind.primitive else "compute"
+            out[name] = out.get(name, 0.0) + times * (seconds or 0.0)
+        return Cost(**out)
 
     def sent(self, value: Any, a: Layout, b: Layout) -> Traffic:
         """What a rank sends for a conversion of a value (node, result) in a step, forward and backward.

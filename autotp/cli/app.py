@@ -8,7 +8,7 @@ import typer
 
 from autotp import __version__
 
-from .command import CommandGroup, command
+from .command import CommandGroup, PlainCommand, command
 from .doctor import doctor
 from .explain import explain
 from .plan import plan, sweep
@@ -26,7 +26,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 for function in (plan, sweep, explain, verify, calibrate, doctor):
-    app.command()(command(function, everywhere=function is calibrate))
+    app.command(cls=PlainCommand)(command(function, everywhere=function is calibrate))
 
 
 def _version(wanted: bool) -> None:

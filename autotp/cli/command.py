@@ -15,7 +15,7 @@ from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, TextIO, get_type_hints
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from autotp.errors import AutoTPError, CaptureError, InputError, PlanError
 
@@ -27,7 +27,22 @@ CODES: tuple[tuple[type[BaseException], int], ...] = (
 )  # fmt: skip
 
 
-class CommandGroup(TyperGroup):
+class QuickHelp:
+    """Of a command: its help is off unless asked for, which typer otherwise loads pydantic to find."""
+
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option --help, with a default."""
+        option = super().get_help_option(ctx)  # type: ignore[misc]
+        if option is not None:
+            option.default = False
+        return option
+
+
+class PlainCommand(QuickHelp, TyperCommand):
+    """A command by itself."""
+
+
+class CommandGroup(QuickHelp, TyperGroup):
     """Commands whose usage errors are one line, and whose results are exit codes."""
 
     def main(self, *args: Any, standalone_mode: bool = True, **extra: Any) -> Any:

@@ -12,6 +12,7 @@ from rich.text import Text
 
 import autotp
 from autotp.errors import InputError
+from autotp.text import near
 
 from .command import FINE
 from .options import DegreeOptions, ModelOptions, ModelOrPlan, SteeringOptions
@@ -57,8 +58,6 @@ def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
     Args:
         plan: a saved one. name: of a parameter.
     """
-    from autotp.text import near  # noqa: PLC0415  it needs torch
-
     parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")

@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch.cuda import nccl
 
 from autotp import __version__
-from autotp.comm.symmetric import unavailable
-from autotp.cost.machines import this_machine
+from autotp.comm.peers import unavailable
 from autotp.cost.machines.presets import PRESETS
+from autotp.cost.machines.processor import memory, processor
 
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")
@@ -83,7 +83,7 @@ def _cuda(index: int) -> dict[str, Any]:
 def _processor() -> dict[str, Any]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return {
-        "kind": "cpu", "index": 0, "name": this_machine.processor(), "memory": int(this_machine.memory()),
+        "kind": "cpu", "index": 0, "name": processor(), "memory": int(memory()),
         "cores": cores, "threads": torch.get_num_threads(), "preset": "local",
     }  # fmt: skip
 

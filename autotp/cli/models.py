@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +15,8 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.driver.configs import first_line, from_config
-from autotp.errors import InputError, PlanError
+from autotp.errors import InputError
 from autotp.inputs import Inputs, for_model, normalise
-from autotp.plans.plan import Plan
 
 from .options import ModelOptions
 from .paths import config_path
@@ -66,18 +64,6 @@ def load(text: str, sizes: ModelOptions, training: bool = True, real: bool = Fal
             "factory return (module, example_inputs)."
         )
     return LoadedModel(model, resized(inputs, sizes.batch, sizes.seq), _too_long(model, sizes.seq))
-
-
-def read_plan(path: Path) -> Plan:
-    """A saved plan.
-
-    Raises:
-        InputError: the file cannot be read as one.
-    """
-    try:
-        return Plan.load(path)
-    except PlanError as error:
-        raise InputError(str(error)) from error
 
 
 def from_factory(text: str, dtype: torch.dtype | None) -> tuple[nn.Module, Any]:

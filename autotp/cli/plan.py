@@ -119,13 +119,23 @@ def saved(model: str, *steering: ModelOptions | DegreeOptions | SteeringOptions)
         return None
     if any(option != type(option)() for option in steering):
         raise InputError(f"{model} is a saved plan, which is complete: it takes no options that steer planning.")
-    from .models import read_plan  # noqa: PLC0415
-
     return read_plan(Path(model))
 
 
+def read_plan(path: Path) -> autotp.Plan:
+    """A saved plan.
+
+    Raises:
+        InputError: the file cannot be read as one.
+    """
+    try:
+        return autotp.Plan.load(path)
+    except PlanError as error:
+        raise InputError(str(error)) from error
+
+
 def _everything(plan: autotp.Plan) -> RenderableType:
-    from autotp.plans.show.report import renderable  # noqa: PLC0415  it needs torch
+    from autotp.plans.show.report import renderable  # noqa: PLC0415  only for --full
 
     return renderable(plan)
 

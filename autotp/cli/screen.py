@@ -15,7 +15,6 @@ from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console, RenderableType
-from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 PANEL = "Output"
@@ -77,6 +76,8 @@ class Screen:
         if rank() != 0 or not console.is_terminal:
             yield
             return
+        from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415  on terminals
+
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         progress = Progress(*columns, console=console, transient=True)
         progress.add_task(what, total=None)

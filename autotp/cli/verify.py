@@ -16,7 +16,7 @@ from autotp.errors import InputError
 
 from .command import FINE, NO
 from .options import DegreeOptions, Model, ModelOptions, SteeringOptions, writable
-from .plan import loaded
+from .plan import loaded, read_plan
 from .screen import PANEL, Screen, rank
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .models import LoadedModel
 
 RANKS = 2  # simulated where nothing says how many
-PARTS = ("difference", "inside", "decoded")  # of a report, which are records themselves
+PARTS = ("difference", "inside", "decoded", "certificate")  # of a report, which are records themselves
 COPIES = 4  # of all weights: the original's, the ranks', and the gradients of both
 
 
@@ -42,6 +42,7 @@ def verify(
         int | None,
         typer.Option("--generate", metavar="N", help="Decode N tokens with a cache too.", show_default=False),
     ] = None,
+    certify: Annotated[bool, typer.Option("--certify", help="Have spmd_types check it too (extra certify).")] = False,
 ) -> int:
     """Prove a plan on simulated ranks: every value and gradient.
 
@@ -51,8 +52,6 @@ def verify(
     if {"dp", "fully_shard"} & asked.keys():
         raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
     if plan is not None:
-        from .models import read_plan  # noqa: PLC0415  it needs torch
-
         if degree != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)
@@ -64,7 +63,7 @@ def verify(
         if asked["tp"] == "auto":
             result = autotp.plan(source.model, example_inputs=source.inputs, **asked)
             asked = {"tp": result.tp, "plan": result}
-        report = autotp.verify(source.model, example_inputs=source.inputs, generate=generate, **asked)
+        report = autotp.verify(source.model, example_inputs=source.inputs, generate=generate, certify=certify, **asked)
     screen.result(_table(report, source.sizes), lambda: as_data(report))
     return FINE if report else NO
 
@@ -103,6 +102,8 @@ def _table(report: Report, sizes: str) -> RenderableType:
             ("largest error of their logits", f"{decoded.logits_error:.1e}"),
             ("largest error of the cache", f"{decoded.cache_error:.1e}, {decoded.states} tensors"),
         ]
+    if (certified := report.certificate) is not None:
+        rows += [(f"types, by {certified.checker}", "accepted" if certified else "refused")]
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))

@@ -28,6 +28,7 @@ from .wording import by_value, rank_list
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LINES = 20  # of differences in a message
 SETTLE = 0.1  # seconds at exit for gloo's threads
 
 
@@ -181,8 +182,9 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
         if len(set(values := [theirs.get(name, "(missing)") for theirs in everyone])) > 1
     ]
     if differing:
+        more = [f"  and {len(differing) - LINES} more"] if len(differing) > LINES else []
         raise RankError(
-            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing))
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing[:LINES], *more))
             + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."
@@ -224,7 +226,8 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
         return obj
     meet(ranks.channel, "broadcast of an object")
     box = [obj]
-    dist.broadcast_object_list(box, group=ranks.group, group_src=0)
+    with compat.without_modes():  # of a dry run, say: what ranks tell each other is no part of the program
+        dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
 
 
@@ -236,7 +239,8 @@ def versions() -> dict[str, str]:
 def _gather(ranks: Ranks, obj: object, what: str) -> list[Any]:
     meet(ranks.channel, what)
     everyone: list[Any] = [None] * ranks.tp
-    dist.all_gather_object(everyone, obj, group=ranks.group)
+    with compat.without_modes():
+        dist.all_gather_object(everyone, obj, group=ranks.group)
     return everyone
 
 

@@ -7,7 +7,6 @@ looks for one form of either collective; it can be switched on and find nothing,
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from autotp import compat
 from autotp.compat import c10d_ops
 from autotp.ir.specs import Spec
 
@@ -78,26 +76,6 @@ def even(split: Any, tp: int) -> bool:
 
 
 FORMS = {conversions.g: gather, conversions.g_star: scatter}
-
-
-def unavailable(device: torch.device, tp: int) -> str:
-    """Why symmetric memory cannot serve these ranks here; empty where it can.
-
-    Args:
-        device: of this rank. tp: how many ranks share memory.
-    """
-    if device.type != "cuda":
-        return f"it is for CUDA devices linked by NVLink, and this is {device.type}"
-    if not compat.has_symmetric_memory():
-        return f"torch {torch.__version__} has no fused symmetric-memory operators"
-    if tp > int(os.environ.get("LOCAL_WORLD_SIZE", tp)):
-        return "the tp ranks span nodes"
-    if torch.cuda.get_device_capability(device) < (8, 0):
-        return "the GPUs are older than Ampere"
-    here, count = device.index or 0, torch.cuda.device_count()
-    if not all(torch.cuda.can_device_access_peer(here, other) for other in range(count) if other != here):
-        return "not every GPU can read every other's memory"
-    return ""
 
 
 @dataclass

@@ -189,15 +189,16 @@ def collective(thread: int, group: str) -> tuple[object, str] | None:
     primitive, words, steps = None, "", []
     for frame in _stack(thread):
         file = frame.f_code.co_filename
-        inner = frame.f_locals if file.startswith(HERE) else {}  # others run on meanwhile: reading theirs has crashed
-        here = file.startswith(HERE) and file.endswith("collectives.py")
+        ours = file.startswith(HERE)
+        inner = frame.f_locals if ours else {}  # others run on meanwhile: reading theirs has crashed
+        here = ours and file.endswith("collectives.py")
         if here and inner.get("group", group) != group:
             return None
         if primitive is None and here:
             primitive, words = (id(frame), frame.f_lasti), str(inner.get("primitive", "a collective"))
         elif primitive is None and "torchinductor" in file:
             primitive, words = (id(frame), frame.f_lasti), "a compiled part"
-        elif frame.f_code.co_name == "call" and "steps" in inner and file.startswith(HERE):
+        elif frame.f_code.co_name == "call" and "steps" in inner:
             steps[:0] = inner["steps"]
     return None if primitive is None else (primitive, f"{words} of {'.'.join(steps)}" if steps else words)
 

@@ -42,6 +42,8 @@ from .running import (
     VARIANTS,
     IncompatibleKeys,
     after_backward,
+    around_backward,
+    around_redistribution,
     below_autograd,
     by_default,
     compile_whole,
@@ -54,6 +56,7 @@ from .running import (
     operator_handlers,
     replicate,
     use_symmetric_memory,
+    without_modes,
     without_saved_hooks,
 )
 from .trees import (
@@ -73,12 +76,14 @@ from .trees import (
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children",
-    "compile_whole", "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake",
+    "VARIANTS", "after_backward", "around_backward", "around_redistribution", "below_autograd", "by_default",
+    "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols", "decided_by_values",
+    "draft_export", "draft_failures", "fake",
     "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
     "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
-    "undecided", "use_symmetric_memory", "vmapped", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "undecided", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions",
+    "wraps_tensors",
 ]  # fmt: skip

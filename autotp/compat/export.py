@@ -50,11 +50,9 @@ def quiet_export() -> Iterator[None]:
             x.setLevel(level)
 
 
-@contextlib.contextmanager
-def uncached_shapes() -> Iterator[None]:
+def uncached_shapes() -> contextlib.AbstractContextManager[Any]:
     """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
-    with dynamo.patch(fake_tensor_cache_enabled=False):
-        yield
+    return dynamo.patch(fake_tensor_cache_enabled=False)
 
 
 def module_stack() -> dict[str, tuple[str, Any]] | None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
+import re
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 VARIANTS = 64
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
@@ -19,11 +23,25 @@ IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_
 
 def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str, Any] | None) -> Callable[..., Any]:
     """`torch.compile` without graph breaks. Every size of 1, and every set of tensors that need gradients, is a
-    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for."""
+    variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
+
+    What the function reads of torch and autotp is not looked at again before every call; what it reads of anybody
+    else's modules is, and so are its inputs and the modes of torch."""
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
+    options = {"guard_filter_fn": _needed, **(options or {})}  # its own each time: torch takes the filter out of it
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+# Where a guard's expression starts, as Dynamo writes it: `G['torch'].ops`, `G['__import_autotp_dot_kernels'].attend`.
+_SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
+
+
+def _needed(guards: Sequence[Any]) -> list[bool]:
+    """Which guards are kept: not those of functions, operators and types of torch and autotp, which nobody exchanges
+    between two calls, and whose guards are most of all and half of a lookup's time."""
+    return [not (guard.is_global and _SETTLED.match(guard.name)) for guard in guards]
 
 
 @contextlib.contextmanager
@@ -39,6 +57,11 @@ def without_saved_hooks() -> Iterator[None]:
     finally:
         for pack, unpack in reversed(hooks):
             autograd._push_saved_tensors_default_hooks(pack, unpack)
+
+
+def without_modes() -> contextlib.AbstractContextManager[Any]:
+    """Within this context tensors are real ones, whatever fakes or counts operators outside of it."""
+    return _disable_current_modes()
 
 
 def has_symmetric_memory() -> bool:
@@ -107,3 +130,34 @@ def group_timeout(group: Any, device: torch.device) -> float:
     options = getattr(group._get_backend(device), "options", None)
     found = getattr(options, "_timeout", None)
     return found.total_seconds() if found is not None else 1800.0
+
+
+def around_redistribution(around: Callable[..., Any]) -> None:
+    """From now on DTensor turns a rank's part into another by `around(run, local, source spec, target spec)`, where
+    `run()` does as torch does."""
+    name, plain = "redistribute_local_tensor", sys.modules["torch.distributed.tensor._redistribute"]
+    torchs = getattr(plain, name)
+
+    @functools.wraps(torchs)
+    def redistribute(local: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(lambda: torchs(local, source, target, *args, **kwargs), local, source, target)
+
+    for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.tensor.")]:
+        if getattr(module, name, None) is torchs:
+            setattr(module, name, redistribute)
+
+
+def around_backward(failed: Callable[[Exception], None]) -> None:
+    """From now on what a backward raises goes to `failed` first, which may raise another error in its place."""
+    torchs: Any = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(torchs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return torchs(*args, **kwargs)
+        except RuntimeError as error:
+            failed(error)
+            raise
+
+    for module in (torch.autograd, torch.autograd.graph):
+        vars(module)["_engine_run_backward"] = run

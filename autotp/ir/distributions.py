@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
-from .runs import Runs
 from .sizes import Size, simplify
+
+if TYPE_CHECKING:
+    from .runs import Runs
 
 
 @dataclass(frozen=True)

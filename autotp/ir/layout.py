@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from .distributions import Distribution
 from .partitions import Groups, Partition
 from .sizes import Size
-from .specs import Spec
+
+if TYPE_CHECKING:
+    from .specs import Spec
 
 Reduction = Literal["sum", "max"]
 ToSize = Callable[[Any], Any]  # a size, or `Groups` for their ends, as what a run-time layout has in its place

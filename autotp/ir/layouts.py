@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .distributions import Distribution
 from .layout import Layout, Reduction, ToSize
 from .partitions import Groups, Partition, Segment
-from .runs import chunk
-from .sizes import Size, divide, simplify
-from .specs import GroupedSpec, InvariantSpec, PartialSpec, ReplicateSpec, ShardSpec, Spec
+from .sizes import Size, chunk, divide, simplify
+
+if TYPE_CHECKING:
+    from .specs import Spec
 
 __all__ = [
     "Distribution", "Grouped", "Groups", "I", "Invariant", "Layout", "P", "Partial", "Partition", "R", "Reduction",
@@ -30,6 +31,8 @@ class Invariant(Layout):
     mark: ClassVar[str] = "I"
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import InvariantSpec  # noqa: PLC0415  a plan is read without torch
+
         return InvariantSpec()
 
 
@@ -44,6 +47,8 @@ class Replicate(Layout):
         return P
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import ReplicateSpec  # noqa: PLC0415  a plan is read without torch
+
         return ReplicateSpec()
 
 
@@ -60,6 +65,8 @@ class Partial(Layout):
         return R
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import PartialSpec  # noqa: PLC0415  a plan is read without torch
+
         return PartialSpec(reduction=self.reduction)
 
     @classmethod
@@ -121,6 +128,8 @@ class Shard(Layout):
         return f"Shard({self.dim})" + (f" in {pieces} pieces" if pieces != 1 else "") + by
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import ShardSpec  # noqa: PLC0415  a plan is read without torch
+
         return ShardSpec(self.dim, *self.partition.to_runtime(size))
 
     def to_json(self) -> Any:
@@ -161,6 +170,8 @@ class Grouped(Layout):
         return False
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
+        from .specs import GroupedSpec  # noqa: PLC0415  a plan is read without torch
+
         return GroupedSpec(self.dim, size(self.partition), self.partition.to_runtime(size).segments)
 
     def to_json(self) -> Any:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .distributions import Distribution, Segment
-from .runs import Runs, chunk
-from .sizes import Size, divide, read_size, simplify, write_size
+from .sizes import Size, chunk, divide, read_size, simplify, write_size
+
+if TYPE_CHECKING:
+    from .runs import Runs
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Partition(Distribution):
         return len(self.segments) - 1 + (self.repeat != 1) + 2 * (not self.even(tp))
 
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
+        from .runs import Runs  # noqa: PLC0415  a plan is read without torch
+
         return Runs(size(self.repeat), tuple((size(s.count), size(s.unit)) for s in self.segments))
 
     def to_json(self) -> dict[str, Any]:

@@ -1,28 +1,20 @@
-"""What the stages hand on: decisions, the planned capture, the program of the ranks, the solver's answer."""
+"""What the stages hand on: the planned capture, the program of the ranks, the solver's answer."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor, fx
 
+from .decisions import Decision
 from .graph import Capture, Value, tensors
-from .layouts import Distribution, Layout
+from .layouts import Layout
 from .op import Op, Rule
 
 # By number, the values that say where groups end: one for each of the blocks that share a decision, in graph order.
 EndsTable = tuple[tuple[Value, ...], ...]
-
-
-@dataclass(frozen=True)
-class Decision:
-    """How one operator runs: a layout per operand slot and per result, and the split factor with its loop."""
-
-    ins: tuple[Layout, ...]
-    outs: tuple[Layout, ...]
-    factor: int | None = None
-    loop: Distribution | None = None
 
 
 @dataclass
@@ -83,6 +75,7 @@ class Solution:
         least_seconds: the least of any assignment within the same bytes; this one may take the band longer.
         sent_bytes, collectives: what a rank sends in a step.
         rival: the plan that this one is held against, where there is one.
+        terms: what it all comes to, by the names of the cost's terms.
     """
 
     chosen: tuple[int, ...]
@@ -95,3 +88,4 @@ class Solution:
     sent_bytes: float = 0.0
     collectives: int = 0
     rival: Solution | None = None
+    terms: Mapping[str, float] = field(default_factory=dict)

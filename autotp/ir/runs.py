@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from . import windows
+from .sizes import chunk
 from .windows import Segments
-
-
-def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
-    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
-    step = -(-count // tp)
-    start = min(rank * step, count)
-    return start, min(step, count - start)
 
 
 class Runs(NamedTuple):

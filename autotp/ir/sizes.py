@@ -1,4 +1,4 @@
-"""Sizes: ints or sympy expressions over the graph's input sizes; their division, and JSON."""
+"""Sizes: ints or sympy expressions over the graph's input sizes; their division, a rank's units of one, and JSON."""
 
 from __future__ import annotations
 
@@ -26,6 +26,13 @@ def divide(a: Size, b: Size) -> Size | None:
     quotient = sympy.cancel(sympy.sympify(a) / b)
     whole = quotient.is_integer and sympy.denom(quotient) == 1
     return simplify(quotient) if whole else None
+
+
+def chunk(count: int, rank: int, tp: int) -> tuple[int, int]:
+    """Offset and number of the units that `rank` owns of `count`: `torch.chunk`'s rule, as DTensor's `Shard`."""
+    step = -(-count // tp)
+    start = min(rank * step, count)
+    return start, min(step, count - start)
 
 
 def simplify(size: Size) -> Size:

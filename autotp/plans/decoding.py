@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
-from autotp.cost.decode import DecodeLimit
+from autotp.cost.decode_limit import DecodeLimit
 from autotp.errors import InputError
 
 if TYPE_CHECKING:

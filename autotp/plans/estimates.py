@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
@@ -14,7 +14,8 @@ class Totals:
         parameters, local_parameters: in all, and held by the fullest rank.
         flops, local_flops: floating-point operations of a forward.
         forward_bytes, backward_bytes: sent by a rank in a step.
-        seconds: of a step by the cost model; `bound`: the lower bound that the solver proved for it.
+        seconds: of a step by the cost model, with what dp sends and does not hide (`Axis.exposed`); `bound`: the lower
+            bound that the solver proved for it, and the same of dp, which the solver does not decide over.
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
         least_seconds: of the fastest plan; this one takes at most `band`, a share of it, longer to send less.
@@ -23,6 +24,7 @@ class Totals:
         weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
+        terms: what the plan costs by the names of `autotp.cost.objective.TERMS`; under its weights they make `seconds`.
     """
 
     parameters: int = 0
@@ -43,6 +45,17 @@ class Totals:
     weights_read: float = 0.0
     examples: int = 0
     length: int = 0
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def exposed(self) -> float:
+        """Seconds of collectives over tp that nothing hides and that no other starts with them."""
+        return self.communication - self.terms.get("hidden", 0.0) - self.terms.get("bucketed", 0.0)
+
+    @property
+    def passes(self) -> float:
+        """Seconds of the step without the optimizer's part: forward and backward."""
+        return self.seconds - self.terms.get("optimizer", 0.0)
 
 
 @dataclass(frozen=True)
@@ -63,6 +76,11 @@ class Axis:
     seconds: float = 0.0
     backward: float = 0.0
     values: float = 0.0
+
+    @property
+    def exposed(self) -> float:
+        """Seconds over the axis that the backward is too short to hide."""
+        return max(self.seconds - self.backward, 0.0)
 
 
 ALONE = Axis()

@@ -189,7 +189,8 @@ class _Explainer:
         """The cost of another degree, in the time of all its devices."""
         other = decide(replace(self.builder, tp=tp)).solution
         assert other is not None
-        change = other.seconds * tp / (self.plan.totals.seconds * self.plan.tp) - 1
+        own = self.plan.totals.seconds - self.plan.batch.exposed  # tp alone, as the other degree was solved
+        change = other.seconds * tp / (own * self.plan.tp) - 1
         word = "cheaper" if change < 0 else "dearer"
         return f"tp {tp} would be {abs(change):.1%} {word} in device time ({1e3 * other.seconds:.3f} ms a step)"
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
-from autotp.cost.memory import Memory
+from autotp.cost.rank_memory import Memory
 from autotp.ir.layouts import Layout
 from autotp.plans.show.overview import overview, screen
 from autotp.plans.show.report import render
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from autotp.plans.export.styles import Styles
 
     from .explain import Comparison, Explanation
-from autotp.ir.program import Decision
+from autotp.ir.decisions import Decision
 
 
 @dataclass(frozen=True)
@@ -206,6 +206,17 @@ class Plan:
         from autotp.plans.export.styles import to_tp_plan  # noqa: PLC0415
 
         return to_tp_plan(self)
+
+    def to_spmd_types(self) -> dict[str, dict[str, Any]]:
+        """The layouts as annotations of meta-pytorch's spmd_types: name of a parameter, split buffer or state -> what
+        `assert_type` takes, such as `{"tp": S(0)}`.
+
+        Raises:
+            InputError: spmd_types is not installed (`pip install 'autotp[certify]'`).
+        """
+        from autotp.plans.export.annotations import to_spmd_types  # noqa: PLC0415  it is an extra
+
+        return to_spmd_types(self)
 
     def to_html(self, path: str | Path) -> None:
         """Write the plan as one self-contained page: blocks, totals, the predicted timeline of one layer."""

@@ -9,20 +9,22 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.memory import Memory
+from autotp.cost.rank_memory import Memory
 from autotp.errors import PlanError
+from autotp.ir.decisions import Decision
 from autotp.ir.files import parse_json, read_text
-from autotp.ir.program import Decision
 from autotp.ir.serial import plain, read_layout, read_loop
 
+from .alike import fold, unfold
 from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from .plan import Block, Collective, Parameter, Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT = 7
+FORMAT = 9
 UNSAVED = ("fired", "origin")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
 LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
+FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # as `alike` writes them
 MOST_RANKS = 1 << 20  # on an axis
 # A file's names for fields that have another one here: to rename a field needs no new format.
 FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "least_stored"}}
@@ -30,7 +32,8 @@ FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "
 
 def write_plan(plan: Plan) -> str:
     """The plan as JSON text, with the number of the format and a digest of all of it."""
-    return sealed({"format": FORMAT, **plain(_fields(plan))})
+    data = plain(_fields(plan))
+    return sealed({"format": FORMAT, **data, **{key: fold(data[key]) for key in FOLDED}})
 
 
 def sealed(data: Mapping[str, Any]) -> str:
@@ -100,6 +103,7 @@ def _checked(plan: Plan) -> Plan:
 TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,), "int": (int,), "bool": (bool,), "float": (int, float), "str | None": (str, type(None)),
     "int | None": (int, type(None)), "Mapping[str, Any]": (Mapping,), "tuple[str, ...]": (tuple,),
+    "Mapping[str, float]": (Mapping,),
     "tuple[int, ...]": (tuple,),
 }  # fmt: skip
 
@@ -116,13 +120,14 @@ def _fields(plan: Plan) -> dict[str, Any]:
         out[key] = {file_name(type(out[key]), k): v for k, v in asdict(out[key]).items()}
     for key in ("parameters", "collectives", "blocks", "degrees"):
         out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
-    out["decisions"] = {n: [list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()}
-    out["states"], out["tables"] = dict(plan.states), dict(plan.tables)
+    out["decisions"] = [[n, list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()]
+    out["states"], out["tables"] = list(plan.states.items()), list(plan.tables.items())
     out["layer"] = plan.layer and asdict(plan.layer)
     return out
 
 
 def _plan(data: dict[str, Any]) -> Plan:
+    data = {**data, **{key: unfold(data[key]) for key in FOLDED}}
     decisions = {
         name: Decision(
             tuple(map(read_layout, ins)),
@@ -130,7 +135,7 @@ def _plan(data: dict[str, Any]) -> Plan:
             factor,
             read_loop(loop),
         )
-        for name, (ins, outs, factor, loop) in data["decisions"].items()
+        for name, ins, outs, factor, loop in data["decisions"]
     }
     parameters = [Parameter(**{**_tuples(p), "layout": read_layout(p["layout"])}) for p in data["parameters"]]
     return Plan(
@@ -145,8 +150,8 @@ def _plan(data: dict[str, Any]) -> Plan:
         notes=tuple(data["notes"]),
         degrees=tuple(Degree(**r) for r in data["degrees"]),
         layer=_read_layer(data["layer"]),
-        states={name: read_layout(layout) for name, layout in data["states"].items()},
-        tables={name: read_layout(layout) for name, layout in data["tables"].items()},
+        states={name: read_layout(layout) for name, layout in data["states"]},
+        tables={name: read_layout(layout) for name, layout in data["tables"]},
         batch=Axis(**data["batch"]),
         machines=data["machines"],
     )

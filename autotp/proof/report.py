@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autotp.plans.plan import Plan
+from autotp.proof.certificate.report import Certificate
 
 TOLERANCE = 1e-9  # both sides run in float64
 
@@ -81,6 +82,7 @@ class Report:
             agrees, as where rounding decides which of equal values is the largest; it is no fault.
         unproved: why the captured graph was not compared with the model; the report is then false. Empty where it was.
         decoded: what came of decoding with a cache; None where that was not asked for.
+        certificate: what spmd_types says of the program; None where it was not asked.
     """
 
     tp: int
@@ -95,17 +97,23 @@ class Report:
     inside: Difference | None = None
     unproved: str = ""
     decoded: Decoded | None = None
+    certificate: Certificate | None = None
 
     @property
     def ok(self) -> bool:
         """Whether no result differs, and the captured graph is known to be the model."""
         decodes = self.decoded is None or self.decoded.difference is None
-        return self.difference is None and not self.unproved and decodes
+        certified = self.certificate is None or self.certificate.ok
+        return self.difference is None and not self.unproved and decodes and certified
 
     def __bool__(self) -> bool:
         return self.ok
 
     def __str__(self) -> str:
+        return self._numbers if self.certificate is None else f"{self._numbers}; {self.certificate}"
+
+    @property
+    def _numbers(self) -> str:
         if self.difference is not None:
             return f"differs {self.difference}"
         if self.decoded is not None and self.decoded.difference is not None:

@@ -74,8 +74,7 @@ class Finds:
             data_parallel.spread(self._shards, reads)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
-        if compiler is None:
-            write_in_place(captured, graph)
+        write_in_place(captured, graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         called, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec

@@ -35,6 +35,7 @@ def verify(
     band: float = BAND,
     carried: Any = None,
     generate: int | None = None,
+    certify: bool = False,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -52,6 +53,8 @@ def verify(
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
             with what `carried` names, and compare with one forward of all tokens: the logits at every position, and
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
+        certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
+            (`Report.certificate`).
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
@@ -67,7 +70,7 @@ def verify(
         check_count(model, generate, request.carried)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    report, options = prove_call(model, inputs, tp, plan, steering, request)
+    report, options = prove_call(model, inputs, tp, plan, steering, request, certify)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))

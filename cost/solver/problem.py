@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import networkx as nx
 
+from autotp.cost.terms import NOTHING, Cost
 from autotp.ir.layouts import Distribution, Layout
+
+from .savings import Saving
 
 ValueId = Hashable
 Step = tuple[int, int]
@@ -17,7 +20,10 @@ Step = tuple[int, int]
 
 @dataclass(frozen=True)
 class Choice:
-    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance."""
+    """One legal way to run an item: a layout per operand slot and per result, and what it costs one instance.
+
+    The numbers are what a stage of the solver minimises: `cost`, term by term, under the weights of that stage.
+    """
 
     ins: tuple[Layout, ...]
     outs: tuple[Layout, ...]
@@ -28,6 +34,18 @@ class Choice:
     penalty: int = 0  # breaks ties: segments, repetition, unevenness
     factor: int | None = None  # index of the split factor in the operator's rule
     loop: Distribution | None = None  # how that factor's loop is dealt
+    cost: Cost = NOTHING
+
+    @classmethod
+    def of(cls, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost, seconds: float, penalty: int) -> Choice:
+        """The choice with its numbers from a cost.
+
+        Args:
+            ins, outs: its layouts. cost: of one instance.
+            seconds: what the objective's weights make of it. penalty: of its layouts.
+        """
+        sizes = (cost["activation_bytes"], cost["parameter_bytes"], cost["budget_bytes"])
+        return cls(ins, outs, seconds, *sizes, penalty, cost=cost)
 
 
 @dataclass
@@ -68,7 +86,8 @@ def silent(value: ValueId, source: Layout, target: Layout) -> Traffic:
 class Problem:
     """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
 
-    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to.
+    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
+    `savings`: what the step is shorter by than the sum.
     `sent`: what a rank sends for a conversion, by which plans within a band of the least seconds are told apart.
     `rivals`: plans that this one is held against, each by the choices (item, choice) that it rules out.
     """
@@ -77,6 +96,7 @@ class Problem:
     uses: list[Use]
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
+    savings: Sequence[Saving] = ()
     sent: Callable[[ValueId, Layout, Layout], Traffic] = silent
     rivals: tuple[frozenset[tuple[int, int]], ...] = ()
 

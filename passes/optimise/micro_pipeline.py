@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from autotp import compat
-from autotp.comm import symmetric
+from autotp.comm import peers, symmetric
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram
@@ -24,7 +24,7 @@ class MicroPipeline(Optimisation):
         setting = program.setting
         if setting.backend != "inductor":
             return "nowhere: it is a pass of backend='inductor'"
-        why = symmetric.unavailable(setting.device, setting.place.size)
+        why = peers.unavailable(setting.device, setting.place.size)
         return f"nowhere: {why}" if why else ""
 
     def run(self, program: RankProgram) -> Changes:

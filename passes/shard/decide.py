@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from torch import fx
 
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import Infeasible, solve
+from autotp.cost.solver.spent import spent
 from autotp.ir.program import Decision, Planned, Solution
 
 from .hand_written import rivals
@@ -20,6 +22,9 @@ def decide(builder: Builder) -> Planned:
     problem, heads = builder.build()
     problem.rivals = rivals(builder, problem, heads)
     solution = _solved(builder, problem)
+    solution = _priced(builder, problem, solution)
+    if solution.rival is not None:
+        solution = replace(solution, rival=_priced(builder, problem, solution.rival))
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]
@@ -31,6 +36,12 @@ def decide(builder: Builder) -> Planned:
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
         decided(builder.carried_items, problem, solution.chosen), builder.ends,
     )  # fmt: skip
+
+
+def _priced(builder: Builder, problem: Problem, solution: Solution) -> Solution:
+    """A solution with its terms, and the seconds that they come to."""
+    terms = spent(problem, solution.chosen, builder.prices.conversion)
+    return replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
 
 
 def _solved(builder: Builder, problem: Problem) -> Solution:

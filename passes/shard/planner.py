@@ -17,6 +17,7 @@ from autotp.cost.prices import Prices
 from autotp.cost.saved_tensors import Keepers
 from autotp.cost.solver.problem import Choice, Item, Problem, Use, ValueId
 from autotp.cost.solver.solve import feasible
+from autotp.cost.terms import Cost
 from autotp.errors import PlanError
 from autotp.ir.graph import (
     Capture,
@@ -36,6 +37,7 @@ from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
+from .beside import Savings
 from .ends import ends_table
 from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
@@ -116,7 +118,8 @@ class Builder:
         items.append(Item(OUTPUT_SLOT, [Choice(wanted, ())], [frozenset([self.value(n)]) for _, n in self.states.left]))
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
-        problem = Problem(items, uses, self.prices.convert, self.memory, self.prices.sent)
+        problem = Problem(items, uses, self.prices.convert, self.memory, sent=self.prices.sent)
+        problem.savings = Savings(problem, heads, self.prices, self.ops, self.leaves).all()
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
@@ -203,14 +206,13 @@ class Builder:
             layouts = self._pinned(node, layouts)
             if not node.users:  # nothing to decide: every rank holds its part
                 layouts = [min(layouts, key=self.prices.share)]
-        size, choices = self.prices.bytes(val), []
-        for x in layouts:
-            part = size * self.prices.share(x)
-            own, budget = (part, self.prices.budget_bytes(part, val)) if leaf.kind.weight else (0.0, part)
-            ties = penalty([x], self.tp)
-            choices.append(Choice((), (x,), parameter_bytes=own, budget_bytes=budget, penalty=ties))
+        choices = [self._choice((), (x,), self.prices.weight(val, x, leaf.kind.weight)) for x in layouts]
         kind = "weights" if leaf.kind.trained else "tables"
         return Item(leaf.name, choices, [], [(node, 0)], count, kind=kind)
+
+    def _choice(self, ins: tuple[Layout, ...], outs: tuple[Layout, ...], cost: Cost) -> Choice:
+        """A choice with what it weighs."""
+        return Choice.of(ins, outs, cost, self.prices.seconds(cost), penalty([*ins, *outs], self.tp))
 
     def _pinned(self, node: fx.Node, layouts: list[Layout]) -> list[Layout]:
         """What pins leave of a parameter's layouts: those of an earlier plan, or what the user's pin asks for."""
@@ -239,9 +241,8 @@ class Builder:
             if got[:2] not in choices and self._knows_ends(node, *got[:2]):
                 rule = self.rules[node]
                 split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
-                seconds, saved = self.prices.operator(op, *got[:2], split)
-                ties = penalty([*got[0], *got[1]], self.tp)
-                choices[got[:2]] = Choice(*got[:2], seconds, saved, 0.0, saved, ties, *got[2:])
+                one = self._choice(*got[:2], self.prices.operator(op, *got[:2], split))
+                choices[got[:2]] = replace(one, factor=got[2], loop=got[3])
         kept = self.user.keep(op, list(choices.values()))
         return Item(node.name, kept, held, results, count, f"activations of {where(node)}")
 

@@ -16,6 +16,7 @@ from torch import fx
 
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Choice, Item, Problem
+from autotp.cost.terms import Cost
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, dealt_by
@@ -134,7 +135,8 @@ class States:
             ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(made, key=str)[:1])
             outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
             part, ties = size * prices.share(layout), penalty([layout], self.tp)
-            choices.append(Choice(ins, outs, activation_bytes=part, budget_bytes=part, penalty=ties))
+            cost = Cost(activation_bytes=part, budget_bytes=part)
+            choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
         outs = [leaf] if leaf is not None else []
         return Item(names[0], choices, [made] if made else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
 

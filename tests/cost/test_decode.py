@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.cost import Cluster, call_seconds
-from autotp.cost.decode import DecodeLimit
+from autotp.cost.decode_limit import DecodeLimit
 from tests.helpers.models import BATCH, DECODER, HIDDEN, LENGTH, VOCABULARY, inputs_of, transformer
 
 H100 = Cluster.preset("h100")

@@ -16,3 +16,8 @@ def error_of(fn: Callable[[], Any]) -> tuple[str, str, float]:
     except autotp.AutoTPError as error:
         return type(error).__name__, str(error), time.perf_counter() - start
     return "", "", time.perf_counter() - start
+
+
+def message_of(fn: Callable[[], Any]) -> str:
+    """ "" where it does not fail."""
+    return error_of(fn)[1]

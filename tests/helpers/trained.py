@@ -1,9 +1,12 @@
-"""Models of one type throughout, for training next to one device."""
+"""Models of one type throughout, for training next to one device; a few steps of any optimizer."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.helpers.models import transformer
 
@@ -19,3 +22,21 @@ def model_of(name: str, dtype: torch.dtype) -> nn.Module:
     model.to(dtype).train()
     assert sum(p.numel() for p in model.parameters()) <= 500_000
     return model
+
+
+def three_steps(module: Any, make: Callable[[Any], Any], loss_of: Callable[[Any], Tensor]) -> None:
+    """Of the optimizer that `make` makes of a list of parameters, by a closure where it needs one."""
+    optimizer = make(list(module.parameters()))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(module)
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        if isinstance(optimizer, torch.optim.LBFGS):
+            optimizer.step(closure)
+        else:
+            closure()
+            optimizer.step()

@@ -13,11 +13,15 @@ from rich.console import Console
 
 import autotp
 from autotp.cost.memory import Memory
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import solve_plan
 from autotp.plans.estimates import Axis, Degree
 from autotp.plans.plan import Plan
 from autotp.plans.show.head import BAR, LABEL
 from autotp.plans.show.overview import MOST
 from autotp.plans.show.report import plain, renderable
+from autotp.plans.show.rows import seconds
+from tests.helpers.models import captured
 from tests.helpers.plans import planned_for
 
 GIB = 2.0**30
@@ -104,11 +108,22 @@ def test_what_does_not_fit_is_said_with_what_would():
 
 
 def test_time_over_dp_that_nothing_hides_is_in_the_step():
-    plan, axis = planned_for("llama", 2), Axis(2, seconds=0.5, backward=0.1)
-    text = str(replace(plan, batch=axis))
-    assert f"step {1e3 * (plan.totals.seconds + 0.4):.3f} ms" in text
-    assert "! up to 400.000 ms go over dp and do not fit beside the backward" in text
-    assert "beside the backward" not in str(replace(plan, batch=replace(axis, backward=0.6)))
+    program, notes = captured("llama")
+    slow = replace(autotp.Cluster.preset("h100"), name="slow", intra_bandwidth=1e8)
+
+    def of(size: int, cluster: autotp.Cluster | str = slow) -> Plan:
+        return solve_plan(program, notes, Options.read(2, Steering(cluster=cluster), Axis(size)), "llama")
+
+    alone, plan = of(1), of(2)
+    waits = plan.batch.seconds - plan.batch.backward
+    assert waits == plan.batch.exposed > alone.totals.seconds / 2
+    assert plan.totals.seconds == pytest.approx(alone.totals.seconds + waits)
+    assert plan.totals.seconds - plan.totals.bound == pytest.approx(alone.totals.seconds - alone.totals.bound)
+    assert re.search(rf"predicted step +{re.escape(seconds(plan.totals.seconds))} ", plan.report())
+    assert Plan.from_json(plan.to_json()).totals == plan.totals
+    assert f"! up to {seconds(waits)} go over dp and do not fit beside the backward" in str(plan)
+    hidden = replace(plan, batch=replace(plan.batch, backward=2 * plan.batch.seconds))
+    assert hidden.batch.exposed == 0.0 and "beside the backward" not in str(hidden)
 
 
 def test_work_that_every_rank_does_is_said():

@@ -21,6 +21,7 @@ from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
 from autotp.ir.marks import mark, write
 from autotp.ir.program import Decision
+from autotp.plans.alike import fold, unfold
 from autotp.plans.describe.describe import describe
 from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
@@ -37,7 +38,9 @@ def test_json_gives_the_same_plan(name, tmp_path):
     assert Plan.from_json(plan.to_json()) == plan
     plan.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json") == plan
-    assert any("s" in json.dumps(d) for d in json.loads(plan.to_json())["decisions"].values())
+    decisions = unfold(json.loads(plan.to_json())["decisions"])
+    assert [d[0] for d in decisions] == list(plan.decisions)
+    assert any("s" in json.dumps(how) for _, *how in decisions)
 
 
 def damage(plan: Plan, **changed: Any) -> str:
@@ -55,10 +58,10 @@ def damage(plan: Plan, **changed: Any) -> str:
         lambda plan: sealed({k: v for k, v in json.loads(plan.to_json()).items() if k != "machines"}),
         lambda plan: sealed(json.loads(plan.to_json().replace('"totals"', '"sums"'))),
         lambda plan: sealed(json.loads(plan.to_json().replace('"count"', '"number"'))),
-        lambda plan: damage(plan, parameters=[{"name": "x"}]),
-        lambda plan: damage(plan, decisions={"x": [["Q"], ["I"], None, None]}),
-        lambda plan: damage(plan, decisions={"x": [[], [], 0, size("__import__('os').getcwd()")]}),
-        lambda plan: damage(plan, decisions={"x": [[], [], 0, size("s0 s1")]}),
+        lambda plan: damage(plan, parameters=fold([{"name": "x"}])),
+        lambda plan: damage(plan, decisions=fold([["x", ["Q"], ["I"], None, None]])),
+        lambda plan: damage(plan, decisions=fold([["x", [], [], 0, size("__import__('os').getcwd()")]])),
+        lambda plan: damage(plan, decisions=fold([["x", [], [], 0, size("s0 s1")]])),
     ],
 )
 def test_a_damaged_plan_is_refused(damaged):
@@ -101,7 +104,7 @@ def size(text: str) -> dict[str, Any]:
 
 def test_symbolic_sizes_are_read_back():
     plan = planned_for("llama", 2)
-    read = Plan.from_json(damage(plan, decisions={"x": [[], [], 0, size("2*s0*(s1 + 3) - 1")]}))
+    read = Plan.from_json(damage(plan, decisions=fold([["x", [], [], 0, size("2*s0*(s1 + 3) - 1")]])))
     loop = read.decisions["x"].loop
     assert isinstance(loop, Partition) and str(loop.repeat) == "2*s0*(s1 + 3) - 1"
     assert all(s.is_positive and s.is_integer for s in loop.repeat.free_symbols)  # type: ignore[union-attr]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +18,9 @@ from torch import nn
 import autotp
 from autotp import Plan
 from autotp.errors import PlanError
+from autotp.plans.alike import fold, unfold
 from autotp.plans.saved import sealed
+from tests.helpers.plans import planned_for
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +59,13 @@ def test_every_change_of_a_file_is_refused(plan):
 
 
 def resized(text: str) -> dict[str, Any]:
-    return {"decisions": {"x": [[], [], 0, {"repeat": text, "segments": [[8, 1]]}]}}
+    return {"decisions": fold([["x", [], [], 0, {"repeat": text, "segments": [[8, 1]]}]])}
+
+
+def recurring(**changes: Any) -> dict[str, Any]:
+    """Two blocks that are alike but for a number, with a change of how that is written."""
+    (entry,) = fold([["s", 1], ["s", 2]])
+    return {"states": [entry | changes]}
 
 
 HOSTILE = {
@@ -75,6 +84,16 @@ HOSTILE = {
     "name": {"model": 5},
     "notes": {"notes": 5},
     "totals": {"totals": {"flops": "many"}},
+    "many records": recurring(at=[[0, 1, 10**12]]),
+    "many in all": {"states": [{"like": ["s" * 1000, "I"], "at": [[0, 1, 1 << 20]]}]},
+    "fewer than none": recurring(at=[[0, 1, -2]]),
+    "a place twice": recurring(at=[0, 0]),
+    "a place too far": recurring(at=[0, 7]),
+    "great numbers": recurring(numbers=[[[1, 10**18, 100]]]),
+    "too few numbers": recurring(numbers=[[1]]),
+    "no numbers": recurring(like=["#", "#"]),
+    "numbers that nothing takes": recurring(like=["s", "I"]),
+    "no pattern": {"states": [{"at": [0]}]},
 }
 
 
@@ -133,3 +152,47 @@ def test_decisions_that_are_not_the_graphs(model, plan, wrong):
         autotp.parallelize(model, other, example_inputs=torch.randn(4, 8))
     with pytest.raises(PlanError, match=r"Plan again"):
         autotp.parallelize(model, replace(plan, parameters=(), origin=None), example_inputs=torch.randn(4, 8))
+
+
+def test_records_that_are_alike_are_written_once():
+    """Any plain data comes back as it was, and 200 equal blocks take as much as two."""
+
+    def blocks(count: int) -> list[Any]:
+        names = ["layers.{i}.up", "layers.{i}.0.up7", "x{n}"]
+        named = ([name.format(i=i, n=3 * i + (i > 1)) for name in names] for i in range(count))
+        return [record for i, each in enumerate(named) for record in ([each, i, 8, 0.5, None], {"b": True, "a": -i})]
+
+    few, many = (fold(blocks(count)) for count in (4, 200))
+    assert unfold(many) == blocks(200) and len(json.dumps(many)) < 1.2 * len(json.dumps(few)) < 1500
+    odd = [["#", 1], ["#", 2], "7", 7, "007", "a#1", "1e5", "9" * 40, True, [], {}, None, 1.5, ["a1"], ["a2"], ["a1"]]
+    assert [*map(repr, unfold(json.loads(json.dumps(fold(odd)))))] == [*map(repr, odd)]
+
+
+def deeper(plan: Plan, layers: int) -> Plan:
+    """The plan of a Llama with two layers as it would be with more of the second one."""
+
+    def renamed(text: str, i: int) -> str:
+        """The name as it is `i` layers later; nodes are numbered through."""
+        node = re.fullmatch(r"(\w+_)(\d+)", text)
+        return f"{node[1]}{int(node[2]) + 40 * i}" if node else text.replace("layers.1.", f"layers.{i + 1}.")
+
+    def more(records: Any, names: tuple[str, ...]) -> tuple[Any, ...]:
+        """Each record, and after the last one what it is in the layers that come."""
+        last = [r for r in records if "layers.1." in r.name + getattr(r, "module", "")]
+        later = ({k: renamed(getattr(r, k), i) for k in names} for i in range(1, layers - 1) for r in last)
+        return (*records, *(replace(last[j % len(last)], **names) for j, names in enumerate(later)))
+
+    decisions = {renamed(name, i): how for i in range(layers - 1) for name, how in plan.decisions.items()}
+    parameters = more(plan.parameters, ("name",))
+    collectives = more(plan.collectives, ("module", "value", "source"))
+    return replace(plan, parameters=parameters, collectives=collectives, decisions=decisions)
+
+
+def test_equal_blocks_are_in_a_file_once():
+    """The plan of 80 layers takes as much as that of 10, and comes back as it was."""
+    deep, other = (deeper(planned_for("llama", 2), layers) for layers in (80, 10))
+    text = deep.to_json()
+    assert len(deep.parameters) > 9 * 79 and len(deep.decisions) > 5000 and len(deep.collectives) > 150
+    again = Plan.from_json(text)
+    assert again == deep and list(again.decisions) == list(deep.decisions) and again.to_json() == text
+    assert len(text) < 1.1 * len(other.to_json()) < 100_000

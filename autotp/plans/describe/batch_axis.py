@@ -1,5 +1,7 @@
 """The cost of the data-parallel axis, in the plan: gradients and weights over it, group by group, and memory.
 
+What the backward is too short to hide is a part of the step.
+
 The groups are those of `autotp.runtime.data_parallel`: one for each repeated block, and one for what is left.
 """
 
@@ -16,11 +18,13 @@ import torch
 from autotp.comm.conversions import primitive
 from autotp.cost import call_seconds, collective_bytes
 from autotp.cost.memory import Memory
+from autotp.cost.objective import Objective
+from autotp.cost.terms import Cost
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned
 from autotp.ir.scopes import block_of
 from autotp.passes.shard.planner import Builder
-from autotp.plans.estimates import Axis
+from autotp.plans.estimates import Axis, Totals
 from autotp.plans.plan import Parameter, Plan
 
 
@@ -46,11 +50,22 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
             values += _value_bytes(prices, op, *over, op.node in planned.grads and builder.objective.training)
-    backward = 2 / 3 * (plan.totals.seconds - plan.totals.communication) if builder.objective.training else 0.0
+    computing = plan.totals.terms.get("compute", 0.0) + plan.totals.terms.get("launches", 0.0)
+    backward = 2 / 3 * computing if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
     local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
-    totals = replace(plan.totals, local_parameters=local)
+    own = axis.size if axis.fully_shard else 1  # of which each rank updates one part
+    less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
+    apart = Cost(waiting=priced.exposed, optimizer=less)
+    totals = _lengthened(replace(plan.totals, local_parameters=local), apart, builder.objective)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
+
+
+def _lengthened(totals: Totals, cost: Cost, objective: Objective) -> Totals:
+    """The totals with a cost that the solver does not decide over, in the step, its bound, and Megatron's step."""
+    more = objective.seconds(cost)
+    steps = {k: getattr(totals, k) + more for k in ("seconds", "bound", "megatron_step") if getattr(totals, k)}
+    return replace(totals, terms=dict(Cost(**totals.terms) + cost), **steps)
 
 
 def _calls(axis: Axis, whole: float, graded: float) -> list[tuple[str, float]]:

@@ -263,6 +263,7 @@ def _totals(
         megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
         megatron_step=hand.seconds if hand is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
+        terms=dict(solution.terms) if solution is not None else {},
         **_sizes(planned),
     )
 

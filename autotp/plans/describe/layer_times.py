@@ -116,7 +116,7 @@ class Steps:
     def _time(self, node: fx.Node) -> Timed:
         decision, rule, prices = self.planned.decisions[node], self.planned.rules[node], self.builder.prices
         split = rule.factors[decision.factor] if rule is not None and decision.factor is not None else None
-        seconds = prices.operator(self.planned.ops[node], decision.ins, decision.outs, split)[0]
+        seconds = prices.seconds(prices.operator(self.planned.ops[node], decision.ins, decision.outs, split))
         trained = node in self.planned.grads and self.builder.objective.training
         forward = seconds / (1 + BACKWARD) if trained else seconds
         return Timed(short_name(node.target), "", "", forward, seconds - forward)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from autotp.cost.decode import DecodeLimit
+from autotp.cost.decode_limit import DecodeLimit
 from autotp.plans.decoding import decoding
 from autotp.text import amount
 
@@ -89,22 +89,22 @@ def _step(plan: Plan) -> Iterator[Text]:
     t = plan.totals
     if not t.seconds:
         return
-    took = t.seconds + exposed_dp(plan)
-    least = t.least_seconds or t.seconds
+    own = rows.over_tp(plan)
+    least = t.least_seconds or own
     best = "optimal for this cost model" if least - t.bound < GAP * least else f"bound {rows.seconds(t.bound)}"
-    best += f", within {t.band:.3g} of the least {rows.seconds(least)}" if t.seconds - least > GAP * least else ""
-    said = [f"step {rows.seconds(took)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
+    best += f", within {t.band:.3g} of the least {rows.seconds(least)}" if own - least > GAP * least else ""
+    said = [f"step {rows.seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
     if t.examples:
         done = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
-        each = f", {rows.number(done / took / devices)} a device" if devices > 1 else ""
-        said.append(f"{rows.number(done / took)} {unit}/s{each}")
+        each = f", {rows.number(done / t.seconds / devices)} a device" if devices > 1 else ""
+        said.append(f"{rows.number(done / t.seconds)} {unit}/s{each}")
     decoded = decoding(plan)
     if decoded is not None:
         said.append(f"{decoded.share_of_limit:.0%} of the limit")
     if t.megatron_step:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-        step = f"{t.seconds / t.megatron_step:.2f} of the step"
+        step = f"{own / t.megatron_step:.2f} of the step"
         ratio = f", {sent / t.megatron_bytes:.2f} of the bytes" if t.megatron_bytes else ""
         said.append(f"{step}{ratio} of Megatron's plan")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
@@ -120,11 +120,6 @@ def _limit(limit: DecodeLimit, tokens: float) -> Iterator[Text]:
     if limit.communication:
         said.append(f"{rows.seconds(limit.communication)} of collectives")
     yield from wrapped("; ".join(said), SCREEN, then="  ")
-
-
-def exposed_dp(plan: Plan) -> float:
-    """Seconds over the data-parallel axis that the backward is too short to hide."""
-    return max(plan.batch.seconds - plan.batch.backward, 0.0)
 
 
 def _memory(plan: Plan) -> Iterator[Text]:
@@ -188,5 +183,5 @@ def _costs(plan: Plan) -> Iterator[tuple[float, str]]:
         extra = (t.seconds - t.communication) * (1 - even / t.local_flops)
         share = f"{t.local_flops / t.flops:.0%} of the flops where 1/{plan.tp} would be even"
         yield extra, f"go into work that is whole on every rank: a rank has {share}"
-    if (exposed := exposed_dp(plan)) > 0:
+    if (exposed := plan.batch.exposed) > 0:
         yield exposed, "go over dp and do not fit beside the backward"

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from autotp.cost.memory import Memory
+from autotp.cost.rank_memory import Memory
 from autotp.plans.estimates import NAMED, REST, Degree
 from autotp.plans.plan import Parameter, Plan
 from autotp.text import amount, round_seconds

@@ -8,18 +8,20 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from autotp.cost import Cluster
+from autotp.cost.terms import TERMS
 from autotp.errors import InputError
 from autotp.ir.layouts import Layout
 from autotp.text import amount, number, seconds
 
 if TYPE_CHECKING:
-    from autotp.cost.memory import Memory
-    from autotp.plans.estimates import Axis, Totals
+    from autotp.cost.rank_memory import Memory
+    from autotp.plans.estimates import Axis
     from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
 SAME = 1e-6  # of the seconds: less is printed as equal
+TERMS_IN_A_LINE = 4
 WHOLE = 0.99  # of the arithmetic, or of the weights where there is none: what leaves so much whole splits nothing
 
 
@@ -130,7 +132,8 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
     ]
     if t.seconds:
-        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof(t)})"))
+        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof(plan)})"))
+        rows += [("", part) for part in terms(plan)]
     if t.megatron_step:
         rows.append(("against Megatron's plan", against(plan)))
     states = cache(plan)
@@ -138,11 +141,12 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
-def proof(t: Totals) -> str:
-    """What is proved of the step: that it is the least, or one within the band of the least."""
-    least = t.least_seconds or t.seconds
+def proof(plan: Plan) -> str:
+    """What is proved of the step over tp: that it is the least, or one within the band of the least."""
+    t, own = plan.totals, over_tp(plan)
+    least = t.least_seconds or own
     gap = max(least - t.bound, 0.0) / least
-    short = f"the least is {seconds(least)}, " if t.seconds > least * (1 + SAME) else ""
+    short = f"the least is {seconds(least)}, " if own > least * (1 + SAME) else ""
     best = "optimal" if gap < SAME else f"bound = {seconds(t.bound)}, gap = {gap:.1%}"
     return f"{best}: {short}band {t.band:.3g}" if t.band else best
 
@@ -153,7 +157,21 @@ def against(plan: Plan) -> str:
     sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
     ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
     theirs = f"{seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent"
-    return f"{t.seconds / t.megatron_step:.2f} of its step{ratio} ({theirs})"
+    return f"{over_tp(plan) / t.megatron_step:.2f} of its step{ratio} ({theirs})"
+
+
+def over_tp(plan: Plan) -> float:
+    """Seconds of a step without what it waits for dp."""
+    return plan.totals.seconds - plan.batch.exposed
+
+
+def terms(plan: Plan) -> Iterator[str]:
+    """The step's terms in seconds, a few in a line: those that there are, with their sign in the step."""
+    there = {name: x for name, x in plan.totals.terms.items() if x and name in TERMS and TERMS[name].step}
+    signs = {name: "less " if TERMS[name].step < 0 else "" for name in TERMS}
+    words = [f"{signs[name]}{name} {seconds(there[name])}" for name in TERMS if name in there]
+    for i in range(0, len(words), TERMS_IN_A_LINE):
+        yield ", ".join(words[i : i + TERMS_IN_A_LINE])
 
 
 def over(plan: Plan) -> str:

@@ -28,12 +28,32 @@ def _writing(name: str, twin: str) -> Writes:
         if recorded or state.requires_grad:  # the caller's tensor stays out of autograd's graph
             return functional(state, *args, **kwargs)
         try:
-            return in_place(state, *args, **kwargs)
+            in_place(state, *args, **kwargs)
+            return state  # the very tensor: a compiler then gives it back, and nothing is copied
         except IndexError as error:
             raise InputError(FULL.format(shape=tuple(state.shape), error=str(error).splitlines()[0])) from None
 
     write.__name__ = twin
     return write
+
+
+def worded(compiled: Writes) -> Writes:
+    """A compiled function that writes, with our words where an index is out of bounds.
+
+    Args:
+        compiled: the function; Inductor's kernels raise a RuntimeError, torch's operators an IndexError.
+    """
+
+    def run(*args: Any) -> Any:
+        try:
+            return compiled(*args)
+        except (IndexError, RuntimeError) as error:
+            if "out of bounds" not in str(error):
+                raise
+            shapes = "or".join(f" {tuple(x.shape)} " for x in args if isinstance(x, Tensor) and x.ndim > 2).strip()
+            raise InputError(FULL.format(shape=shapes, error=str(error).splitlines()[0])) from None
+
+    return run
 
 
 # A functional operator, whose first operand it is -> the same as a write.

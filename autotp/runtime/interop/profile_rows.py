@@ -60,7 +60,7 @@ def profile_of(plan: Plan, repeats: int, steps: Sequence[Sequence[Sequence[Span]
     return Profile(
         plan=plan,
         repeats=repeats,
-        step=Measured(STEP, "", times[whole], plan.totals.seconds if alike else None),
+        step=Measured(STEP, "", times[whole], plan.totals.passes if alike else None),
         blocks=tuple(Measured(k.block, k.direction, times[k], _predicted(layer, k.direction)) for k in passes),
         outside=Measured("outside of the blocks", "", rest, planned) if passes else None,
         collectives=tuple(_collectives(layer, times)),

@@ -6,6 +6,7 @@ tensors and sizes flow in: parameters are read off the tree outside, so that all
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,6 +19,7 @@ from autotp.comm.symmetric import Fused
 from autotp.ir.copying import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
+from autotp.runtime.generation.in_place import WRITES, worded
 
 Function = Callable[..., Any]
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -50,7 +52,7 @@ class Compiler:
         if not any(n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) for n in graph.nodes):
             return _function(graph, name)  # sizes alone
         self.stretches += 1
-        key = (tuple(shapes), structure(graph))
+        key = (renumbered(shapes), structure(graph))
         if key not in self.made:
             self.made[key] = self._by_mode(graph, name)
         return self.made[key]
@@ -58,11 +60,13 @@ class Compiler:
     def _by_mode(self, graph: fx.Graph, name: str) -> Function:
         """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
         made: dict[bool, Function] = {}
+        writes = any(node.target in WRITES.values() for node in graph.nodes)
 
         def run(*args: Any) -> Any:
             graded = torch.is_grad_enabled()
             if graded not in made:
-                made[graded] = self.compile(_function(graph, name))
+                compiled = self.compile(_function(graph, name))
+                made[graded] = worded(compiled) if writes else compiled
             return made[graded](*args)
 
         return run
@@ -99,6 +103,13 @@ def flow(node: fx.Node) -> Any:
     val = node.meta.get("val")
     whole = (tuple(map(str, val.shape)), val.dtype) if isinstance(val, Tensor) else type(val).__name__
     return whole, str(mark(node).layout)
+
+
+def renumbered(shapes: Sequence[Any]) -> str:
+    """What flows into a stretch, with size symbols named in the order in which they come: each block's cache has its
+    own, and blocks that differ in nothing else share what is compiled."""
+    numbers: dict[str, int] = {}
+    return re.sub(r"\b[su]\d+\b", lambda x: f"s{numbers.setdefault(x[0], len(numbers))}", repr(tuple(shapes)))
 
 
 def pure(nodes: Iterable[fx.Node], takes: Sequence[fx.Node], gives: Sequence[fx.Node]) -> fx.Graph:

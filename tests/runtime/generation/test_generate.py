@@ -15,10 +15,10 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, PreTrained
 from transformers.pipelines import base
 
 import autotp
-from autotp.errors import AutoTPError
 from autotp.runtime import module
 from benchmarks.helpers.doubled import doubled
 from tests.helpers.compare import mesh_of
+from tests.helpers.errors import message_of
 
 EXACT = 1e-9
 
@@ -40,14 +40,6 @@ def padded() -> dict[str, Tensor]:
     ids, mask = torch.randint(3, 30, (2, 6)), torch.ones(2, 6, dtype=torch.int64)
     ids[0, :2] = mask[0, :2] = 0
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def refused(call: Any) -> str:
-    try:
-        call()
-    except AutoTPError as error:
-        return str(error)
-    return ""
 
 
 def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
@@ -79,9 +71,9 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         wrong = DynamicCache(config=model.config)
         model(**batch, past_key_values=wrong)
         step = {"input_ids": batch["input_ids"][:, :1], "attention_mask": torch.ones(2, 7, dtype=torch.int64)}
-        found["foreign"] = refused(lambda: sharded(**step, past_key_values=wrong, use_cache=True))
+        found["foreign"] = message_of(lambda: sharded(**step, past_key_values=wrong, use_cache=True))
         other = {**batch, "input_ids": batch["input_ids"] + rank}
-        found["prompts"] = refused(lambda: sharded.generate(**other, max_new_tokens=2))
+        found["prompts"] = message_of(lambda: sharded.generate(**other, max_new_tokens=2))
         return found
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.errors import AutoTPError
 from tests.helpers.compare import mesh_of
+from tests.helpers.errors import message_of
 from tests.helpers.models import redrawn
 from tests.helpers.pool import Pool
 
@@ -39,14 +39,6 @@ class Tagger(nn.Module):
         return {"loss": loss * scale, "scores": (scores, self.calls * 10)}
 
 
-def refused(call: Any) -> str:
-    try:
-        call()
-    except AutoTPError as error:
-        return str(error)
-    return ""
-
-
 def saving(rank: int, world: int, group: Any, folder: str) -> list[str]:
     """Programs of this rank, and what they must give."""
     model = redrawn(Tagger())
@@ -54,10 +46,10 @@ def saving(rank: int, world: int, group: Any, folder: str) -> list[str]:
     example = autotp.Inputs(ids, targets=targets, scale=2.0)
     sharded: Any = autotp.compile(model, example_inputs=example, mesh=mesh_of(group), check_capture=False)
     wrong = [
-        refused(lambda: sharded.program(example)),
-        refused(lambda: sharded.eval().program(example, training=rank == 0)),
-        refused(lambda: sharded.program(example, group=group)),
-        refused(lambda: sharded.program({"ids": ids, "target": targets})),
+        message_of(lambda: sharded.program(example)),
+        message_of(lambda: sharded.eval().program(example, training=rank == 0)),
+        message_of(lambda: sharded.program(example, group=group)),
+        message_of(lambda: sharded.program({"ids": ids, "target": targets})),
     ]
     torch.export.save(sharded.program(example), f"{folder}/inference{rank}.pt2")
     kept = {"ids": ids, "targets": targets, "inference": model.eval()(ids, targets, 2.0)}

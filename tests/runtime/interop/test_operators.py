@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import autotp
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
+from tests.helpers.trained import three_steps
 
 OPTIM: Any = torch.optim
 
@@ -62,30 +63,13 @@ def steps(model: Any, sharded: Any, x: Tensor, make: Callable[[Any], Any]) -> fl
     start = {n: t.clone() for n, t in model.state_dict().items()}
     with patch.object(Tensor, "bfloat16", Tensor.double):  # in which Muon iterates: its rounding would hide the rest
         for m in (model, sharded):
-            train(m, x, make)
+            three_steps(m, make, lambda m: loss_of(m, x))
     found, wanted = sharded.full_state_dict(), model.state_dict()
     moved = max(float((wanted[n] - t).abs().max()) for n, t in start.items())
     apart = max(float((found[n] - t).abs().max()) for n, t in wanted.items())
     model.load_state_dict(start)
     sharded.load_state_dict(start)
     return apart / moved
-
-
-def train(m: Any, x: Tensor, make: Callable[[Any], Any]) -> None:
-    optimizer = make(list(m.parameters()))
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = loss_of(m, x)
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        if isinstance(optimizer, OPTIM.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
 
 
 def scaled(sharded: Any, x: Tensor, order: int, unscale: bool, last: bool) -> tuple[bool, float]:

@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import autotp
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
+from tests.helpers.trained import three_steps
 
 OPTIM: Any = torch.optim
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "integrations.md"
@@ -48,29 +49,12 @@ def makers() -> dict[str, Callable[[Any], Any]]:
     return found
 
 
-def train(module: Any, x: Tensor, make: Callable[[Any], Any]) -> None:
-    optimizer = make(list(module.parameters()))
-
-    def closure() -> Tensor:
-        optimizer.zero_grad()
-        loss = (module(x) - 1).square().mean()
-        loss.backward()
-        return loss
-
-    for _ in range(3):
-        if isinstance(optimizer, OPTIM.LBFGS):
-            optimizer.step(closure)
-        else:
-            closure()
-            optimizer.step()
-
-
 def outcome(model: Any, sharded: Any, x: Tensor, mine: Tensor, make: Callable[[Any], Any]) -> str:
     """What three steps are beside the model's: "right", "refused", or how far they are apart."""
     start = {n: t.clone() for n, t in model.state_dict().items()}
     with patch.object(Tensor, "bfloat16", Tensor.double):  # in which Muon iterates: its rounding would hide the rest
-        train(model, x, make)
-        kind, text, _ = error_of(lambda: train(sharded, mine, make))
+        three_steps(model, make, lambda m: (m(x) - 1).square().mean())
+        kind, text, _ = error_of(lambda: three_steps(sharded, make, lambda m: (m(mine) - 1).square().mean()))
     wanted, found = model.state_dict(), sharded.full_state_dict()
     moved = max(float((wanted[n] - t).abs().max()) for n, t in start.items())
     apart = max(float((found[n] - t).abs().max()) for n, t in wanted.items()) / moved

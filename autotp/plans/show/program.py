@@ -1,0 +1,63 @@
+"""The program of one rank as text to read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from torch import fx
+
+from autotp.ir.graph import short_name
+from autotp.ir.layouts import Layout
+from autotp.ir.marks import mark
+from autotp.ir.scopes import module_path, moved_to
+
+from .rows import MARKS
+
+
+def render_graph(graph: fx.Graph, layouts: Mapping[fx.Node, Layout] | None = None) -> str:
+    """The program of one rank: a heading for each module, and a line `name: layout [whole shape] = operator(operands)`
+    for each node, with the collectives marked f, f*, g, g* and by their names.
+
+    Args:
+        graph: as `autotp.passes.shard.rewrite` made it.
+        layouts: of its nodes; otherwise read from each node's mark.
+    """
+    return "\n".join(_lines(graph, layouts or {})) + "\n"
+
+
+def _lines(graph: fx.Graph, layouts: Mapping[fx.Node, Layout]) -> Iterator[str]:
+    at = ""
+    for node in graph.nodes:
+        path = moved_to(node) or module_path(node)
+        module = path[-1] if path else ""
+        if node.op not in ("placeholder", "output") and module != at:
+            at = module
+            yield f"\n# {module or '(top)'}"
+        if node.op == "output":
+            yield f"\nreturn {_value(node.args[0])}"
+            continue
+        layout = layouts.get(node, mark(node).layout)
+        shape = getattr(node.meta.get("val"), "shape", None)
+        where = f" [{', '.join(map(str, shape))}]" if shape is not None else ""
+        typed = f"{node.name}: {layout}{where}" if layout is not None else f"{node.name}{where}"
+        yield f"{typed} = {_call(node)}" if node.op == "call_function" else typed
+
+
+def _call(node: fx.Node) -> str:
+    name = short_name(node.target)
+    if (conversion := mark(node).conversion) is not None:
+        source, target = conversion
+        return f"{MARKS.get(name, name)}({_value(node.args[0])}: {source} -> {target})"
+    arguments = [_value(a) for a in node.args]
+    arguments += [f"{k}={_value(v)}" for k, v in node.kwargs.items() if k not in ("rank", "tp", "group")]
+    return f"{name}({', '.join(arguments)})"
+
+
+def _value(x: Any) -> str:
+    if isinstance(x, list | tuple):
+        inner = ", ".join(map(_value, x))
+        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+    if isinstance(x, dict):
+        return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in x.items()) + "}"
+    return x.name if isinstance(x, fx.Node) else str(x)

@@ -1,0 +1,260 @@
+"""The first tier: R, I, V and P of every value of a rank's program, inferred by the checker on meta tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm import conversions
+from autotp.ir.graph import size_hint
+from autotp.ir.layouts import Groups, Layout, R, Size
+from autotp.ir.marks import mark
+from autotp.ir.op import sizes
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.specs import Spec
+from autotp.plans.export.annotations import AXIS, spmd_types
+
+from .linear import linear_slots, tensors_in, type_by_rule
+from .session import checking, words
+from .spelling import spelled
+from .steps import transit
+
+META = torch.device("meta")
+
+
+class RefusedError(Exception):
+    """The checker refuses a node, or it cannot be run; `tier` and `detail` as in `Refusal`."""
+
+    def __init__(self, tier: str, node: fx.Node, detail: str) -> None:
+        super().__init__(detail)
+        self.tier, self.node, self.detail = tier, node, detail
+
+
+@dataclass
+class Count:
+    """How many values were asserted and inferred."""
+
+    operators: int = 0
+    conversions: int = 0
+    leaves: int = 0
+    partials: int = 0
+    outputs: int = 0
+
+
+@dataclass
+class Typing:
+    """The program of all ranks in lockstep, each value a typed meta tensor for every rank.
+
+    Attributes:
+        planned, sharded: the program, and what it was made from. Of the plan's layouts those of leaves, of pending
+            sums and of states are read, and no others.
+        typed: whether types are inferred; without, the program is only run, so that shapes are checked.
+    """
+
+    planned: Planned
+    sharded: Sharded
+    typed: bool = True
+    count: Count = field(default_factory=Count)
+    values: dict[fx.Node, list[Any]] = field(default_factory=dict)
+
+    def run(self) -> Count:
+        """Type every value.
+
+        Raises:
+            RefusedError: at the first node that the checker refuses.
+        """
+        if not self.typed:
+            self._walk()
+            return self.count
+        with checking(self.planned.tp, local=True):
+            self._walk()
+        return self.count
+
+    def _walk(self) -> None:
+        self.leaves = {x.node: x for x in self.planned.program.leaves}
+        wholes = iter(n for n in self.planned.program.graph.nodes if n.op == "placeholder")
+        for node in self.sharded.graph.nodes:
+            try:
+                with torch.no_grad() if mark(node).no_grad else nullcontext():
+                    self._step(node, next(wholes) if node.op == "placeholder" else node)
+            except RefusedError:
+                raise
+            except Exception as error:
+                tier = "types" if type(error).__name__ == "SpmdTypeError" else "shapes"
+                raise RefusedError(tier, node, words(error, self.planned.tp)) from error
+
+    def _step(self, node: fx.Node, whole: fx.Node) -> None:
+        if node.op == "placeholder":
+            self.values[node] = self._leaf(node, whole)
+        elif node.op == "output":
+            self._outputs(node)
+        elif mark(node).conversion is not None:
+            self.values[node] = self._convert(node)
+        else:
+            self.values[node] = [self._call(node, rank) for rank in range(self.planned.tp)]
+
+    # Leaves.
+
+    def _leaf(self, node: fx.Node, whole: fx.Node) -> list[Any]:
+        value = whole.meta.get("val")
+        if not isinstance(value, Tensor):
+            return [self._number(value)] * self.planned.tp
+        layout = self.sharded.layouts.get(node, R)
+        with self._untyped():
+            shape = [size_hint(n, self.planned.program.hints) for n in sizes(value)]
+            meta = torch.empty(shape, dtype=value.dtype, device=META)
+            wanted = whole in self.planned.grads and (meta.is_floating_point() or meta.is_complex())
+            parts = [x.detach().clone().requires_grad_(wanted) for x in self._spec(layout).split(meta, self.planned.tp)]
+        self.count.leaves += 1
+        return [self._assert(x, layout.mark) for x in parts]
+
+    def _number(self, value: Any) -> Any:
+        return size_hint(sizes_of(value), self.planned.program.hints) if isinstance(value, torch.SymInt) else value
+
+    def _spec(self, layout: Layout) -> Spec:
+        def number(size: Size | Groups) -> Any:
+            return size if isinstance(size, Groups) else size_hint(size, self.planned.program.hints)
+
+        return layout.to_runtime(number)
+
+    def _assert(self, x: Tensor, letter: str) -> Tensor:
+        """Assert the type of a leaf."""
+        if self.typed:
+            spmd = spmd_types()
+            spmd.assert_type(x, {AXIS: {"I": spmd.I, "R": spmd.R, "P": spmd.P}.get(letter, spmd.V)})
+        return x
+
+    # Conversions.
+
+    def _convert(self, node: fx.Node) -> list[Tensor]:
+        self.count.conversions += 1
+        xs = self.values[node.args[0]]  # type: ignore[index]
+        src, dst = (self._at(spec, 0) for spec in node.args[1:3])
+        with self._untyped():
+            ys = conversions.simulate(xs, src, dst)
+        for x, y in zip(xs, ys, strict=True) if self.typed else ():
+            transit(x, src, dst, y)
+        return ys
+
+    def _untyped(self) -> Any:
+        return spmd_types().no_typecheck() if self.typed else nullcontext()
+
+    # Operators.
+
+    def _call(self, node: fx.Node, rank: int) -> Any:
+        args, kwargs = self._at((node.args, node.kwargs), rank)
+        if mark(node).axis == "tp":
+            kwargs = {**kwargs, "rank": rank, "tp": self.planned.tp}
+        operands = [x for a in (*args, *kwargs.values()) for x in tensors_in(a)]
+        result = _new(self._typed_call(node, args, kwargs, operands), operands)
+        if self._pending(node) and isinstance(result, Tensor):
+            self._summand(result)
+        if rank == 0:
+            self.count.operators += bool(operands)
+            self.count.leaves += not operands and isinstance(result, Tensor)
+            self.count.partials += self._pending(node)
+        return result
+
+    def _pending(self, node: fx.Node) -> bool:
+        """Whether the plan says that the value is summands of which nobody has the sum yet."""
+        layout = self.sharded.layouts.get(node)
+        return layout is not None and layout.partial
+
+    def _typed_call(self, node: fx.Node, args: Any, kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+        target: Any = node.target
+        if not self.typed:
+            return target(*args, **kwargs)
+        if mark(node).axis == "tp":
+            return self._own(partial(target, *args, **kwargs), operands)
+        if not operands:
+            return self._factory(node, partial(target, *args, **kwargs))
+        groups = linear_slots(target, args, kwargs)
+        if groups is not None:
+            with self._untyped():
+                result = _new(target(*args, **kwargs), operands)
+            for y in tensors_in(result):
+                type_by_rule(operands, groups, y)
+            return result
+        function, sums = spelled(target, kwargs)
+        if function is None:
+            return target(*args, **kwargs)
+        pending = self._summand if self._pending(node) else _as_it_is
+        return function(pending, *args, **kwargs) if sums else function(*args, **kwargs)
+
+    def _own(self, function: Any, operands: list[Tensor]) -> Any:
+        """A call that knows its rank: what it reads is no pending sum, and what it makes is the rank's own."""
+        with self._untyped():
+            result = function()
+        for y in tensors_in(result):
+            type_by_rule(operands, (), y)
+            spmd = spmd_types()
+            if spmd.get_axis_local_type(y, AXIS) is not spmd.V:
+                spmd_types("rules").reinterpret(y, AXIS, src=spmd.R, dst=spmd.V, out=y)
+        return result
+
+    def _factory(self, node: fx.Node, function: Any) -> Any:
+        """A call without operands is a leaf."""
+        with self._untyped():
+            result = function()
+        layout = self.sharded.layouts.get(node, R)
+        for y in tensors_in(result):
+            self._assert(y, layout.mark if layout.split else "R")
+        return result
+
+    def _summand(self, x: Tensor) -> Tensor:
+        if self.typed:
+            spmd_types().assert_type(x, {AXIS: spmd_types().P})
+        return x
+
+    def _at(self, args: Any, rank: int) -> Any:
+        def value(x: Any) -> Any:
+            return META if isinstance(x, torch.device) else x
+
+        return fx.map_arg(compat.tree_map(value, args), lambda n: self.values[n][rank])
+
+    # Outputs.
+
+    def _outputs(self, node: fx.Node) -> None:
+        """Whole, and I where they have a gradient; a state as the plan has it. Their sum may be a loss."""
+        for i, out in enumerate(compat.tree_leaves(node.args[0])):
+            if not isinstance(out, fx.Node) or not isinstance(self.values[out][0], Tensor):
+                continue
+            self.count.outputs += 1
+            state = self.planned.program.becomes(i)
+            layout = None if state is None else self.sharded.states.get(state)
+            for x in self.values[out] if self.typed else ():
+                self._output(node, f"output {i}", x, layout)
+
+    def _output(self, node: fx.Node, name: str, x: Tensor, state: Layout | None) -> None:
+        spmd = spmd_types()
+        found = spmd.get_axis_local_type(x, AXIS)
+        wanted: Mapping[bool, tuple[Any, ...]] = {True: (spmd.I,), False: (spmd.I, spmd.R)}
+        allowed = (spmd.V,) if state is not None and state.split else wanted[x.requires_grad]
+        if found not in allowed:
+            raise RefusedError("types", node, f"{name} is {found}, should be {' or '.join(map(str, allowed))}")
+        if found is spmd.I and x.requires_grad:
+            with self._untyped():
+                loss = torch.zeros((), device=META, requires_grad=True)
+            spmd.assert_type(loss, {AXIS: found}).backward()  # the checker refuses a loss that is R or V
+
+
+def sizes_of(value: torch.SymInt) -> Size:
+    """A symbolic number as an expression."""
+    return value.node.expr
+
+
+def _new(result: Any, operands: list[Tensor]) -> Any:
+    """The result as a tensor of its own, that may have a type of its own: some operators return an operand."""
+    again = isinstance(result, Tensor) and any(result is x for x in operands)
+    return result.view_as(result) if again else result
+
+
+def _as_it_is(x: Tensor) -> Tensor:
+    return x

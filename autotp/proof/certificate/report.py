@@ -1,0 +1,68 @@
+"""What a certificate says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Where the checker refuses a rank's program.
+
+    Attributes:
+        tier: "types" (R, I, V and P), "dimensions" (which one is split), "shapes" (the program does not run).
+        value: name of the value of the rank's program; `op`: what makes it; `module`: where.
+        detail: the checker's own words.
+    """
+
+    tier: str
+    value: str
+    op: str
+    module: str
+    detail: str
+
+    def __str__(self) -> str:
+        return f"({self.tier}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What spmd_types says of a plan's program; true where it refuses nothing.
+
+    Attributes:
+        tp: number of ranks. checker: the package and its version.
+        operators, conversions: calls whose types were inferred from their operands.
+        leaves, partials, outputs: values whose types were asserted, and no others.
+        dimensions: operators whose split dimensions were inferred by an einsum string of the rule table.
+        unsaid: operators that no einsum string says: their results' dimensions are the plan's own word.
+        refusal: the first refusal; None where there is none.
+    """
+
+    tp: int
+    checker: str
+    operators: int = 0
+    conversions: int = 0
+    leaves: int = 0
+    partials: int = 0
+    outputs: int = 0
+    dimensions: int = 0
+    unsaid: tuple[str, ...] = ()
+    refusal: Refusal | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing was refused."""
+        return self.refusal is None
+
+    def __bool__(self) -> bool:
+        return self.ok
+
+    def __str__(self) -> str:
+        if self.refusal is not None:
+            return f"{self.checker} refuses {self.refusal}"
+        said = (
+            f"{self.checker} accepts the program of {self.tp} ranks: {self.operators} operators and "
+            f"{self.conversions} conversions typed from {self.leaves} leaves, {self.partials} pending sums and "
+            f"{self.outputs} outputs; dimensions of {self.dimensions} operators by the strings of the rule table"
+        )
+        return f"{said}, not of {', '.join(self.unsaid)}" if self.unsaid else said

@@ -1,0 +1,20 @@
+"""The processor and the memory of this machine: `autotp doctor` reads them, and little else."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+
+def memory() -> float:
+    """Bytes of this machine's memory; a nominal number where the platform does not tell."""
+    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    info = Path("/proc/cpuinfo")
+    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
+    return named[0].partition(":")[2].strip() if named else platform.processor() or platform.machine()

@@ -1,0 +1,47 @@
+"""What commands import: a saved plan is read without torch, and `doctor` needs torch and nothing that takes as long."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import autotp
+
+HEAVY = {"torch", "sympy", "numpy", "networkx", "highspy", "transformers", "pydantic"}
+RUN = """
+import json, sys
+from autotp.cli import app
+codes = [app(line.split(), standalone_mode=False) for line in sys.argv[1:]]
+print(chr(30) + json.dumps([codes, sorted(sys.modules)]))
+"""
+
+
+def loaded(*commands: str) -> tuple[list[int], set[str]]:
+    """Exit codes of commands in a process of their own, and the modules that it then has."""
+    done = subprocess.run([sys.executable, "-c", RUN, *commands], capture_output=True, text=True, check=True)
+    codes, modules = json.loads(done.stdout.rpartition(chr(30))[2])
+    return codes, set(modules)
+
+
+def test_a_saved_plan_is_shown_without_torch(tmp_path: Path):
+    plan = autotp.plan(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2, example_inputs=torch.ones(4, 8))
+    plan.save(file := tmp_path / "plan.json")
+    shown = f"plan {file} --full", f"plan {file} --html {tmp_path}/plan.html", f"plan {file} --json"
+    codes, modules = loaded(f"plan {file}", *shown, f"explain {file} 0.weight")
+    assert codes == [0] * 5 and (tmp_path / "plan.html").exists()
+    assert "autotp.plans.plan" in modules and "torch" not in modules
+
+
+def test_doctor_imports_torch_and_nothing_of_its_size():
+    """Beyond `import torch` no part of torch, and of what is built on it only names; each takes seconds."""
+    codes, modules = loaded("doctor")
+    alone = subprocess.run(
+        [sys.executable, "-c", "import sys, torch; print(*sys.modules)"], capture_output=True, text=True, check=True
+    )
+    more = {name for name in modules - set(alone.stdout.split()) if name.partition(".")[0] in HEAVY}
+    assert codes == [0] and "torch" in modules and not more
