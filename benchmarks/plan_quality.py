@@ -6,7 +6,7 @@
 
 Each plan runs a step forward and backward as rank 0 of torch's "fake" process group on fake tensors, and every
 collective that is called is counted (`benchmarks.hand_plans`). Megatron's bytes are counted from the model's blocks
-(`autotp.plans.describe.megatron`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
+(`benchmarks.helpers.hand_count`). DTensor's usual plan is `parallelize_module` with `ColwiseParallel` and
 `RowwiseParallel` on every `nn.Linear` that Megatron splits so, the embedding by rows, and the head by columns with
 whole outputs.
 """
@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import autotp
 from benchmarks.helpers.build import Architecture, architectures, model_class, wide
 from benchmarks.helpers.command import made
+from benchmarks.helpers.hand_count import hand_bytes
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.measure import LENGTH, ROWS, reason
 from benchmarks.helpers.performance import table, write_section
@@ -77,7 +78,7 @@ def compare(architecture: Architecture, tps: Sequence[int], send: Send) -> None:
             plan = autotp.plan(make(), tp, example_inputs=inputs)
         except Exception as error:
             return send({str(tp): {"failed": reason(error)}})
-        counts: Record = {"Megatron": round(plan.totals.megatron_bytes), "planned": round(sent(plan))}
+        counts: Record = {"Megatron": round(hand_bytes(plan)), "planned": round(sent(plan))}
         hand = theirs if getattr(make(), "_tp_plan", None) else None
         for side, distribute in zip(SIDES, (ours, usual, hand), strict=True):
             if distribute is not None:

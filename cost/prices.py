@@ -11,13 +11,14 @@ from typing import Any, Protocol
 from torch import Tensor, fx
 
 from autotp.comm import conversions
+from autotp.cost.solver.problem import Traffic
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 
-from . import Cluster, call_seconds, node_flops, op_cost
+from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
 from .terms import NOTHING, Cost
@@ -247,6 +248,21 @@ class Prices:
             name = "communication" if kind is not None and kind.primitive else "compute"
             out[name] = out.get(name, 0.0) + times * (seconds or 0.0)
         return Cost(**out)
+
+    def sent(self, value: Any, a: Layout, b: Layout) -> Traffic:
+        """What a rank sends for a conversion of a value (node, result) in a step, forward and backward.
+
+        Args:
+            value: node and number of its result.
+            a, b: the layouts before and after.
+        """
+        node, i = value
+        ways = [(a, b)]
+        if node in self.grads and self.objective.training:
+            ways.append((b.dual, a.dual))
+        called = [p for way in ways if (p := conversions.primitive(*way)) is not None]
+        nbytes = self.bytes(tensors(node)[i])
+        return Traffic(sum(collective_bytes(p, nbytes, self.tp) for p in called), len(called))
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""

@@ -93,6 +93,16 @@ class SteeringOptions:
             rich_help_panel=STEERING,
         ),
     ] = field(default=None)
+    band: Annotated[
+        float,
+        typer.Option(
+            min=0,
+            max=1,
+            metavar="SHARE",
+            help="Of the step: longer it may take to send less.",
+            rich_help_panel=STEERING,
+        ),
+    ] = 0.02
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -109,6 +119,7 @@ class SteeringOptions:
         return {
             "cluster": self.cluster, "objective": self.objective, "optimizer": self.optimizer, "memory": self.memory,
             "sequence_parallel": self.sequence_parallel, "pins": read_pins(self.pin or []) or None,
+            "band": self.band,
         }  # fmt: skip
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from autotp.comm.ranks import check_degree
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
+from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.ir.named_states import Names, read_carried
 from autotp.passes.shard.pins import Dims, Pins, read_pins
@@ -30,13 +31,14 @@ class Steering:
     sequence_parallel: bool | None = None
     memory: float | str | None = None
     within_node: bool = False
+    band: float = BAND
 
     def refuse_beside(self, plan: Plan | None) -> None:
         """Refuse steering beside a finished plan, which it could not change any more."""
         if plan is not None and self != UNSTEERED:
             raise InputError(
                 "plan= is complete: it cannot be given together with pins, cluster, objective, optimizer, "
-                "sequence_parallel, memory or within_node. Give them to autotp.plan, which makes the plan."
+                "sequence_parallel, memory, within_node or band. Give them to autotp.plan, which makes the plan."
             )
 
 
@@ -53,6 +55,7 @@ class Options:
         objective: what a step is, and whose optimizer's states count.
         memory: bytes that a rank may hold; None for no limit.
         batch: the data-parallel axis beside tp.
+        band: share of the least step that a plan may take longer to send less.
     """
 
     tp: int
@@ -62,6 +65,7 @@ class Options:
     objective: Objective = TRAINING
     memory: float | None = None
     batch: Axis = ALONE
+    band: float = BAND
 
     @classmethod
     def read(cls, tp: int, steering: Steering = UNSTEERED, batch: Axis = ALONE) -> Options:
@@ -91,7 +95,7 @@ class Options:
         if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         objective = Objective(steering.objective, steering.optimizer)
-        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch)
+        return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, read_band(steering.band))
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Options:
@@ -101,7 +105,7 @@ class Options:
         except InputError:
             cluster = Cluster.resolve(None)
         objective = Objective(plan.objective, plan.memory.optimizer)
-        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch)
+        return cls(plan.tp, cluster, {}, None, objective, batch=plan.batch, band=plan.totals.band)
 
 
 @dataclass(frozen=True)
@@ -139,6 +143,16 @@ DEFAULT_CAPTURE = CaptureRequest()
 def _refuse_unknown(what: str, value: Any, known: tuple[str, ...]) -> None:
     if value not in known:
         raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
+
+
+def read_band(band: Any) -> float:
+    """The band that a public function's argument asks for, checked."""
+    if isinstance(band, bool) or not isinstance(band, int | float) or not 0 <= band <= 1:
+        raise InputError(
+            f"band={band!r}: give the share of the least step that a plan may take longer to send less, from 0 to 1, "
+            "such as 0.02."
+        )
+    return float(band)
 
 
 def read_axis(dp: Any, fully_shard: Any, tp: Any) -> Axis:

@@ -288,6 +288,7 @@ def _builder(
         options.objective,
         memory,
         states or {},
+        band=options.band,
     )
 
 

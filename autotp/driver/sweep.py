@@ -13,6 +13,7 @@ from torch import nn
 from autotp.cost import Cluster
 from autotp.cost.memory import Memory, lifetimes
 from autotp.cost.prices import lengths
+from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
 from autotp.plans.estimates import Degree
@@ -36,12 +37,14 @@ def sweep(
     memory: float | str | None = None,
     sequence_parallel: bool | None = None,
     pins: Any = None,
+    band: float = BAND,
     check_capture: bool | None = None,
 ) -> Sweep:
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
-        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, check_capture: see `autotp.plan`.
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture: see
+            `autotp.plan`.
         tps: the degrees.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
@@ -55,7 +58,7 @@ def sweep(
     if not degrees:
         raise InputError("tps is empty: give the degrees to plan for, such as tps=[1, 2, 4, 8].")
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel)  # fmt: skip
+                        sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
     inputs = needed(model, example_inputs, "autotp.sweep")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)

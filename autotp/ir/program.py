@@ -72,6 +72,9 @@ class Solution:
         seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
         least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
         parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
+        least_seconds: the least of any assignment within the same bytes; this one may take the band longer.
+        sent_bytes, collectives: what a rank sends in a step.
+        rival: the plan that this one is held against, where there is one.
         terms: what it all comes to, by the names of the cost's terms.
     """
 
@@ -81,4 +84,8 @@ class Solution:
     least_parameter_bytes: float
     parameter_bytes: float
     budget_bytes: float = 0.0
+    least_seconds: float = 0.0
+    sent_bytes: float = 0.0
+    collectives: int = 0
+    rival: Solution | None = None
     terms: Mapping[str, float] = field(default_factory=dict)

@@ -18,9 +18,9 @@ class Totals:
             bound that the solver proved for it, and the same of dp, which the solver does not decide over.
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
         communication: seconds of all collectives by the cost model.
-        megatron_bytes, megatron_seconds: of the collectives of Megatron's hand-written plan (see
-            `autotp.plans.describe.megatron`); 0 where the model is not one that it is written for.
-        megatron_step: seconds of a step of that plan, where this one sends more or longer; otherwise 0.
+        least_seconds: of the fastest plan; this one takes at most `band`, a share of it, longer to send less.
+        megatron_step, megatron_bytes: seconds of a step of Megatron's plan (`autotp.passes.shard.hand_written`), and
+            the bytes that a rank sends in it; 0 where the model is not one that it is written for.
         weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
@@ -38,9 +38,10 @@ class Totals:
     parameter_bytes: float = 0.0
     least_parameter_bytes: float = 0.0
     communication: float = 0.0
-    megatron_bytes: float = 0.0
-    megatron_seconds: float = 0.0
+    least_seconds: float = 0.0
+    band: float = 0.0
     megatron_step: float = 0.0
+    megatron_bytes: float = 0.0
     weights_read: float = 0.0
     examples: int = 0
     length: int = 0

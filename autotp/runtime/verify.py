@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from autotp.cost import Cluster
+from autotp.cost.solver.band import BAND
 from autotp.driver.options import CaptureRequest, Steering
 from autotp.driver.pipeline import needed
 from autotp.driver.verify import prove_call
@@ -31,6 +32,7 @@ def verify(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False,
+    band: float = BAND,
     carried: Any = None,
     generate: int | None = None,
     certify: bool = False,
@@ -45,8 +47,8 @@ def verify(
         tp: number of ranks to simulate.
         example_inputs: as for `autotp.compile`.
         plan: prove this plan; otherwise one is made.
-        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node: as for `autotp.plan`; not together
-            with a plan.
+        pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: as for `autotp.plan`; not
+            together with a plan.
         carried: which outputs come back as which inputs, as for `autotp.compile`.
         generate: also decode so many tokens after the example inputs with a cache, by the model's own `generate()` or
             with what `carried` names, and compare with one forward of all tokens: the logits at every position, and
@@ -67,7 +69,7 @@ def verify(
     if generate is not None:
         check_count(model, generate, request.carried)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
-                        sequence_parallel=sequence_parallel, within_node=within_node)  # fmt: skip
+                        sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
     report, options = prove_call(model, inputs, tp, plan, steering, request, certify)
     if generate is None or report.plan is None or report.difference is not None:
         return report

@@ -13,10 +13,10 @@ from torch import Size, nn
 
 import autotp
 from autotp.inputs import MAKERS, for_model
-from autotp.plans.describe.megatron import layer
 from autotp.plans.plan import Plan
 
 from .build import SCALE, Architecture, build, wide
+from .hand_count import hand_bytes, layer
 from .isolate import Record, Send
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -120,7 +120,7 @@ def per_layer(plan: Plan) -> list[float] | None:
 def megatron(plan: Plan, inputs: Mapping[str, Any]) -> int | None:
     """Bytes that a rank sends in a step by Megatron's scheme; None for what is not a text model."""
     text = set(inputs) <= TEXT and "input_ids" in inputs
-    return round(plan.totals.megatron_bytes) if text and plan.totals.megatron_bytes else None
+    return (round(hand_bytes(plan)) or None) if text else None
 
 
 def reason(error: Exception) -> str:

@@ -40,6 +40,8 @@ class IntegerProgram:
         second_order: what breaks ties of the time, per column; no unit.
         parameter_bytes: bytes of parameters on a rank, per column.
         budget_bytes: bytes that count against the memory budget, per column.
+        sent_bytes, collectives: what a rank sends, per column.
+        penalty: of a leaf's partition, above its plainest one, per column; `most_penalty`: what they come to at most.
     """
 
     integer: list[bool] = field(default_factory=list)
@@ -48,6 +50,10 @@ class IntegerProgram:
     second_order: Terms = field(default_factory=dict)
     parameter_bytes: Terms = field(default_factory=dict)
     budget_bytes: Terms = field(default_factory=dict)
+    sent_bytes: Terms = field(default_factory=dict)
+    collectives: Terms = field(default_factory=dict)
+    penalty: Terms = field(default_factory=dict)
+    most_penalty: float = 0.0
 
     def column(self, integer: bool) -> int:
         """The index of a new column."""
@@ -60,9 +66,13 @@ class IntegerProgram:
         weight = np.zeros(len(self.integer))
         for terms in (self.parameter_bytes, self.budget_bytes):
             weight[list(terms)] += list(terms.values())
-        search = Search(self._model(objective), np.flatnonzero(self.integer), weight)
+        search = self.search(objective, weight)
         result = search.run()
         return None if result is None else Optimum(result[0], result[1], search)
+
+    def search(self, objective: Terms, weight: np.ndarray) -> Search:
+        """A search for the optimum of one objective, which decides columns of large weight first."""
+        return Search(self._model(objective), np.flatnonzero(self.integer), weight)
 
     def dense(self, objective: Terms) -> np.ndarray:
         """An objective with a coefficient for every column."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
 
 import networkx as nx
 
@@ -68,12 +70,26 @@ class Use:
     count: int
 
 
+class Traffic(NamedTuple):
+    """What is sent: bytes of a rank, and the number of collectives."""
+
+    bytes: float = 0.0
+    collectives: int = 0
+
+
+def silent(value: ValueId, source: Layout, target: Layout) -> Traffic:
+    """Nothing is sent."""
+    return Traffic()
+
+
 @dataclass
 class Problem:
     """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
 
     A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
     `savings`: what the step is shorter by than the sum.
+    `sent`: what a rank sends for a conversion, by which plans within a band of the least seconds are told apart.
+    `rivals`: plans that this one is held against, each by the choices (item, choice) that it rules out.
     """
 
     items: list[Item]
@@ -81,6 +97,8 @@ class Problem:
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
     savings: Sequence[Saving] = ()
+    sent: Callable[[ValueId, Layout, Layout], Traffic] = silent
+    rivals: tuple[frozenset[tuple[int, int]], ...] = ()
 
 
 def conversions(
@@ -119,6 +137,25 @@ def conversions(
         if sum(arcs[step] for step in best) < nearest * (1 - 1e-12):
             steps = _ordered(best)
     return [(layouts[i], layouts[j]) for i, j in steps]
+
+
+def traffic(problem: Problem, chosen: Sequence[int]) -> Traffic:
+    """What a rank sends under an assignment, by the conversions that its program takes.
+
+    Args:
+        problem: the items. chosen: the index of each one's choice.
+    """
+    choices = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
+    made: dict[ValueId, Layout] = {}
+    for item, choice in zip(problem.items, choices, strict=True):
+        made.update(zip(item.outs, choice.outs, strict=True))
+    nbytes, calls = 0.0, 0
+    for use in problem.uses:
+        wanted = {choices[i].ins[slot] for i, slot in use.consumers}
+        steps = conversions(made[use.value], wanted, partial(problem.convert, use.value)) or ()
+        for sent in (problem.sent(use.value, *step) for step in steps):
+            nbytes, calls = nbytes + sent.bytes * use.count, calls + sent.collectives * use.count
+    return Traffic(nbytes, calls)
 
 
 def _nearest(count: int, arcs: Mapping[Step, float]) -> list[Step] | None:

@@ -54,13 +54,16 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
     most = sum(_most_activation(item) for item in problem.items) or 1.0
     for item in problem.items:
         columns = [program.column(True) for _ in item.choices]
+        points = [0 if item.ins else choice.penalty * item.count for choice in item.choices]
+        program.most_penalty += max(points) - min(points)
         picks.append(columns)
         program.rows.append(Row(dict.fromkeys(columns, 1.0), 1, 1))
-        for column, choice in zip(columns, item.choices, strict=True):
+        for column, choice, point in zip(columns, item.choices, points, strict=True):
             program.microseconds[column] = choice.seconds * item.count * MICRO
             program.second_order[column] = second_order(choice, most) * item.count
             program.parameter_bytes[column] = choice.parameter_bytes * item.count
             program.budget_bytes[column] = choice.budget_bytes * item.count
+            program.penalty[column] = point - min(points)
             for value, layout in zip(item.outs, choice.outs, strict=True):
                 producers.setdefault(value, defaultdict(list))[layout].append(column)
     return picks, producers
@@ -132,6 +135,8 @@ def add_conversions(
     for arc, (_, _, microseconds) in zip(arcs, priced, strict=True):
         program.microseconds[arc.paid] = microseconds
         program.second_order[arc.paid] = CONVERSIONS * use.count * late
+        sent = problem.sent(use.value, arc.source, arc.target)
+        program.sent_bytes[arc.paid], program.collectives[arc.paid] = (n * use.count for n in sent)
     return arcs
 
 

@@ -17,6 +17,7 @@ import numpy as np
 Fixed = dict[int, int]  # column -> 0 or 1
 OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7}
 INTEGRAL = 1e-6
+ROUNDING = 1e-9  # of a row's limit
 MOST_NODES = 500  # then the general solver takes over
 
 
@@ -36,6 +37,8 @@ class Search:
 
     def __post_init__(self) -> None:
         self.highs = _solver(self.model)
+        self.upper = np.ones(self.model.num_col_)
+        self.scale = 1.0  # of the row last added
 
     def run(self) -> tuple[np.ndarray, float, float] | None:
         """Column values, the optimum, and the bound proved for it; None where nothing is feasible."""
@@ -54,23 +57,85 @@ class Search:
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
         return self._descend(cutoff)
 
-    def _descend(self, cutoff: float) -> tuple[float, np.ndarray | None]:
+    def least(self, cost: np.ndarray, known: np.ndarray, step: float, most: int) -> np.ndarray:
+        """The assignment of the least cost; what costs more than that is ruled out of this search for good.
+
+        Columns are ruled out by their reduced costs, which say what an assignment with them costs at least.
+
+        Args:
+            cost: per column, none of them negative.
+            known: an assignment, which is the answer where none is cheaper by `step`.
+            step: the least difference that counts. most: nodes of the search, after which the general solver goes on.
+        """
+        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        root = self._relax({})
+        if root is None:
+            return known  # the rows hold for it by a rounding error
+        bound, reduced = root[1], np.array(self.highs.getSolution().col_dual)
+        best = float(cost @ known)
+        if best - bound >= step:
+            self._rule_out(reduced, best - bound)
+            reached, x = self._descend(best - step, root, most)
+            if x is None and reached < best - step:
+                x = self._better(cost, best - step)
+            known = known if x is None else x
+        self._rule_out(reduced, float(cost @ known) - bound)
+        self.add(cost, float(cost @ known))
+        return known
+
+    def _better(self, cost: np.ndarray, cutoff: float) -> np.ndarray | None:
+        """The general solver's assignment, where it costs no more than `cutoff`."""
+        general = self._general()
+        return general[0] if general is not None and cost @ general[0] <= cutoff else None
+
+    def add(self, terms: np.ndarray, most: float) -> None:
+        """A further row: the sum of these terms is at most so much, rounding aside."""
+        columns = np.flatnonzero(terms).astype(np.int32)
+        self.scale = abs(most) or 1.0
+        self.highs.addRow(-np.inf, most / self.scale + ROUNDING, len(columns), columns, terms[columns] / self.scale)
+
+    def _rule_out(self, reduced: np.ndarray, gap: float) -> None:
+        """Fix at 0 the columns whose reduced cost exceeds the gap between an assignment and the bound."""
+        self.forbid(np.flatnonzero((reduced > gap + INTEGRAL * (1 + gap)) & (self.upper > 0)))
+
+    def forbid(self, columns: np.ndarray) -> None:
+        """Fix columns at 0."""
+        for column in columns:
+            self.upper[column] = 0.0
+            self.highs.changeColBounds(int(column), 0, 0)
+
+    def relaxed(self, cost: np.ndarray) -> np.ndarray | None:
+        """The optimum of the relaxation for another objective, where it is integral."""
+        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        root = self._relax({})
+        return root[0] if root is not None and self._branch(root[0]) is None else None
+
+    def price(self, cost: np.ndarray) -> float:
+        """By how much the relaxation's optimum for an objective falls for each unit that the row last added gains."""
+        self.relaxed(cost)
+        duals = self.highs.getSolution().row_dual
+        return -duals[-1] / self.scale if len(duals) else 0.0
+
+    def _descend(
+        self, cutoff: float, root: tuple[np.ndarray, float] | None = None, most: int = MOST_NODES
+    ) -> tuple[float, np.ndarray | None]:
         """The lower bound, at most `cutoff`; and the best assignment below it, unless the search gave up."""
         order = itertools.count()
-        root = self._relax({})
-        queue = [(root[1], next(order), Fixed(), root[0])] if root else []
+        root = root or self._relax({})
+        queue = [(root[1], next(order), Fixed(), root[0], self.highs.getBasis())] if root else []
         while queue:
-            bound, nodes, fixed, x = heapq.heappop(queue)
+            bound, nodes, fixed, x, basis = heapq.heappop(queue)
             if bound >= cutoff:
                 break
             column = self._branch(x)
-            if column is None or nodes > MOST_NODES:
+            if column is None or nodes > most:
                 return bound, x if column is None else None
             for value in (1, 0):
                 below = {**fixed, column: value}
+                self.highs.setBasis(basis)
                 got = self._relax(below)
                 if got and got[1] < cutoff:
-                    heapq.heappush(queue, (got[1], next(order), below, got[0]))
+                    heapq.heappush(queue, (got[1], next(order), below, got[0], self.highs.getBasis()))
         return cutoff, None
 
     def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:
@@ -82,7 +147,7 @@ class Search:
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
             got = np.array(self.highs.getSolution().col_value), self.highs.getInfo().objective_function_value
         for column in fixed:
-            self.highs.changeColBounds(column, 0, 1)
+            self.highs.changeColBounds(column, 0, self.upper[column])
         return got
 
     def _branch(self, x: np.ndarray) -> int | None:
@@ -95,10 +160,11 @@ class Search:
 
     def _general(self) -> tuple[np.ndarray, float, float] | None:
         """The same by HiGHS's own branch and cut."""
-        kinds = np.full(self.model.num_col_, highspy.HighsVarType.kContinuous)
+        model = self.highs.getLp()
+        kinds = np.full(model.num_col_, highspy.HighsVarType.kContinuous)
         kinds[self.integer] = highspy.HighsVarType.kInteger
-        self.model.integrality_ = list(kinds)
-        highs = _solver(self.model)
+        model.integrality_ = list(kinds)
+        highs = _solver(model)
         highs.run()
         if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None

@@ -33,6 +33,10 @@ Stages, each with the knapsack of those before:
                        times its part of P*, what has one choice apart                              `_parameters`
     time             min of sum n[i] T[c] x[c] + sum m[u] w[u, a, b] y[u, a, b] + tie * S           `_cheapest`
     proof            min of the same without S, from the last basis, below the seconds that were found       `_cheapest`
+    band             where one is asked for: of what takes little longer the plainest (`band.py`)              `_banded`
+
+A band is at most as wide as the plan that the problem is held against allows (`_banded`): that plan is solved with the
+choices that it rules out at 0, by the same stages.
 
 Plans of equal seconds are told apart by S, a weighted sum and no order of its own:
 
@@ -46,20 +50,25 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
+
 import numpy as np
 
 from autotp.errors import PlanError
 from autotp.ir.program import Solution
 from autotp.text import amount
 
-from .integer_program import IntegerProgram, Optimum, Terms, total
-from .problem import Item, Problem
+from .band import plainest
+from .integer_program import IntegerProgram, Optimum, Row, Terms, total
+from .problem import Item, Problem, traffic
 from .rows import MICRO, build, within
 
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
 LEAST_TIE = 1e-12  # and below it ties are not broken
 SLACK = 1.03  # room for norms and biases; at 1.1 the attention of a small mixture of experts stayed whole
 EXACT = 1e-9  # of the seconds: what counts as equal
+NEAR = 1e-5  # of a column that is 0 or 1
 LARGEST = 5  # items that the error names where nothing fits
 
 
@@ -67,12 +76,13 @@ class Infeasible(PlanError):
     """No legal assignment exists."""
 
 
-def solve(problem: Problem, slack: float = SLACK) -> Solution:
+def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> Solution:
     """Choose for every item.
 
     Args:
         problem: items, uses and conversion costs, in seconds and bytes.
         slack: parameters per rank may exceed the least possible by this factor, those apart that leave no choice.
+        band: share of the least seconds that a plan may take longer to send less; None: only seconds count.
 
     Returns:
         The choices with the optimum in seconds, the lower bound that was proved for it, and bytes per rank.
@@ -84,15 +94,24 @@ def solve(problem: Problem, slack: float = SLACK) -> Solution:
     if problem.limit is not None:
         _budget(problem, program, picks, problem.limit)
     least = _parameters(problem, program, picks, slack)
-    x, bound = _cheapest(program)
+    x, bound = _cheapest(program, TIE if band is None else 0.0)
+    found = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
+    return found if band is None else _banded(problem, program, picks, (found, x), band)
+
+
+def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
+    """What these column values say."""
+    chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
+    whole = np.round(x)
+    # What is not whole by a rounding error is so by the rows' tolerance.
+    seconds = total(program.microseconds, np.where(np.abs(x - whole) < NEAR, whole, x)) / MICRO
+    sent = traffic(problem, chosen)
     return Solution(
-        chosen=tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks),
-        seconds=total(program.microseconds, x) / MICRO,
-        bound=bound / MICRO,
-        least_parameter_bytes=least,
+        chosen, seconds, 0.0, 0.0,
         parameter_bytes=total(program.parameter_bytes, np.round(x)),
         budget_bytes=total(program.budget_bytes, np.round(x)),
-    )
+        least_seconds=seconds, sent_bytes=sent.bytes, collectives=sent.collectives,
+    )  # fmt: skip
 
 
 def feasible(problem: Problem) -> None:
@@ -102,6 +121,51 @@ def feasible(problem: Problem) -> None:
 
 
 # the stages
+
+
+Found = tuple[Solution, np.ndarray]  # and its column values
+
+
+def _banded(problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: Found, band: float) -> Solution:
+    """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
+
+    Where a rival is not within the band, the plan stays faster than it by more than the band.
+    """
+    first, x = fastest
+    least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
+    x = plainest(program, x, most)
+    best = _solution(problem, program, picks, x)
+    rival = _rival(problem, program, picks, [first, best], band)
+    if rival is not None:
+        theirs = rival.seconds * MICRO
+        allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
+        if best.seconds * MICRO > allowed * (1 + EXACT):
+            best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
+    kept = {"bound": first.bound, "least_parameter_bytes": first.least_parameter_bytes, "least_seconds": first.seconds}
+    return replace(best, **kept, rival=rival)
+
+
+def _rival(
+    problem: Problem, program: IntegerProgram, picks: list[list[int]], own: Sequence[Solution], band: float
+) -> Solution | None:
+    """The best of the plans that this one is held against; None where none of them is legal.
+
+    Args:
+        problem, program, picks: with the rows of all stages before, which count for rivals too.
+        own: the fastest plan and the plainest; where a rival allows both, it is that plan.
+    """
+    found = []
+    for ruled_out in problem.rivals:
+        if all((i, k) not in ruled_out for plan in own for i, k in enumerate(plan.chosen)):
+            return own[-1]
+        rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
+        restricted = replace(program, rows=[*program.rows, *rows])
+        fastest = restricted.minimise(restricted.microseconds)
+        if fastest is not None:
+            x = plainest(restricted, fastest.x, fastest.value * (1 + band))
+            found.append(_solution(problem, restricted, picks, x))
+    within_band = min((x.seconds for x in found), default=0.0) * (1 + band)
+    return min((x for x in found if x.seconds <= within_band), key=lambda x: (x.sent_bytes, x.seconds), default=None)
 
 
 def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
@@ -171,9 +235,9 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     return least
 
 
-def _cheapest(program: IntegerProgram) -> tuple[np.ndarray, float]:
+def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, float]:
     """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
-    tie, cost = TIE, program.dense(program.microseconds)
+    cost = program.dense(program.microseconds)
     while True:
         x, _, search = _minimise(program, _with_ties(program, tie), "least time")
         best = float(cost @ x)

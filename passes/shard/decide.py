@@ -12,6 +12,7 @@ from autotp.cost.solver.solve import Infeasible, solve
 from autotp.cost.solver.spent import spent
 from autotp.ir.program import Decision, Planned, Solution
 
+from .hand_written import rivals
 from .planner import Builder
 from .states import decided
 
@@ -19,9 +20,11 @@ from .states import decided
 def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
+    problem.rivals = rivals(builder, problem, heads)
     solution = _solved(builder, problem)
-    terms = spent(problem, solution.chosen, builder.prices.conversion)
-    solution = replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
+    solution = _priced(builder, problem, solution)
+    if solution.rival is not None:
+        solution = replace(solution, rival=_priced(builder, problem, solution.rival))
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]
@@ -35,14 +38,20 @@ def decide(builder: Builder) -> Planned:
     )  # fmt: skip
 
 
+def _priced(builder: Builder, problem: Problem, solution: Solution) -> Solution:
+    """A solution with its terms, and the seconds that they come to."""
+    terms = spent(problem, solution.chosen, builder.prices.conversion)
+    return replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
+
+
 def _solved(builder: Builder, problem: Problem) -> Solution:
     """The solution; where there is none, one that gathers what is otherwise never moved."""
     try:
-        return solve(problem)
+        return solve(problem, band=builder.band)
     except Infeasible as e:
         for _ in _relaxations(builder):
             try:
-                return solve(problem)
+                return solve(problem, band=builder.band)
             except Infeasible:
                 continue
         raise builder.conflict() or e from None

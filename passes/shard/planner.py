@@ -61,6 +61,7 @@ class Builder:
     memory: float | None = None
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
+    band: float | None = None  # of the least seconds; None: only seconds count
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -117,7 +118,7 @@ class Builder:
         items.append(Item(OUTPUT_SLOT, [Choice(wanted, ())], [frozenset([self.value(n)]) for _, n in self.states.left]))
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
-        problem = Problem(items, uses, self.prices.convert, self.memory)
+        problem = Problem(items, uses, self.prices.convert, self.memory, sent=self.prices.sent)
         problem.savings = Savings(problem, heads, self.prices, self.ops, self.leaves).all()
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}

@@ -28,10 +28,8 @@ from autotp.plans.estimates import Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 from .layer_times import Steps, layer
-from .megatron import Sent, hand_plan, hand_step, priced
 from .reasons import reason, role
-
-NOISE = 1.005  # less is printed as equal
+from .sent import Sent, priced
 
 
 def describe(
@@ -62,7 +60,7 @@ def describe(
         parameters=parameters,
         collectives=collectives,
         blocks=_blocks(planned, parts),
-        totals=_totals(planned, builder, parameters, collectives, parts),
+        totals=_totals(planned, builder, parameters, collectives),
         memory=memory,
         decisions={n.name: d for n, d in planned.decisions.items()},
         inputs=tuple(inputs),
@@ -237,9 +235,8 @@ def _readers(node: fx.Node, sharded: Sharded) -> list[fx.Node]:
 
 
 def _totals(
-    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective],
-    parts: Sequence[GraphPart],
-) -> Totals:  # fmt: skip
+    planned: Planned, builder: Builder, parameters: Sequence[Parameter], collectives: Sequence[Collective]
+) -> Totals:
     flops = local = 0.0
     for node in planned.ops:
         decision, whole = planned.decisions[node], builder.prices.flops(node)
@@ -247,12 +244,8 @@ def _totals(
         flops += whole
         local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
-    summed = any(c.op == "parameter" and c.backward for c in collectives)  # as sequence parallelism must
-    hand = priced(hand_plan(planned, builder, parts, summed), builder)
+    hand = solution.rival if solution is not None else None
     sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
-    nbytes, communication = priced(sent, builder)
-    # A plan that sends more than Megatron's is held against its whole step, which costs a second solution.
-    dearer = hand[0] and (nbytes > hand[0] * NOISE or communication > hand[1] * NOISE)
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -264,10 +257,11 @@ def _totals(
         bound=solution.bound if solution is not None else 0.0,
         parameter_bytes=solution.parameter_bytes if solution is not None else 0.0,
         least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
-        communication=communication,
-        megatron_bytes=hand[0],
-        megatron_seconds=hand[1],
-        megatron_step=hand_step(builder) if dearer else 0.0,
+        least_seconds=solution.least_seconds if solution is not None else 0.0,
+        band=builder.band or 0.0,
+        communication=priced(sent, builder)[1],
+        megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
+        megatron_step=hand.seconds if hand is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
         terms=dict(solution.terms) if solution is not None else {},
         **_sizes(planned),

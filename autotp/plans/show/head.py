@@ -89,7 +89,10 @@ def _step(plan: Plan) -> Iterator[Text]:
     t = plan.totals
     if not t.seconds:
         return
-    best = "optimal for this cost model" if t.seconds - t.bound < GAP * t.seconds else f"bound {rows.seconds(t.bound)}"
+    own = rows.over_tp(plan)
+    least = t.least_seconds or own
+    best = "optimal for this cost model" if least - t.bound < GAP * least else f"bound {rows.seconds(t.bound)}"
+    best += f", within {t.band:.3g} of the least {rows.seconds(least)}" if own - least > GAP * least else ""
     said = [f"step {rows.seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
     if t.examples:
         done = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
@@ -99,10 +102,11 @@ def _step(plan: Plan) -> Iterator[Text]:
     decoded = decoding(plan)
     if decoded is not None:
         said.append(f"{decoded.share_of_limit:.0%} of the limit")
-    if t.megatron_bytes:
+    if t.megatron_step:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-        step = f"{t.seconds / t.megatron_step:.2f} of the step, " if t.megatron_step else ""
-        said.append(f"{step}{sent / t.megatron_bytes:.2f} of the bytes of Megatron's plan")
+        step = f"{own / t.megatron_step:.2f} of the step"
+        ratio = f", {sent / t.megatron_bytes:.2f} of the bytes" if t.megatron_bytes else ""
+        said.append(f"{step}{ratio} of Megatron's plan")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
     if decoded is not None:
         yield from _limit(decoded.limit, decoded.most_tokens_per_second)

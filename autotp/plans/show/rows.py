@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 MARKS = {"f_star": "f*", "g_star": "g*"}
 NAMES = {"mlp": "MLP"}
+SAME = 1e-6  # of the seconds: less is printed as equal
 TERMS_IN_A_LINE = 4
 WHOLE = 0.99  # of the arithmetic, or of the weights where there is none: what leaves so much whole splits nothing
 
@@ -131,19 +132,37 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
     ]
     if t.seconds:
-        gap = max(t.seconds - t.bound, 0.0) / t.seconds
-        proof = f"{'optimal: ' if gap < 1e-6 else ''}bound = {seconds(t.bound)}, gap = {gap:.1%}"
-        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof})"))
+        rows.append(("predicted step", f"{seconds(t.seconds)} ({proof(plan)})"))
         rows += [("", part) for part in terms(plan)]
-    if t.megatron_bytes:
-        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-        ratios = sent / t.megatron_bytes, t.communication / t.megatron_seconds
-        step = f"{t.seconds / t.megatron_step:.2f} of its step, " if t.megatron_step else ""
-        ratio = "{:.2f} of its bytes, {:.2f} of its communication time".format(*ratios)
-        rows.append(("against Megatron's plan", step + ratio))
+    if t.megatron_step:
+        rows.append(("against Megatron's plan", against(plan)))
     states = cache(plan)
     carried = [("cache", states)] if states else []
     return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
+
+
+def proof(plan: Plan) -> str:
+    """What is proved of the step over tp: that it is the least, or one within the band of the least."""
+    t, own = plan.totals, over_tp(plan)
+    least = t.least_seconds or own
+    gap = max(least - t.bound, 0.0) / least
+    short = f"the least is {seconds(least)}, " if own > least * (1 + SAME) else ""
+    best = "optimal" if gap < SAME else f"bound = {seconds(t.bound)}, gap = {gap:.1%}"
+    return f"{best}: {short}band {t.band:.3g}" if t.band else best
+
+
+def against(plan: Plan) -> str:
+    """Step and bytes beside those of Megatron's plan."""
+    t = plan.totals
+    sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+    ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
+    theirs = f"{seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent"
+    return f"{over_tp(plan) / t.megatron_step:.2f} of its step{ratio} ({theirs})"
+
+
+def over_tp(plan: Plan) -> float:
+    """Seconds of a step without what it waits for dp."""
+    return plan.totals.seconds - plan.batch.exposed
 
 
 def terms(plan: Plan) -> Iterator[str]:

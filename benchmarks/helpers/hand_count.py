@@ -11,52 +11,44 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-import torch
 from torch import fx
 
-from autotp.cost import call_seconds, collective_bytes
-from autotp.cost.solver.solve import solve
-from autotp.errors import PlanError
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.parts import GraphPart
-from autotp.ir.program import Planned
-from autotp.passes.analysis.axes import find_axes
+from autotp.passes.analysis.blocks import find_blocks
+from autotp.passes.shard.hand_written import FEED_FORWARD, splits
 from autotp.passes.shard.planner import Builder
+from autotp.plans.describe.sent import Sent, priced
+from autotp.plans.plan import Plan
 
-FEED_FORWARD = ("mlp", "experts")
-AXES = ("heads", "mlp", "vocab")  # what it splits
-COVERED = 0.9  # of the weights in matrices must lie in attention and feed-forward blocks for the count to apply
 LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 
-@dataclass(frozen=True)
-class Sent:
-    """One collective: its primitive, the whole value's bytes, and whether it runs in the backward."""
+def hand_bytes(plan: Plan) -> float:
+    """Bytes that a rank sends in a step of Megatron's plan; 0 where it has none, or the plan was read from a file."""
+    builder = plan.origin
+    if not isinstance(builder, Builder):
+        return 0.0
+    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    summed = any(c.op == "parameter" and c.backward for c in plan.collectives)  # as sequence parallelism must
+    return priced(hand_plan(builder, find_blocks(builder.program, builder.same, known), summed), builder)[0]
 
-    primitive: str
-    bytes: float
-    backward: bool
 
-
-def hand_plan(planned: Planned, builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
+def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
     """The collectives of Megatron's plan, for each block those of Shoeybi et al. 2019.
 
     Args:
-        planned: the graph; its decisions are not read.
-        builder: gives sizes in bytes, and which values carry gradients.
+        builder: of the graph; gives sizes in bytes, and which values carry gradients.
         parts: the named parts of the graph.
         sequence: with sequence parallelism, under which the gradients of norms are sums over ranks.
 
     Returns:
-        None of them where Megatron has no plan: heads that tp does not divide, or a model that is not mostly attention
-        and feed-forward blocks, or has adapters.
+        None of them where Megatron has no plan.
     """
-    counter = _Counter(planned, builder)
-    heads = [part.heads.count for part in parts if part.heads is not None]
-    uneven = any(not isinstance(n, int) or n % planned.tp for n in heads)
-    if not heads or uneven or any(part.kind == "adapter" for part in parts) or counter.covered(parts) < COVERED:
+    counter = _Counter(builder)
+    if not splits(builder, parts):
         return []
     # Where a layer has experts, what looks like a feed-forward block beside them is a shared expert, counted with them.
     sparse = {layer(part.module) for part in parts if part.kind == "experts"}
@@ -79,25 +71,6 @@ def hand_plan(planned: Planned, builder: Builder, parts: Sequence[GraphPart], se
     return out
 
 
-def priced(sent: Sequence[Sent], builder: Builder) -> tuple[float, float]:
-    """Bytes that a rank sends by these collectives, and seconds; those of the backward only where the plan trains."""
-    counted = [s for s in sent if builder.objective.training or not s.backward]
-    nbytes = sum(collective_bytes(s.primitive, s.bytes, builder.tp) for s in counted)
-    return nbytes, sum(call_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)
-
-
-def hand_step(builder: Builder) -> float:
-    """Seconds of a step of Megatron's plan by the same cost model: the fastest plan that splits heads, feed-forward
-    width and vocabulary as it does. 0 where the rules, the user's pins or the memory leave no such plan."""
-    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
-    axes = find_axes(builder.program, known)
-    split = {axis: 0 for axis in AXES if axes[axis]}
-    try:
-        return solve(replace(builder, pins={**split, **builder.pins}).build()[0]).seconds
-    except PlanError:
-        return 0.0
-
-
 def layer(path: str) -> str:
     """The repeated layer that a module path or a parameter's name lies in: up to the first number; "" for none."""
     match = LAYER.match(path)
@@ -106,7 +79,6 @@ def layer(path: str) -> str:
 
 @dataclass
 class _Counter:
-    planned: Planned
     builder: Builder
 
     def size(self, node: fx.Node) -> float:
@@ -114,43 +86,31 @@ class _Counter:
 
     def rows(self, part: GraphPart) -> object:
         """How many rows an embedding's table has."""
-        return self.planned.ops[part.nodes[0]].ins[0][0]
+        return self.builder.ops[part.nodes[0]].ins[0][0]
 
     def vocabulary(self, parts: Sequence[GraphPart]) -> set[object]:
         """The rows of the token embedding: as many as the head has columns; without a head, of the largest table."""
         rows = {self.rows(part) for part in parts if part.kind == "embedding"}
-        widths: set[object] = {self.planned.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
+        widths: set[object] = {self.builder.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
         return widths & rows or {max(rows, key=str, default=0)}
-
-    def covered(self, parts: Sequence[GraphPart]) -> float:
-        """Share of the weights in matrices, embeddings and heads aside, that attention and feed-forward blocks hold."""
-        leaves = [x.node for x in self.planned.program.leaves if x.kind.trained]
-        sizes = {n: torch.Size(n.meta["val"].shape).numel() for n in leaves if n.meta["val"].ndim > 1}
-
-        def elements(kinds: Sequence[str]) -> int:
-            """Elements of the matrices that parts of these kinds read, each once."""
-            weights = {n for part in parts if part.kind in kinds for n in part.parameters}
-            return sum(sizes.get(n, 0) for n in weights)
-
-        return elements(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - elements(("embedding", "head")), 1)
 
     def block(self, part: GraphPart) -> list[Sent]:
         """A sum over ranks of what the last product computes, and of the gradients of what the first ones read."""
         inside = set(part.nodes)
-        products = [n for n in part.nodes if n in self.planned.ops and self._product(n)]
+        products = [n for n in part.nodes if n in self.builder.ops and self._product(n)]
         behind = {n: self._behind(n, inside) for n in products}
         walked = set().union(*(nodes for nodes, _ in behind.values()))
         # The last product is one that no other has behind it; the first ones have no other behind them.
         last = [n for n in products if n not in walked]
         first = [n for n in products if not behind[n][0] & set(products)]
         # q, k and v read one value, whose gradient is summed once.
-        read = dict.fromkeys(x for n in first for x in behind[n][1] if x in self.planned.grads)
+        read = dict.fromkeys(x for n in first for x in behind[n][1] if x in self.builder.grads)
         out = [Sent("all_reduce", self.size(n), False) for n in last[-1:]]
         return [*out, *(Sent("all_reduce", self.size(x), True) for x in read)]
 
     def _product(self, node: fx.Node) -> bool:
         """Whether the operator sums products of a parameter and something else, or runs without a rule on one."""
-        op, rule = self.planned.ops[node], self.planned.rules[node]
+        op, rule = self.builder.ops[node], self.builder.rules[node]
         weighted = any(s in self.builder.prices.weights for s in op.slots)
         summed = rule is None or any(
             all(c is None for c in f.outs) and sum(c is not None for c in f.ins) > 1 for f in rule.factors
@@ -161,12 +121,12 @@ class _Counter:
         """The block's operators behind one of its own, and the values from outside that they all read."""
         walked: set[fx.Node] = set()
         outside: dict[fx.Node, None] = {}
-        work = [s for s in self.planned.ops[node].slots if s not in self.builder.prices.weights]
+        work = [s for s in self.builder.ops[node].slots if s not in self.builder.prices.weights]
         while work:
             n = resolve(work.pop())[0]
             if n not in inside:
                 outside[n] = None
             elif n not in walked:
                 walked.add(n)
-                work += [s for s in self.planned.ops[n].slots if s not in self.builder.prices.weights]
+                work += [s for s in self.builder.ops[n].slots if s not in self.builder.prices.weights]
         return walked, outside

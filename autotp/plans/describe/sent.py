@@ -1,0 +1,25 @@
+"""Collectives, priced by the cost model: bytes and seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autotp.cost import call_seconds, collective_bytes
+from autotp.passes.shard.planner import Builder
+
+
+@dataclass(frozen=True)
+class Sent:
+    """One collective: its primitive, the whole value's bytes, and whether it runs in the backward."""
+
+    primitive: str
+    bytes: float
+    backward: bool
+
+
+def priced(sent: Sequence[Sent], builder: Builder) -> tuple[float, float]:
+    """Bytes that a rank sends by these collectives, and seconds; those of the backward only where the plan trains."""
+    counted = [s for s in sent if builder.objective.training or not s.backward]
+    nbytes = sum(collective_bytes(s.primitive, s.bytes, builder.tp) for s in counted)
+    return nbytes, sum(call_seconds(s.primitive, s.bytes, builder.tp, builder.cluster) for s in counted)

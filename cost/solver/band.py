@@ -1,0 +1,72 @@
+"""Of the plans within a band of the least seconds the plainest: the stages after the least time.
+
+With t the least seconds and `most` what a plan may take, at most (1 + band) t, in the symbols of `solve.py` and
+
+    B[u, a, b], N[u, a, b]    bytes that a rank sends for a conversion, and the number of its collectives
+
+each stage keeps the rows of those before:
+
+    time             sum of n[i] T[c] x[c] + sum of m[u] w[u, a, b] y[u, a, b] <= most
+    bytes            min of sum m[u] B[u, a, b] y[u, a, b]
+    the rest         min of (1 + K*) sum m[u] N[u, a, b] y[u, a, b] + sum n[i] (K[c] - least K of i) x[c] over leaves
+                       + half of the seconds / most + S, a millionth of the seconds
+
+with K* the most that the second sum comes to. Counts are whole, so the sum of the last stage is an order: fewest
+collectives, then the plainest partitions of parameters, then the least time, then the least S.
+
+An assignment that is known already is replaced only by a better one, and what cannot be in a better one is ruled out
+before the search branches. Both matter: rows of time and bytes make relaxations fractional.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .integer_program import IntegerProgram
+from .search import Search
+
+BAND = 0.02  # of the least seconds
+MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
+EQUAL = 1e-9  # of the bytes: what counts as equal
+SAME = 1e-6  # of the seconds: what counts as equal at the end
+TIME = 0.5  # what the time weighs beside a count of one
+TIE = 1e-6  # of the seconds: what the second order may weigh in all
+PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
+
+
+def plainest(program: IntegerProgram, known: np.ndarray, most: float) -> np.ndarray:
+    """Column values of the plan that sends least, and so on, of those that take at most `most` microseconds.
+
+    Args:
+        program: with the rows of all stages before.
+        known: column values of an assignment that takes no longer.
+        most: microseconds.
+    """
+    time, sent = program.dense(program.microseconds), program.dense(program.sent_bytes)
+    search = program.search({}, time)
+    search.add(time, most)
+    if sent.any():
+        scaled = sent * (1e3 / max(float(sent @ known), 1.0))
+        known = _cheaper(search, scaled, time, known, most)
+        known = search.least(scaled, known, EQUAL * 1e3, MOST_NODES)
+    # Counts differ by 1 at least: a collective weighs more than all penalties, and a point of those more than the time.
+    calls, penalty = program.dense(program.collectives), program.dense(program.penalty)
+    last = calls * (1 + program.most_penalty) + penalty + _with_ties(program, time) * (TIME / most)
+    return search.least(last, known, TIME * SAME, MOST_NODES)
+
+
+def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, known: np.ndarray, most: float) -> np.ndarray:
+    """An assignment within the time that costs no more than the known one, often the best: its cost and time together
+    are least at the price of time that the bound has (Lagrange's multiplier), where few relaxations are fractional."""
+    price = search.price(cost)
+    for factor in PRICES if price else ():
+        x = search.relaxed(cost + factor * price * time)
+        if x is not None and time @ x <= most and cost @ x < cost @ known:
+            return x
+    return known
+
+
+def _with_ties(program: IntegerProgram, time: np.ndarray) -> np.ndarray:
+    """Microseconds, and ties broken by the second order."""
+    second = program.dense(program.second_order)
+    return time + second * (TIE * float(np.abs(time).sum()) / 10 / (float(np.abs(second).sum()) or 1.0))
