@@ -98,7 +98,6 @@ def capture_on_ranks(
     ranks: Ranks | None,
     check: bool | None,
     request: CaptureRequest = DEFAULT_CAPTURE,
-    store: Cache | None = None,
 ) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs, the same on every rank, and its notes: rank 0's where all models are equal."""
     ranks, device = ranks and ranks.planners, _device(ranks)
