@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -77,9 +78,20 @@ def bind(forward: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
     free = [name for name in signature.parameters if name not in bound.arguments]
     for name in inputs.kwargs.keys() - signature.parameters.keys():
         near = difflib.get_close_matches(name, free, n=1, cutoff=0.85)
-        if near:
+        if near and name not in _further(forward):
             raise InputError(f"forward would ignore the input {name!r}: did you mean {near[0]!r}? {accepts}.")
     return bound
+
+
+def _further(forward: Callable[..., Any]) -> set[str]:
+    """The names that `**kwargs: Unpack[SomeTypedDict]` says."""
+    try:
+        signature = inspect.signature(forward, eval_str=True)
+    except Exception:  # annotations may name what is imported for type checkers alone
+        return set()
+    rest = next((p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
+    named = typing.get_args(rest.annotation) if rest is not None else ()
+    return set().union(*(getattr(each, "__annotations__", {}) for each in named))
 
 
 def signature_text(signature: inspect.Signature) -> str:

@@ -6,18 +6,23 @@ from typing import TYPE_CHECKING, Any
 from autotp.cost.machines.cluster import Cluster
 
 if TYPE_CHECKING:
-    from .collectives import call_seconds, collective_bytes, collective_seconds
+    from .collectives import call_seconds, collective_bytes, collective_seconds, mostly_start
     from .compute import node_flops, op_cost, op_seconds, size_hint, tensor_bytes
-    from .overlap import CHOICES, best_chunks, hidden_seconds, pipeline_seconds
+    from .overlap import CHOICES, LEAST, Chunks, OverlapModel, Product, best_chunks, hidden_seconds, pipeline_seconds
 
 # Name -> its file, imported when the name is first used: a plan is read without torch.
 HOMES = {
     "CHOICES": "overlap",
+    "Chunks": "overlap",
+    "LEAST": "overlap",
+    "OverlapModel": "overlap",
+    "Product": "overlap",
     "best_chunks": "overlap",
     "call_seconds": "collectives",
     "collective_bytes": "collectives",
     "collective_seconds": "collectives",
     "hidden_seconds": "overlap",
+    "mostly_start": "collectives",
     "node_flops": "compute",
     "op_cost": "compute",
     "op_seconds": "compute",
@@ -36,12 +41,17 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "CHOICES",
+    "LEAST",
+    "Chunks",
     "Cluster",
+    "OverlapModel",
+    "Product",
     "best_chunks",
     "call_seconds",
     "collective_bytes",
     "collective_seconds",
     "hidden_seconds",
+    "mostly_start",
     "node_flops",
     "op_cost",
     "op_seconds",

@@ -134,6 +134,12 @@ def call_seconds(primitive: str, nbytes: float, n: int, cluster: Cluster, stride
     return seconds + cluster.collective_overhead if primitive in COLLECTIVES and n > 1 else seconds
 
 
+def mostly_start(primitive: str, nbytes: float, n: int, cluster: Cluster) -> bool:
+    """Whether to send takes less than to start sending. Arguments and errors are those of `collective_seconds`."""
+    start, whole = (call_seconds(primitive, size, n, cluster) for size in (0, nbytes))
+    return whole < 2 * start
+
+
 def ring_seconds(primitive: str, nbytes: float, n: int, link: Link) -> float:
     """The collective over `n` ranks whose links are all the same: a ring, for all_to_all pairs."""
     ring = _RINGS[primitive]

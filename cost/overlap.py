@@ -8,7 +8,14 @@ it is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from autotp.cost.machines.cluster import Cluster
+
+from .collectives import call_seconds
+from .compute import op_seconds
 
 CHOICES = (1, 2, 4, 8)  # numbers of chunks
 
@@ -36,3 +43,92 @@ def best_chunks(seconds: Callable[[int], float], choices: tuple[int, ...] = CHOI
         choices: numbers to choose from.
     """
     return min(choices, key=lambda n: (seconds(n), n))
+
+
+TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
+LEAST = 10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
+
+
+class Product(NamedTuple):
+    """A product by a matrix: bytes of its operand, result and weight, and its flops, all whole; its dtype's name."""
+
+    read: float
+    made: float
+    weight: float
+    flops: float
+    dtype: str
+
+
+class Chunks(NamedTuple):
+    """A number of chunks, and the seconds of a step that they are predicted to save."""
+
+    number: int
+    saved: float
+
+
+@dataclass(frozen=True)
+class OverlapModel:
+    """Seconds of conversions beside the products of `tp` ranks, each of which has a part of every product.
+
+    Attributes:
+        tp: number of ranks. cluster: the machines. training: whether there is a backward.
+    """
+
+    tp: int
+    cluster: Cluster
+    training: bool
+
+    def gathering(self, size: float, rows: int, products: Sequence[Product], forced: int = 0) -> Chunks:
+        """Of an all-gather and the products that read it: forward, in chunks.
+
+        Args:
+            size: bytes of the gathered value. rows: that a rank has of it.
+            products: that read it. forced: a number of chunks; 0 chooses.
+        """
+        made = sum(p.made for p in products) / self.tp
+        kept = size if self.training else 0.0
+
+        def seconds(n: int) -> float:
+            arithmetic = sum(self.product(p, n) for p in products)
+            return pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n) + self.copies(made + kept, n)
+
+        chunks = forced or best_chunks(seconds, self.choices(rows))
+        return Chunks(chunks, seconds(1) - seconds(chunks))
+
+    def dealing(self, size: float, rows: int, product: Product, forced: int = 0) -> Chunks:
+        """Of a product and the reduce-scatter after it: in chunks, forward, and the all-gather before its backward.
+
+        Args:
+            size: bytes of the product's result. rows: that a rank gets of it.
+            product: the product. forced: a number of chunks; 0 chooses.
+        """
+        read, own = product.read / self.tp, size / self.tp
+
+        def seconds(n: int) -> float:
+            arithmetic = self.product(product, n)
+            there = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n) + self.copies(read + own, n)
+            if not self.training:
+                return there
+            back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
+            return there + back + self.copies(size + read, n)
+
+        chunks = forced or best_chunks(seconds, self.choices(rows))
+        return Chunks(chunks, seconds(1) - seconds(chunks) if chunks > 1 else 0.0)
+
+    def product(self, p: Product, chunks: int = 1) -> float:
+        """Seconds of one of so many chunks of a rank's part of the product; its gradients take as long."""
+        moved = (p.read + p.made) / chunks + p.weight
+        return op_seconds(p.flops / self.tp / chunks, moved / self.tp, p.dtype, self.cluster)
+
+    def choices(self, rows: int) -> tuple[int, ...]:
+        """Numbers of chunks of which each has rows enough for a product, of a rank's rows."""
+        most = rows * self.tp // (TILES * self.cluster.matmul_tile)
+        return tuple(n for n in CHOICES if n <= max(most, 1))
+
+    def sends(self, primitive: str, size: float, chunks: int = 1) -> float:
+        """Seconds of one of so many chunks of a collective."""
+        return call_seconds(primitive, size / chunks, self.tp, self.cluster)
+
+    def copies(self, size: float, chunks: int) -> float:
+        """What chunks are joined in costs a reading and a writing."""
+        return op_seconds(0.0, 2 * size, "float32", self.cluster) if chunks > 1 else 0.0

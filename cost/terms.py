@@ -27,6 +27,8 @@ TERMS = {
     "compute": Term("s", 1.0),  # arithmetic or memory traffic of kernels, whichever takes longer
     "launches": Term("s", 1.0),  # of kernels
     "communication": Term("s", 1.0),  # over tp, each collective alone
+    "hidden": Term("s", -1.0),  # communication over tp that runs beside products
+    "bucketed": Term("s", -1.0, ("training",)),  # starts of all-reduces that are sent as one
     "optimizer": Term("s", 1.0, ("training",)),  # memory traffic of its step
     "waiting": Term("s", 1.0),  # for what dp sends and the backward does not hide
     "surcharge": Term("s", 1.0),  # of a mesh axis, for what it does not want

@@ -20,8 +20,9 @@ from .copies import copied
 from .stacks import FEWEST, kinds
 
 FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
-RATIOS = (64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
+RATIOS = (128, 64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
 NARROW = 128  # what the widest of the common widths comes to, or more
+LEAST = 32  # and where such a model is too large or does not run
 Stack = nn.ModuleList | nn.Sequential
 
 
@@ -71,28 +72,30 @@ def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
 # ---- narrower --------------------------------------------------------------------------------------------------------
 
 
-def narrowed(model: nn.Module) -> tuple[nn.Module, dict[int, int]] | None:
-    """A model of the same classes on the meta device, made by the same constructor with smaller widths; and which: all
-    are smaller by one ratio.
+def narrowed(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, int]]]:
+    """Models of the same classes on the meta device, made by the same constructor with smaller widths; and which: all
+    are smaller by one ratio. The ratio that suits most comes first, then greater ones, then smaller ones.
 
     A width is a number among the constructor's arguments that is a dimension of a layer, but for how many rows the
-    embeddings have and how many experts there are. None where the constructor's arguments are not kept, or it does not
-    take others.
+    embeddings have and how many modules or experts there are. There are none where the constructor's arguments are not
+    kept, or it does not take others.
     """
     given, common = _given(model), _widths(model)
     if given is None or not common:
-        return None
+        return
     widest = max(n for n, count in common.items() if 4 * count >= max(common.values()))
-    ratio = next((r for r in RATIOS if widest % r == 0 and widest // r >= NARROW), 0)
-    widths = {n: n // ratio for n in common if n % ratio == 0 and n > ratio} if ratio else {}
-    made = _made(model, given, widths) if widths else None
-    return None if made is None else (made, widths)
+    at = next((i for i, r in enumerate(RATIOS) if widest % r == 0 and widest // r >= NARROW), len(RATIOS))
+    for ratio in (*RATIOS[at : at + 1], *reversed(RATIOS[:at]), *RATIOS[at + 1 :]):
+        widths = {n: n // ratio for n in common if n % ratio == 0 and n > ratio}
+        made = _made(model, given, widths) if widths.get(widest, 0) >= LEAST else None
+        if made is not None:
+            yield made, widths
 
 
 def _widths(model: nn.Module) -> Counter[int]:
     """The dimensions of layers, with how often they are met."""
     found: Counter[int] = Counter()
-    rows = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}
+    rows, numbers = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, _numbers(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             shape = list(parameter.shape)
@@ -100,10 +103,20 @@ def _widths(model: nn.Module) -> Counter[int]:
                 shape = shape[1:]
             elif "Conv" in type(module).__name__:
                 shape = shape[:2]
-            elif len(shape) > 2:  # one for each expert
+            elif _experts(module, parameter):
                 shape = shape[1:]
             found.update(shape)
-    return Counter({n: count for n, count in found.items() if n not in rows or count > 2})
+    return Counter({n: count for n, count in found.items() if n not in numbers and (n not in rows or count > 2)})
+
+
+def _numbers(model: nn.Module) -> set[int]:
+    """How many modules its lists have, and how many experts."""
+    lists = {len(m) for m in model.modules() if isinstance(m, nn.ModuleList)}
+    return lists | {len(p) for m in model.modules() for p in m.parameters(recurse=False) if _experts(m, p)}
+
+
+def _experts(module: nn.Module, parameter: Tensor) -> bool:
+    return parameter.ndim > 2 and "Conv" not in type(module).__name__
 
 
 def _made(model: nn.Module, given: Mapping[str, Any], widths: Mapping[int, int]) -> nn.Module | None:

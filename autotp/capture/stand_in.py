@@ -91,17 +91,18 @@ def _smaller(model: nn.Module) -> Iterator[Small]:
         short = Small(made, stacks, {}, f"a stand-in with {depth}, and {random}")
         if _count(made) <= LIMIT:
             yield short
-    found = narrowed(model)
-    if found is not None:
-        thin, widths = found
+    large = [short] if short is not None and _count(short.model) > LIMIT else []
+    for thin, widths in narrowed(model):
         ratio = next(n // made for n, made in widths.items())
         with cut(thin, stacks):
             thin = copied(thin, lambda t: t)
         told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
+        small = Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
         if _count(thin) <= LIMIT:
-            yield Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
-    if short is not None and _count(short.model) > LIMIT and bytes_of(short.model) < LARGEST:
-        yield short
+            yield small
+        else:
+            large.append(small)
+    yield from (small for small in large if bytes_of(small.model) < LARGEST)
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:

@@ -131,6 +131,17 @@ def lost(error: Exception, group: str) -> None:
     raise channel.error(what, silent or others, "did not come to a collective in time") from error
 
 
+def lost_in_backward(error: Exception) -> None:
+    """`lost` for whatever a backward raised: collectives of torch's data parallelism, and of what Inductor compiled.
+
+    Raises:
+        RankError: caused by `error`.
+    """
+    under_way = [channel for channel in list(_open.values()) if channel.running]
+    if under_way and not isinstance(error, RankError):
+        lost(error, max(under_way, key=lambda channel: channel.doing[1]).group)
+
+
 def _forked() -> None:
     """In a child process: let go of the connections, so that others see it when this rank's own process ends."""
     for channel in list(_open.values()):

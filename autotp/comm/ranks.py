@@ -28,6 +28,7 @@ from .wording import by_value, rank_list
 
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+LINES = 20  # of differences in a message
 SETTLE = 0.1  # seconds at exit for gloo's threads
 
 
@@ -181,8 +182,9 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
         if len(set(values := [theirs.get(name, "(missing)") for theirs in everyone])) > 1
     ]
     if differing:
+        more = [f"  and {len(differing) - LINES} more"] if len(differing) > LINES else []
         raise RankError(
-            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing))
+            "\n".join((f"The {ranks.tp} {ranks.axes} ranks do not agree on {what}:", *differing[:LINES], *more))
             + "\nEvery rank of a tp group must run the same script on the same versions, with the same model and the "
             "same inputs. Usual causes: a checkpoint or config that differs between ranks, a different random seed, "
             "or a sampler that gives tp ranks different batches (it should shard over data-parallel ranks only)."

@@ -43,6 +43,8 @@ from .running import (
     VARIANTS,
     IncompatibleKeys,
     after_backward,
+    around_backward,
+    around_redistribution,
     below_autograd,
     by_default,
     compile_whole,
@@ -75,8 +77,9 @@ from .trees import (
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children",
-    "compile_whole", "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake",
+    "VARIANTS", "after_backward", "around_backward", "around_redistribution", "below_autograd", "by_default",
+    "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols", "decided_by_values",
+    "draft_export", "draft_failures", "fake",
     "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "packed_graph", "quiet_export", "read_shape_env", "recorded_guards",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import re
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -128,3 +130,34 @@ def group_timeout(group: Any, device: torch.device) -> float:
     options = getattr(group._get_backend(device), "options", None)
     found = getattr(options, "_timeout", None)
     return found.total_seconds() if found is not None else 1800.0
+
+
+def around_redistribution(around: Callable[..., Any]) -> None:
+    """From now on DTensor turns a rank's part into another by `around(run, local, source spec, target spec)`, where
+    `run()` does as torch does."""
+    name, plain = "redistribute_local_tensor", sys.modules["torch.distributed.tensor._redistribute"]
+    torchs = getattr(plain, name)
+
+    @functools.wraps(torchs)
+    def redistribute(local: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(lambda: torchs(local, source, target, *args, **kwargs), local, source, target)
+
+    for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.tensor.")]:
+        if getattr(module, name, None) is torchs:
+            setattr(module, name, redistribute)
+
+
+def around_backward(failed: Callable[[Exception], None]) -> None:
+    """From now on what a backward raises goes to `failed` first, which may raise another error in its place."""
+    torchs: Any = torch.autograd.graph._engine_run_backward
+
+    @functools.wraps(torchs)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return torchs(*args, **kwargs)
+        except RuntimeError as error:
+            failed(error)
+            raise
+
+    for module in (torch.autograd, torch.autograd.graph):
+        vars(module)["_engine_run_backward"] = run

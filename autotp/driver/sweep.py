@@ -102,7 +102,7 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
     return staged, Degree(
         tp=plan.tp,
         seconds=seconds,
-        exposed=plan.totals.communication,
+        exposed=plan.totals.exposed,
         sent=plan.totals.forward_bytes + plan.totals.backward_bytes,
         memory=plan.memory.peak,
         fits=plan.memory.peak <= limit,

@@ -47,6 +47,11 @@ class Totals:
     terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def exposed(self) -> float:
+        """Seconds of collectives over tp that nothing hides and that no other starts with them."""
+        return self.communication - self.terms.get("hidden", 0.0) - self.terms.get("bucketed", 0.0)
+
+    @property
     def passes(self) -> float:
         """Seconds of the step without the optimizer's part: forward and backward."""
         return self.seconds - self.terms.get("optimizer", 0.0)

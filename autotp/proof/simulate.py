@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.overrides import TorchFunctionMode
 
 from autotp import compat
 from autotp.comm import conversions
@@ -194,16 +196,48 @@ def _wide(x: Any) -> Any:
     return torch.float64 if x.is_floating_point else WIDE.get(x, x)
 
 
+def _grouped_mm(
+    x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
+) -> Tensor:
+    """Products by group: of rows, of columns, of what is summed over, or of matrices; rows of no group are zero."""
+    if offs is None:
+        return torch.bmm(x, weight)
+    starts = [0, *offs.tolist()]
+    spans = [slice(a, b) for a, b in pairwise(starts)]
+    if x.ndim == weight.ndim == 2:
+        return torch.stack([x[:, s] @ weight[s] for s in spans])
+    if x.ndim == 3:
+        parts = [a @ weight[:, s] for a, s in zip(x, spans, strict=True)]
+        return torch.cat([*parts, x.new_zeros(x.shape[1], weight.shape[1] - starts[-1])], 1)
+    parts = [x[s] @ w for s, w in zip(spans, weight, strict=True)]
+    return torch.cat([*parts, x.new_zeros(x.shape[0] - starts[-1], weight.shape[2])])
+
+
+# What torch computes in narrower dtypes only.
+NARROW: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: _grouped_mm}
+
+
+class _InFloat64(TorchFunctionMode):
+    """Within this mode those operators compute in float64, wherever they are called."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        wide = func in NARROW and args[0].dtype == torch.float64
+        return (NARROW[func] if wide else func)(*args, **(kwargs or {}))
+
+
 @contextmanager
 def promoted(*graphs: fx.Graph) -> Iterator[None]:
     """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
     saved = [(n, n.args, n.kwargs) for g in graphs for n in g.nodes]
+    narrow = {str(target) for target in NARROW}
+    asked = any(narrow & {str(x) for x in (n.target, *args) if not isinstance(x, fx.Node)} for n, args, _ in saved)
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
     torch.set_default_dtype(torch.float64)
     try:
-        yield
+        with _InFloat64() if asked else nullcontext():
+            yield
     finally:
         torch.set_default_dtype(default)
         for node, args, kwargs in saved:

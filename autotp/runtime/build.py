@@ -23,6 +23,12 @@ from autotp.runtime.lower.lower import Lowering
 
 from . import state
 from .programs import Source
+from .samples import few
+
+WEIGHTS = (
+    "the weights that the model has (a few values of each are compared; give every rank the same ones, by one seed or "
+    "one file, or check=False where they are loaded afterwards)"
+)
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,8 @@ class Build:
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         told = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
         agree(every, "the plan", told)
+        if self.check is None:
+            agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
         bare = skeleton(model, _device(self.ranks))
@@ -133,6 +141,11 @@ def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
     """Names, shapes and dtypes; with `check` a hash of the values too."""
     values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
     return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
+
+
+def _few(model: nn.Module) -> dict[str, str]:
+    """A few values of every parameter and buffer."""
+    return {n: few(t) for n, t in [*model.named_parameters(), *model.named_buffers()]}
 
 
 def _device(ranks: Ranks | None) -> torch.device:

@@ -29,6 +29,7 @@ from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 
 from . import state
+from .boundaries import gathers
 from .changes import Changes
 from .programs import Program
 from .said import NEW, WRITTEN, Said, kind_of, parted, valued_apart, written_apart
@@ -78,6 +79,7 @@ class Calls:
         values: whether values of the inputs are compared.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
+        before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them.
     """
 
     shards: ShardState
@@ -90,6 +92,7 @@ class Calls:
     number: int = 0
     versions: int | None = None
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
+    before_gathering: Sequence[tuple[Tensor, bool]] = ()
 
     def __post_init__(self) -> None:
         if self.channel is not None:
@@ -118,6 +121,18 @@ class Calls:
     def what(self) -> str:
         """The present call in words."""
         return f"call {self.number} of {self.copy}{self.name}" + (f" ({self.place})" if self.place > 1 else "")
+
+    @contextlib.contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
+        self.before_gathering = self.before_gathering or [*self.shards.pieces()]
+        meet(self.channel, f"forward, call {self.number + 1} of {self.copy}{self.name}")
+        try:
+            yield
+        except RuntimeError as error:
+            if self.channel is not None:
+                lost(error, self.channel.group)
+            raise
 
     def begin(self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None) -> tuple[bool, Drawn | None]:
         """Hold a forward against those of the other ranks. A collective call.
@@ -211,6 +226,7 @@ class Calls:
                 if p is not None:
                     flags.append(p.requires_grad)
                     versions += 0 if p.is_inference() else p._version
+            flags += b"h" * gathers(part)
         return zlib.crc32(flags) if torch.is_grad_enabled() else 0, versions
 
     def _digest(self, key: Any, flat: Sequence[Any]) -> tuple[bytes, bytes]:
@@ -238,6 +254,7 @@ class Calls:
         )
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
         told["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
+        told["hooks that see whole values"] = str(sum(map(gathers, self.order)))
         ranks = self.shards.ranks
         agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", told)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp import compat
@@ -31,7 +32,7 @@ from autotp.runtime.interop.profiled import Profiled
 from autotp.runtime.interop.refusals import Refusals
 from autotp.runtime.interop.shown import Shown
 
-from . import data_parallel, state
+from . import data_parallel, state, updates
 from .call_key import form
 from .calls import Calls, Drawn
 from .finding import Finds
@@ -65,18 +66,24 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         self._carriers.layouts |= plan.states
         state.populate(self._shards, self, model, plan.placements)
         enclosed.load_by_original(self._shards)
-        if ranks is not None:
-            rehearsal.watch(self._shards)
         self._order = list(dict.fromkeys(self._shards.parts.values()))  # as the original's `modules()`
         self._changes = watch(self._shards.parts, source.bare)
         compares = source.sample and not source.check
         self._calls = Calls(self._shards, type(source.bare).__name__, self._order, self._changes, compares)
+        updates.watch(self._calls)
+        if ranks is not None:
+            rehearsal.watch(self._shards)
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
         self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
+        with self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
+            return super().__call__(*args, **kwargs)
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -281,10 +288,12 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
         memo |= {id(self._programs_made): Programs(), id(self._known): Known()}  # made again, on the copied parts
         for part in self._order:
-            memo |= {id(held): {} for held in (part._programs, part._turns)} if isinstance(part, Part) else {}
+            if isinstance(part, Part):
+                memo |= {id(held): {} for held in (part._programs, part._turns, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)
+        updates.watch(new._calls)
         rehearsal.watch(new._shards)
         return new
 

@@ -13,6 +13,7 @@ from autotp.errors import StateError
 from autotp.runtime.interop.methods import refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused
 
+from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
 
 
@@ -37,6 +38,9 @@ class Part(nn.Module):
         self._leaf = "" if original._modules else repr(original)
         self._programs: dict[Any, Callable[..., Any]] = {}
         self._turns: dict[Any, Callable[[tuple[Any, ...]], tuple[Any, ...]]] = {}  # reads weights again, see `forward`
+        self._boundaries: dict[Any, Boundary] = {}  # what hooks see of a call
+        self._calls_made: dict[Any, Boundary] = {}  # likewise hooks on the backward, of those that may be to come
+        self._backward_ran = False
         self._late = False  # a weight is no parameter: a hook makes it at this part's turn
         self.training = original.training
 
@@ -51,9 +55,37 @@ class Part(nn.Module):
                 f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
                 "be shards. Call the whole module; to run a part alone, compile that part."
             )
+        if self._backward_hooks or self._backward_pre_hooks:
+            note(self, program)
         if (self._forward_pre_hooks or self._late) and program in self._turns:
             args = self._turns[program](args)
         return self._programs[program](*args)
+
+    # ---- hooks -----------------------------------------------------------------------------------------------------
+
+    def register_forward_pre_hook(self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False) -> Any:
+        """As torch's; the hook sees whole values, as on the original."""
+        if not is_own(hook):
+            hook, with_kwargs = before_forward(hook, with_kwargs), True
+        return nn.Module.register_forward_pre_hook(self, hook, prepend=prepend, with_kwargs=with_kwargs)
+
+    def register_forward_hook(
+        self, hook: Any, *, prepend: bool = False, with_kwargs: bool = False, always_call: bool = False
+    ) -> Any:
+        """As torch's; the hook sees whole values, as on the original."""
+        if not is_own(hook):
+            hook, with_kwargs = after_forward(hook, with_kwargs), True
+        return nn.Module.register_forward_hook(
+            self, hook, prepend=prepend, with_kwargs=with_kwargs, always_call=always_call
+        )
+
+    def register_full_backward_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's; the hook sees gradients of whole values, as on the original."""
+        return nn.Module.register_full_backward_hook(self, hook if is_own(hook) else after_backward(hook), prepend)
+
+    def register_full_backward_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        """As torch's; the hook sees gradients of whole values, as on the original."""
+        return nn.Module.register_full_backward_pre_hook(self, hook if is_own(hook) else before_backward(hook), prepend)
 
     # ---- attributes, children and parameters -----------------------------------------------------------------------
 

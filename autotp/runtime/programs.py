@@ -80,6 +80,9 @@ class Program:
         return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
 
 
+TABLES = ("_programs", "_turns", "_boundaries")  # of a part, by program
+
+
 class Programs(list[Program]):
     """A module's programs, as they were made: the `MOST_PROGRAMS` that ran last.
 
@@ -106,7 +109,7 @@ class Programs(list[Program]):
             gone = min(self, key=lambda each: each.used)
             gone.runs = False
             self.remove(gone)
-            for held in [vars(part).get(table, {}) for part in parts for table in ("_programs", "_turns")]:
+            for held in [vars(part).get(table, {}) for part in parts for table in TABLES]:
                 for name in [n for n in held if (n[0] if isinstance(n, tuple) else n) == gone.key]:
                     del held[name]
             for call in [call for call, (program, _) in known.items() if program is gone]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 from autotp.comm.ranks import Ranks
+from autotp.ir.layouts import Shard
 from autotp.plans.estimates import ALONE, Axis
 
 from .storage import Storage
@@ -61,6 +63,15 @@ class ShardState:
     def storage_of(self, first: str) -> Storage | None:
         """How a parameter, or a buffer that is split, is held; None for a buffer that is whole."""
         return self.storages.get(first) or self.tables.get(first)
+
+    def pieces(self) -> Iterator[tuple[nn.Parameter, bool]]:
+        """The parameters that the parts have now, and whether each is whole on every tp rank."""
+        for name, storage in self.storages.items():
+            owner, _, leaf = name.rpartition(".")
+            for n in storage.names(leaf):
+                piece = self.parts[owner]._parameters.get(n)
+                if piece is not None:
+                    yield piece, not isinstance(storage.layout, Shard)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """Modules and their tensors are copied; the ranks and what is known of the original are shared."""

@@ -11,15 +11,16 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autotp import compat
-from autotp.comm.ranks import Ranks, together
+from autotp.comm.ranks import Ranks, agree, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
-from autotp.runtime.interop import arrays, foreign, operators, refusals
+from autotp.runtime.interop import arrays, foreign, operators, redistribution, refusals
 from autotp.runtime.interop.ours import know
 
 from . import data_parallel
 from .meta import fresh_buffer
 from .part import part_of
+from .samples import few
 from .shard_state import ShardState
 from .storage import Storage
 
@@ -30,7 +31,8 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         operators.install()
         arrays.install()
         refusals.install()
-        know(shards.ranks.group_name)
+        redistribution.install()
+        know(shards.ranks.group_name, shards.ranks.planners.group_name)
     made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
     # A module that stands in two places, as a tied head does, is one part in two places.
     for path, module in model.named_modules(remove_duplicate=False):
@@ -153,7 +155,18 @@ def full_gradients(shards: ShardState) -> dict[str, Tensor]:
 
 
 def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
-    """Check all of a state dict, then load all of it."""
+    """Check all of a state dict, also that the ranks have the same one, then load all of it. A collective call."""
+    every = shards.ranks and shards.ranks.planners
+    loaded, missing, unexpected = together(every, "loading a state dict", lambda: _fitting(shards, given, strict))
+    values = {name: few(given[name]) for name in loaded if not isinstance(given[name], DTensor)}
+    agree(every, "the values of the state dict (a few of each tensor are compared)", values)
+    for name, first in loaded.items():
+        _load_one(shards, name, first, given[name])
+    return compat.IncompatibleKeys(missing, unexpected)
+
+
+def _fitting(shards: ShardState, given: Mapping[str, Any], strict: bool) -> tuple[dict[str, str], list[str], list[str]]:
+    """Names of tensors to load, with their first names; those that are missing; those that are unknown."""
     if not isinstance(given, Mapping):
         raise StateError(f"load_state_dict got {type(given).__name__}; give the original model's full state dict.")
     names = dict(named_tensors(shards))
@@ -165,8 +178,7 @@ def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
     unexpected = [n for n in given if n not in names and n not in buffers]
     loaded = {name: first for name, first in (buffers | names).items() if name in given}
     wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, given[name]))]
-    if any(isinstance(v, DTensor) for v in given.values()):
-        together(shards.ranks, "loading a state dict", lambda: _refuse_foreign(given))
+    _refuse_foreign(given)
     if wrong or (strict and (missing or unexpected)):
         raise StateError(
             "the state dict does not fit the model, and nothing was loaded.\n"
@@ -174,9 +186,7 @@ def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
                       (("missing", missing), ("unknown", unexpected), ("other shape", wrong)) if which)
             + "Give the original model's full state dict; strict=False allows missing and unknown names."
         )  # fmt: skip
-    for name, first in loaded.items():
-        _load_one(shards, name, first, given[name])
-    return compat.IncompatibleKeys(missing, unexpected)
+    return loaded, missing, unexpected
 
 
 def _refuse_foreign(given: Mapping[str, Any]) -> None:

@@ -21,6 +21,7 @@ from autotp.ir.specs import INVARIANT
 from autotp.runtime.lower import eager
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
+from .boundaries import Boundary, flows
 from .part import Part, standing_for
 from .reading import Place, places, reader
 from .scope_tree import Scope, Stretch, apart, scopes
@@ -86,6 +87,7 @@ class Assembler:
     ) -> None:  # fmt: skip
         self.parts, self.graph, self.key, self.constants, self.compiler = parts, graph, key, constants, compiler
         self.ranks, self.reads = ranks, {r.node: r for r in reads if r.storage is not None}
+        self.own = {r.node for r in reads}
         self.whole = scopes(graph)
         self.calls = 0
         self.units = self._units(reads)
@@ -267,6 +269,7 @@ class Assembler:
         turn = self._turn(path, takes)
         if turn is not None:
             part._turns[program] = turn
+        part._boundaries[program] = Boundary(path, flows(takes, self.own), flows(gives, self.own), self.ranks)
         met: list[nn.Module] = [part]
 
         def call(*args: Any) -> Any:

@@ -36,6 +36,7 @@ class Cluster:
         source: where the numbers come from.
         matmul_tile: columns that a matrix product computes together: fewer take as long as so many.
         collective_overhead: of one collective before its first step, s.
+        overlaps: whether ranks compute while they communicate.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
@@ -56,6 +57,7 @@ class Cluster:
     source: str
     matmul_tile: int = 64
     collective_overhead: float = 8.4e-6
+    overlaps: bool = True
 
     def __post_init__(self) -> None:
         for f in fields(self):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
 
 from autotp.cost.terms import NOTHING, Cost
 from autotp.ir.layouts import Distribution, Layout
+
+from .savings import Saving
 
 ValueId = Hashable
 Step = tuple[int, int]
@@ -70,13 +72,15 @@ class Use:
 class Problem:
     """Minimise the items' and the conversions' seconds; a conversion is paid once per value and layout.
 
-    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to.
+    A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
+    `savings`: what the step is shorter by than the sum.
     """
 
     items: list[Item]
     uses: list[Use]
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
+    savings: Sequence[Saving] = ()
 
 
 def conversions(

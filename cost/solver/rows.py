@@ -12,6 +12,7 @@ from autotp.ir.layouts import Layout
 
 from .integer_program import IntegerProgram, Row, Terms
 from .problem import Choice, Item, Problem, Use
+from .savings import Conversion, add_savings
 
 ACTIVATIONS, PARTITIONS, CONVERSIONS = 1e4, 1e-3, 1e-4  # weights of the second order
 MICRO = 1e6  # seconds -> microseconds, so that HiGHS' absolute tolerances are far below what matters
@@ -31,9 +32,14 @@ def build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
     """The program without limits, and the columns of each item's choices."""
     program = IntegerProgram()
     picks, producers = add_items(problem, program)
+    paid: dict[Conversion, int] = {}
     for k, use in enumerate(problem.uses):
         late = 1 + k / len(problem.uses)  # of equal plans, the one that converts early
-        add_use(problem, program, picks, producers[use.value], use, late)
+        arcs = add_use(problem, program, picks, producers[use.value], use, late)
+        paid |= {(k, arc.source, arc.target): arc.paid for arc in arcs}
+    choices = [(i, c.ins, c.outs) for i, item in enumerate(problem.items) for c in item.choices]
+    taken = dict(zip(choices, itertools.chain.from_iterable(picks), strict=True))
+    add_savings(program, problem.savings, paid, taken, MICRO)
     return program, picks
 
 
@@ -67,7 +73,7 @@ def second_order(choice: Choice, most: float) -> float:
 
 def add_use(
     problem: Problem, program: IntegerProgram, picks: list[list[int]], producers: Columns, use: Use, late: float
-) -> None:
+) -> list[Arc]:
     """Ship the value from the layout that is produced to the one that each consumer reads.
 
     Every consumer has a flow of its own over the conversions; a conversion is paid once, at its largest flow. This is
@@ -93,6 +99,7 @@ def add_use(
             flow = [program.column(False) for _ in arcs]
         program.rows += paid_once(flow, arcs)
         program.rows += conserved(flow, arcs, producers, columns, targets)
+    return arcs
 
 
 def readers_of(problem: Problem, picks: list[list[int]], use: Use) -> list[Columns]:

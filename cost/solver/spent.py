@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from autotp.cost.terms import NOTHING, Cost
 from autotp.ir.layouts import Layout
 
 from .problem import Problem, Use, ValueId, conversions
+from .savings import Conversion
 
 Price = Callable[[ValueId, Layout, Layout], Cost | None]
 
@@ -21,13 +22,21 @@ def spent(problem: Problem, chosen: Sequence[int], price: Price) -> Cost:
     """
     picked = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
     own = (choice.cost * item.count for choice, item in zip(picked, problem.items, strict=True))
-    paid = (cost * use.count for use in problem.uses for cost in _paid(problem, use, chosen, price))
-    return Cost.total([*own, *paid])
+    paid = {(k, *step): use for k, use in enumerate(problem.uses) for step in taken(problem, use, chosen)}
+    sent = ((price(use.value, a, b) or NOTHING) * use.count for (_, a, b), use in paid.items())
+    return Cost.total([*own, *sent, *saved(problem, chosen, paid)])
 
 
-def _paid(problem: Problem, use: Use, chosen: Sequence[int], price: Price) -> Iterator[Cost]:
-    for a, b in taken(problem, use, chosen):
-        yield price(use.value, a, b) or NOTHING
+def saved(problem: Problem, chosen: Sequence[int], paid: Collection[Conversion]) -> Iterator[Cost]:
+    """What each saving comes to.
+
+    Args:
+        problem: with its savings. chosen: index of each item's choice. paid: the conversions that are paid for.
+    """
+    picked = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
+    taken = {(i, choice.ins, choice.outs) for i, choice in enumerate(picked)}
+    for saving in problem.savings:
+        yield Cost(**{saving.name: saving.seconds(paid.__contains__, taken.__contains__)})
 
 
 def taken(problem: Problem, use: Use, chosen: Sequence[int]) -> list[tuple[Layout, Layout]]:

@@ -16,7 +16,7 @@ from torch import fx
 
 from autotp.comm.bucket import f_bucket
 from autotp.comm.conversions import f
-from autotp.cost import call_seconds, tensor_bytes
+from autotp.cost import mostly_start, tensor_bytes
 from autotp.ir.marks import inherit, write
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.passes.base import Changes
@@ -58,9 +58,7 @@ class Bucket(Optimisation):
 
 def _small(node: fx.Node, setting: Setting) -> bool:
     """Whether to send its gradient takes less than to start sending."""
-    sizes, ranks = (0, tensor_bytes(node.meta["val"])), setting.place.size
-    start, whole = (call_seconds("all_reduce", size, ranks, setting.cluster) for size in sizes)
-    return whole < 2 * start
+    return mostly_start("all_reduce", tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
 
 
 def unit_of(node: fx.Node) -> Scope:

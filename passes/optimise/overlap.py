@@ -16,34 +16,14 @@ from typing import Any, ClassVar
 
 from torch import fx
 
-from autotp.cost import (
-    CHOICES,
-    best_chunks,
-    call_seconds,
-    hidden_seconds,
-    node_flops,
-    op_seconds,
-    pipeline_seconds,
-    size_hint,
-    tensor_bytes,
-)
+from autotp.cost import LEAST, Chunks, OverlapModel, hidden_seconds, node_flops, size_hint, tensor_bytes
+from autotp.cost import Product as ProductSizes
 from autotp.ir.specs import ShardSpec
 from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
 from .base import Optimisation, RankProgram, Setting
 from .products import GatheredProducts, Product, ScatteredProduct, dealt, fuse, fuse_dealt, groups
-
-TILES = 8  # of a product that a chunk must have rows for: with fewer it does not reach the machine's rate
-LEAST = 10.0  # kernel launches that must be saved: what a function in Python takes more than torch's own backward
-
-
-@dataclass(frozen=True)
-class Chosen:
-    """A number of chunks, and the seconds of a step that it is predicted to save."""
-
-    chunks: int
-    saved: float
 
 
 @dataclass(frozen=True)
@@ -83,12 +63,12 @@ class Overlap(Optimisation):
                 fired["left"] += 1
                 left += chosen.saved
                 continue
-            least = model.rows(found.conversion) // chosen.chunks // 2  # a call of much fewer rows goes in one piece
+            least = model.rows(found.conversion) // chosen.number // 2  # a call of much fewer rows goes in one piece
             if isinstance(found, ScatteredProduct):
-                done = fuse_dealt(found, chosen.chunks, least)
+                done = fuse_dealt(found, chosen.number, least)
             else:
-                done = fuse(found, chosen.chunks, least=least)
-            fired[_what(found, chosen.chunks) if done is not None else "made too late"] += 1
+                done = fuse(found, chosen.number, least=least)
+            fired[_what(found, chosen.number) if done is not None else "made too late"] += 1
             saved += chosen.saved if done is not None else 0.0
         graph.eliminate_dead_code()
         done = sum(n for what, n in fired.items() if what not in ("left", "made too late"))
@@ -119,68 +99,38 @@ class _Model:
     """What the alternatives take, at the example inputs' sizes."""
 
     def __init__(self, setting: Setting) -> None:
-        self.tp, self.cluster, self.training = setting.place.size, setting.cluster, setting.objective.training
+        self.tp = setting.place.size
+        self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
 
-    def group(self, found: GatheredProducts, forced: int) -> Chosen:
+    def group(self, found: GatheredProducts, forced: int) -> Chunks:
         """Of a conversion and its products: forward in chunks, backward under the weights' gradients."""
-        size = tensor_bytes(found.conversion.meta["val"])
+        size, products = tensor_bytes(found.conversion.meta["val"]), [_sized(p) for p in found.products]
         backward = 0.0
-        if self.training:
-            sent = self.sends("reduce_scatter" if found.gathers else "all_reduce", size, 1)
-            backward = hidden_seconds(sent, sum(self.product(p, 1) for p in found.products))
+        if self.seconds.training:
+            sent = self.seconds.sends("reduce_scatter" if found.gathers else "all_reduce", size)
+            backward = hidden_seconds(sent, sum(self.seconds.product(p) for p in products))
         if not found.gathers or not _rows(found.conversion.args[1], found.conversion):
-            return Chosen(1, backward)
+            return Chunks(1, backward)
+        chunks, forward = self.seconds.gathering(size, self.rows(found.conversion), products, forced)
+        return Chunks(chunks, forward + backward)
 
-        def forward(n: int) -> float:
-            arithmetic = sum(self.product(p, n) for p in found.products)
-            made = sum(tensor_bytes(p.node.meta["val"]) / self.tp for p in found.products)
-            kept = size if self.training else 0.0
-            return pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n) + self.copies(made + kept, n)
-
-        chunks = forced or best_chunks(forward, self.choices(found.conversion))
-        return Chosen(chunks, forward(1) - forward(chunks) + backward)
-
-    def dealing(self, found: ScatteredProduct, forced: int) -> Chosen:
+    def dealing(self, found: ScatteredProduct, forced: int) -> Chunks:
         """Of a product and its g*: in chunks, the reduce-scatter after it and the all-gather before its backward."""
         if not _rows(found.conversion.args[2], found.conversion):
-            return Chosen(1, 0.0)
-        size, read = tensor_bytes(found.conversion.meta["val"]), tensor_bytes(found.product.x.meta["val"]) / self.tp
-
-        def step(n: int) -> float:
-            arithmetic = self.product(found.product, n)
-            there = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n)
-            there += self.copies(read + size / self.tp, n)
-            if not self.training:
-                return there
-            back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
-            return there + back + self.copies(size + read, n)
-
-        chunks = forced or best_chunks(step, self.choices(found.conversion))
-        return Chosen(chunks, step(1) - step(chunks) if chunks > 1 else 0.0)
-
-    def product(self, p: Product, chunks: int) -> float:
-        """Seconds of one of so many chunks of a rank's part of the product; its gradients take as long."""
-        out = p.node.meta["val"]
-        sides = [tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight)]
-        moved = (sides[0] + sides[1]) / chunks + sides[2]
-        flops = node_flops(p.node) / self.tp / chunks
-        return op_seconds(flops, moved / self.tp, str(out.dtype).removeprefix("torch."), self.cluster)
-
-    def choices(self, conversion: fx.Node) -> tuple[int, ...]:
-        """Numbers of chunks of which each has rows enough for a product."""
-        most = self.rows(conversion) * self.tp // (TILES * self.cluster.matmul_tile)
-        return tuple(n for n in CHOICES if n <= max(most, 1))
+            return Chunks(1, 0.0)
+        size = tensor_bytes(found.conversion.meta["val"])
+        return self.seconds.dealing(size, self.rows(found.conversion), _sized(found.product), forced)
 
     def rows(self, conversion: fx.Node) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
         return math.prod(map(size_hint, conversion.meta["val"].shape[:-1])) // self.tp
 
-    def sends(self, primitive: str, size: float, chunks: int) -> float:
-        return call_seconds(primitive, size / chunks, self.tp, self.cluster)
 
-    def copies(self, size: float, chunks: int) -> float:
-        """What chunks are joined in costs a reading and a writing."""
-        return op_seconds(0.0, 2 * size, "float32", self.cluster) if chunks > 1 else 0.0
+def _sized(p: Product) -> ProductSizes:
+    """The whole sizes of a product."""
+    read, made, weight = (tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight))
+    dtype = str(p.node.meta["val"].dtype).removeprefix("torch.")
+    return ProductSizes(read, made, weight, node_flops(p.node), dtype)
 
 
 def _rows(spec: Any, node: fx.Node) -> bool:

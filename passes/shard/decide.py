@@ -20,7 +20,8 @@ def decide(builder: Builder) -> Planned:
     """Solve, and spread each item's choice over the nodes it stands for."""
     problem, heads = builder.build()
     solution = _solved(builder, problem)
-    solution = replace(solution, terms=dict(spent(problem, solution.chosen, builder.prices.conversion)))
+    terms = spent(problem, solution.chosen, builder.prices.conversion)
+    solution = replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
     chosen: dict[fx.Node, Decision] = {}
     for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
         c = item.choices[k]

@@ -37,6 +37,7 @@ from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
+from .beside import Savings
 from .ends import ends_table
 from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
@@ -117,6 +118,7 @@ class Builder:
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
         problem = Problem(items, uses, self.prices.convert, self.memory)
+        problem.savings = Savings(problem, heads, self.prices, self.ops, self.leaves).all()
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}

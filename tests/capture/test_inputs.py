@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import pytest
 import torch
@@ -166,6 +166,21 @@ def test_a_misspelt_name_is_not_swallowed_by_kwargs():
     with pytest.raises(InputError, match="ignore the input 'atention_mask': did you mean 'attention_mask'"):
         I.bind(Open().forward, I.Inputs(1, atention_mask=2))
     assert I.bind(Open().forward, I.Inputs(1, token_type_ids=2)).arguments["kwargs"] == {"token_type_ids": 2}
+
+
+class Further(TypedDict, total=False):
+    attention_masks: int
+
+
+class Saying(nn.Module):
+    def forward(self, x: int, attention_mask: int = 0, **kwargs: Unpack[Further]) -> int:
+        return x
+
+
+def test_a_name_that_kwargs_say_is_not_taken_for_a_misspelt_one():
+    assert I.bind(Saying().forward, I.Inputs(1, attention_masks=2)).arguments["kwargs"] == {"attention_masks": 2}
+    with pytest.raises(InputError, match="did you mean 'attention_mask'"):
+        I.bind(Saying().forward, I.Inputs(1, attention_maks=2))
 
 
 def test_the_cache_is_switched_off_and_said():

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import autotp
 from autotp.capture import cut, selfcheck, stand_in
@@ -64,6 +65,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iter
     monkeypatch.setattr(stand_in, "CHEAP", 0)
     if request.param == "narrow":
         monkeypatch.setattr(cut, "NARROW", 16)
+        monkeypatch.setattr(cut, "LEAST", 8)
         monkeypatch.setattr(stand_in, "LIMIT", 6000)  # with two blocks of full width it has 8900 numbers
     yield request.param
 
@@ -102,6 +104,7 @@ def test_large_weights_have_a_stand_in_too(monkeypatch):
     assert "compared" not in told(model, check=True)  # the model itself is
     for i, block in enumerate(model.blocks):
         block.norm.eps = 1e-5 * (i + 1)
+    monkeypatch.setattr(cut, "LEAST", 128)
     assert "0.0 GB, 1 GB or more; check_capture=True compares all the same; no small model of its classes" in told(
         model
     )
@@ -154,16 +157,32 @@ def test_which_blocks_are_kept():
 
 def test_a_narrow_model_is_of_the_same_modules_and_flags(monkeypatch):
     monkeypatch.setattr(cut, "NARROW", 16)
+    monkeypatch.setattr(cut, "LEAST", 8)
     model: Any = empty().eval()
     model.head.train()
     model.blocks[1].up.weight.requires_grad_(False)
-    found = narrowed(model.bfloat16())
-    assert found is not None and found[1] == {32: 8, 64: 16}
-    made: Any = found[0]
+    made: Any
+    made, widths = next(narrowed(model.bfloat16()))
+    assert widths == {32: 8, 64: 16}
     assert made.head.training and not made.training and not made.blocks[1].up.weight.requires_grad
     assert made.blocks[0].up.weight.shape == (16, 8) and made.blocks[0].up.weight.dtype == torch.bfloat16
     model.blocks[1].up = nn.Identity()  # as where a library has changed modules
-    assert narrowed(model) is None
+    assert not list(narrowed(model))
+
+
+def test_the_shapes_of_llama_405b_have_a_stand_in(monkeypatch):
+    """With a vocabulary as long as that, two tables of 256 columns are too large."""
+    config = LlamaConfig(
+        num_hidden_layers=4, hidden_size=16384, intermediate_size=53248, num_attention_heads=128,
+        num_key_value_heads=8, vocab_size=128256,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = LlamaForCausalLM(config)
+    small = next(stand_in._smaller(model))
+    assert small.ratio == 128 and stand_in._count(small.model) < stand_in.LIMIT
+    monkeypatch.setattr(cut, "RATIOS", cut.RATIOS[1:])
+    small = next(stand_in._smaller(model))
+    assert small.ratio == 64 and stand_in._count(small.model) > stand_in.LIMIT
 
 
 def test_a_graph_is_the_same_as_itself():

@@ -205,6 +205,13 @@ def test_verify_a_saved_plan(run):
     assert run("verify", SMALL, "--plan", "plan.json", "--tp", 2).exit_code == 2
 
 
+def test_verify_certifies(run):
+    table = run("verify", SMALL, "--certify")
+    assert table.exit_code == 0 and re.search(r"types, by spmd_types [\d.]+ +accepted", table.stdout)
+    found = json.loads(run("verify", SMALL, "--certify", "--json").stdout)["certificate"]
+    assert found["refusal"] is None and found["operators"] > 0
+
+
 def test_verify_notices_a_wrong_rule(run):
     with registered(turn, rule="...n->...n"):  # it turns along n, which must not be split
         done, told = (

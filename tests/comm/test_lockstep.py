@@ -76,9 +76,9 @@ def whole_state(sharded: Any, what: str) -> None:
 
 
 WORDS = {
-    "backward": "rank 0: backward of call 2 of copy of Net, rank 1: forward, call 3 of copy of Net",
+    "backward": "rank 0: backward of call 2 of copy of Net, rank 1: step of SGD on copy of Net, after call 2",
     "step": "do not agree on the values of the inputs of call 2 of copy of Net",
-    "update": "rank 0: weights written, rank 1: weights as they were",
+    "update": "rank 0: step of SGD on copy of Net, after call 2, rank 1: forward, call 3 of copy of Net",
     "length": "input 0: rank 0: (4, 8) torch.float32, rank 1: (8, 8) torch.float32",
     "shape": "input 0: rank 0: (4, 8) torch.float32, rank 1: (2, 2, 8) torch.float32",
     "new": "input 0: rank 0: (4, 8) torch.float32, rank 1: (3, 8) torch.float32",

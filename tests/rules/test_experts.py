@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import autotp
 from autotp.ir.specs import GroupedSpec
 from autotp.plans.plan import Plan
+from autotp.proof.simulate import NARROW
 from tests.helpers.models import redrawn
 
 TOKENS = {"input_ids": torch.arange(32).reshape(2, 16)}
@@ -63,6 +64,38 @@ def test_batched_mm():
     report = autotp.verify(redrawn(mixture("batched_mm")), 2, TOKENS)
     assert report, report
     assert report.plan is not None and dims(report.plan) == {("gate_up_proj", 1), ("down_proj", 2)}
+
+
+class Kernel(nn.Module):
+    """Torch's own operator, which computes in no float64, on rows whose groups data ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(4, 16, 32)), nn.Parameter(torch.randn(4, 32, 16))
+
+    def forward(self, x: Tensor, sizes: Tensor) -> Tensor:
+        ends = sizes.cumsum(0).to(torch.int32)
+        hidden = nn.functional.grouped_mm(x.bfloat16(), self.up.bfloat16(), offs=ends).relu()
+        return nn.functional.grouped_mm(hidden, self.down.bfloat16(), offs=ends).float()
+
+
+@pytest.mark.parametrize("pins", [None, {"up": Shard(0), "down": Shard(0)}], ids=["as priced", "by expert"])
+def test_torchs_own_kernel_is_compared_in_float64(pins: dict | None):
+    report = autotp.verify(Kernel(), 2, (torch.randn(8, 16), torch.tensor([3, 0, 4, 1])), pins=pins)
+    assert report, report
+    split = {p.layout.sharded_dim for p in report.plan.parameters} if report.plan else set()
+    assert split == ({0} if pins else {1, 2})
+
+
+@pytest.mark.parametrize(
+    "shapes", [((8, 16), (3, 16, 8)), ((3, 5, 16), (16, 8)), ((8, 8), (8, 8)), ((3, 5, 16), (3, 16, 8))]
+)
+def test_every_form_of_the_product_in_float64_is_the_kernels(shapes: tuple[tuple[int, ...], ...]):
+    x, weight = (torch.randn(shape) for shape in shapes)
+    ends = None if x.ndim == weight.ndim == 3 else torch.tensor([3, 4, 8], dtype=torch.int32)
+    wanted = torch.ops.aten._grouped_mm(x.bfloat16(), weight.bfloat16(), ends).double()
+    found = NARROW[torch.ops.aten._grouped_mm.default](x.bfloat16().double(), weight.bfloat16().double(), ends)
+    torch.testing.assert_close(found, wanted, rtol=1e-2, atol=5e-2)
 
 
 def test_rows_of_other_ranks_are_masked(monkeypatch: pytest.MonkeyPatch):

@@ -45,11 +45,11 @@ def annotation(layout: Layout) -> Any:
     return {"I": spmd.I, "R": spmd.R, "P": spmd.P if summed else spmd.V}.get(layout.mark, spmd.V)
 
 
-def annotations(layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:
+def of_layouts(layouts: Mapping[str, Layout]) -> dict[str, dict[str, Any]]:
     """Name -> what `spmd_types.assert_type` takes for that value: the mesh axis and its type there."""
     return {name: {AXIS: annotation(layout)} for name, layout in layouts.items()}
 
 
 def to_spmd_types(plan: Plan) -> dict[str, dict[str, Any]]:
     """The layouts of a plan's parameters, split buffers and states, by name."""
-    return annotations({**plan.placements, **plan.states})
+    return of_layouts({**plan.placements, **plan.states})

@@ -129,11 +129,13 @@ class _Equation:
         terms = {s: self._term(decision.factor, s) for s in slots}
         factors = [s for s in slots if s not in added]
         out = self._term(decision.factor, len(self.op.ins) + index)
-        new = next((d for d, x in enumerate(out) if x != "_" and not any(x in terms[s] for s in factors)), None)
-        right = "".join("_" if d == new else x for d, x in enumerate(out))
         if not factors:
             return None
-        found = self._einsum([terms[s] for s in factors], right, [slots[s] for s in factors], factors)
+        read = [terms[s] for s in factors]
+        letters = {"_", *"".join(read)}
+        new = next((d for d, x in enumerate(out) if x not in letters), None)  # a loop that no operand has
+        right = out if new is None else f"{out[:new]}_{out[new + 1 :]}"
+        found = self._einsum(read, right, [slots[s] for s in factors], factors)
         if new is not None and decision.factor is not None and out[new] == ascii_letters[decision.factor]:
             spmd = spmd_types()
             found = spmd_types("rules").convert(found, AXIS, src=spmd.R, dst=spmd.S(new))
@@ -206,5 +208,6 @@ class _Equation:
 
     def _typed(self, terms: list[str], out: str, stands: list[Stand], linear: tuple[tuple[int, ...], ...]) -> Any:
         equation = f"{','.join(x or blank(0) for x in terms)}->{out}"
-        values = flavoured([x.value for x in stands], [x.graded for x in stands])
+        graded = [x.graded for x in stands]
+        values = flavoured([x.value for x in stands], graded)
         return spmd_types("rules").einsum(equation, *values, linear_in=linear)

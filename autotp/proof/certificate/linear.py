@@ -24,11 +24,15 @@ def _zero(name: str) -> Callable[[Values], bool]:
     return lambda named: named.get(name) in (0, None)
 
 
+def _sides(named: Values) -> tuple[Any, Any]:
+    return named["self"], named["other"]
+
+
 def _exact(named: Values) -> bool:
     """Whether a cast keeps real numbers real: a sum of rounded summands is another number."""
-    x, dtype = named["self"], named.get("dtype")
-    like = named.get("other")
-    goal = dtype if dtype is not None else like.dtype if isinstance(like, Tensor) else x.dtype
+    x, like = named["self"], named.get("other")
+    same = like.dtype if isinstance(like, Tensor) else x.dtype
+    goal = named.get("dtype") or same
     return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
 
 
@@ -48,7 +52,7 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     aten.dropout: ((("input",),), lambda named: not named["train"] or named["p"] == 0),
     aten.constant_pad_nd: (SELF, _zero("value")),
     aten.masked_fill: (SELF, _zero("value")),
-    aten.where: ((("self", "other"),), _always),
+    aten.where: ((("self", "other"),), lambda named: all(isinstance(x, Tensor) or x == 0 for x in _sides(named))),
     aten.complex: ((("real", "imag"),), _always),
     aten.outer: ((("self",), ("vec2",)), _always),
     aten.linalg_vecdot: ((("x",), ("y",)), _always),
@@ -84,13 +88,19 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
         for x in tensors_in(named.get(name)):
             slots.setdefault(name, []).append(count)
             count += x is not None
-    found = (tuple(s for name in group for s in slots.get(name, ())) for group in groups)
+    found = (_joined(slots, group) for group in groups)
     return tuple(group for group in found if group)
+
+
+def _joined(slots: Mapping[str, list[int]], names: tuple[str, ...]) -> tuple[int, ...]:
+    """The slots of these arguments."""
+    return tuple(slot for name in names for slot in slots.get(name, ()))
 
 
 def tensors_in(value: Any) -> list[Tensor]:
     """The tensors of one argument."""
-    return [x for x in (value if isinstance(value, list | tuple) else [value]) if isinstance(x, Tensor)]
+    items = value if isinstance(value, list | tuple) else [value]
+    return [x for x in items if isinstance(x, Tensor)]
 
 
 def type_by_rule(operands: Sequence[Tensor], linear: tuple[tuple[int, ...], ...], out: Tensor) -> None:
@@ -120,9 +130,12 @@ def flavoured(values: Sequence[Any], graded: Sequence[bool]) -> list[Any]:
     spmd = spmd_types()
     types = [spmd.get_axis_local_type(x, AXIS) for x in values]
     carried = [t for t, g in zip(types, graded, strict=True) if g]
-    flavour = spmd.I if carried and all(t is spmd.I for t in carried) else spmd.R
-    other = [not g and t in (spmd.I, spmd.R) and t is not flavour for t, g in zip(types, graded, strict=True)]
-    return [standing(x.ndim, flavour) if o else x for x, o in zip(values, other, strict=True)]
+    flavour = spmd.I if set(carried) == {spmd.I} else spmd.R
+    found = []
+    for x, kind, g in zip(values, types, graded, strict=True):
+        free = not g and kind in (spmd.I, spmd.R)
+        found.append(standing(x.ndim, flavour) if free and kind is not flavour else x)
+    return found
 
 
 def carries(x: Any) -> bool:

@@ -78,7 +78,6 @@ class Typing:
         return self.count
 
     def _walk(self) -> None:
-        self.leaves = {x.node: x for x in self.planned.program.leaves}
         wholes = iter(n for n in self.planned.program.graph.nodes if n.op == "placeholder")
         for node in self.sharded.graph.nodes:
             try:
@@ -252,7 +251,8 @@ def sizes_of(value: torch.SymInt) -> Size:
 
 def _new(result: Any, operands: list[Tensor]) -> Any:
     """The result as a tensor of its own, that may have a type of its own: some operators return an operand."""
-    return result.view_as(result) if isinstance(result, Tensor) and any(result is x for x in operands) else result
+    again = isinstance(result, Tensor) and any(result is x for x in operands)
+    return result.view_as(result) if again else result
 
 
 def _as_it_is(x: Tensor) -> Tensor:

@@ -133,13 +133,21 @@ def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | N
     """The torch function for an operator, or None, and whether that takes a `Summand` first.
 
     Args:
-        target: of the call. kwargs: its arguments by name; a quotient that is rounded is not linear.
+        target: of the call. kwargs: its arguments by name. Nothing that rounds is linear, though the checker has
+            `torch.div` with a `rounding_mode` in its table.
     """
     packet = getattr(target, "overloadpacket", None)
     if packet in CONVOLUTIONS:
         return _convolution(target), True
     if packet in SUMS:
         return SUMS[packet], True
-    if packet in QUOTIENTS and kwargs.get("rounding_mode") is None:
+    rounded = kwargs.get("rounding_mode") is not None or not _real(kwargs.get("dtype"))
+    if rounded:
+        return None, False
+    if packet in QUOTIENTS:
         return torch.div, False
     return SAME.get(packet, TURNED.get(packet)), False
+
+
+def _real(dtype: torch.dtype | None) -> bool:
+    return dtype is None or dtype.is_floating_point or dtype.is_complex

@@ -19,6 +19,7 @@ from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.ir.files import opened
 from autotp.runtime import state
+from autotp.runtime.samples import few
 from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import as_dtensor
 
@@ -69,7 +70,8 @@ def load(
         return archive, found, wanted
 
     archive, found, wanted = together(ranks, "reading what the checkpoint holds", prepare)
-    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive)})
+    values = {n: few(t) for n, t in archive.tensors.items()} if isinstance(archive, Given) else {}
+    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **values})
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()

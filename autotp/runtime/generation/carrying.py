@@ -110,15 +110,17 @@ class Carriers:
 
     def _measure(self, captured: Capture) -> None:
         """Take note of the sizes that states are left with, where some size of the state is not a number."""
-        names = states_of(captured.out_spec)
         for position, node in placed_outputs(captured):
+            name = captured.becomes(position)
+            if name is None:
+                continue
             maker, index = resolve(node)
-            shape = sizes(tensors(maker)[index]) if position in names else ()
+            shape = sizes(tensors(maker)[index])
             if any(not isinstance(n, int) for n in shape):
                 for d, n in enumerate(shape):
                     number = n if d and isinstance(n, int) and n > 1 else None  # of 0 and 1 torch makes numbers
-                    known = self.sizes.setdefault((names[position], d), number)
-                    self.sizes[names[position], d] = number if known == number else None
+                    known = self.sizes.setdefault((name, d), number)
+                    self.sizes[name, d] = number if known == number else None
 
     def cut(self, name: str) -> Cut | None:
         """How a state is split; None where it is whole. Remembered, as every step asks for every state."""

@@ -29,6 +29,7 @@ from autotp.proof.simulate import double, real, weights_of
 from autotp.runtime.call_key import form
 from autotp.runtime.programs import Program
 
+from .as_run import as_it_runs
 from .carrying import Arguments, Carriers
 
 CPU = torch.device("cpu")
@@ -76,6 +77,7 @@ class Simulated:
         ranks: whether the ranks run too, not the unsharded graph alone.
         steps: the calls of the model, not those of its parts.
         states: as the call before left them, by name.
+        rewritten: how many attentions of the programs read their cache as it is, as on the ranks.
     """
 
     model: nn.Module
@@ -87,6 +89,7 @@ class Simulated:
     steps: list[Step] = field(default_factory=list)
     states: dict[str, State] = field(default_factory=dict)
     programs: list[Program] = field(default_factory=list)
+    rewritten: int = 0
 
     def __post_init__(self) -> None:
         self.bare = skeleton(self.model, CPU).eval()
@@ -138,6 +141,8 @@ class Simulated:
             captured = self._captured(call)
         _, sharded = apply_plan(captured, self.plan, self.options, states=self.layouts)
         self.layouts |= sharded.states
+        sharded, count = as_it_runs(sharded, self.plan.tp, self.options.objective)
+        self.rewritten += count
         values = [x.node.meta.get("val") for x in captured.inputs]
         called, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
         self.programs.append(Program(captured, sharded, sharded.graph, len(self.programs), called, entry=call.entry))

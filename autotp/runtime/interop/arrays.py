@@ -1,4 +1,5 @@
-"""`numpy()` and `tolist()` of a sharded module's tensors, which loggers and plotters call: torch has neither."""
+"""What torch lacks for a sharded module's tensors: `numpy()` and `tolist()`, which loggers and plotters call, and
+`share_memory_()`, which would end the process."""
 
 from __future__ import annotations
 
@@ -21,6 +22,18 @@ def install() -> None:
     """Give what is whole on every rank, and refuse what is in parts, in this process."""
     for name in ("numpy", "tolist"):
         setattr(DTensor, name, _reading(name, getattr(Tensor, name)))
+    DTensor.share_memory_ = _shared(Tensor.share_memory_)  # type: ignore[method-assign]
+
+
+def _shared(share: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(share)
+    def of(tensor: Any) -> Any:
+        if not ours(tensor):
+            return share(tensor)
+        share(compat.local_of(tensor))
+        return tensor
+
+    return of
 
 
 def _reading(name: str, read: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,6 @@ right for every DTensor.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,12 +22,12 @@ from autotp.errors import StateError
 
 from . import whole_tensors
 from .ours import ours
+from .stepping import stepping
 
 aten = torch.ops.aten
 COMPARED = ("gt", "ge", "lt", "le", "eq", "ne")
 Handler = Callable[[Any, Sequence[Any], Any], Any]
 COMPARISONS = tuple(getattr(getattr(aten, name), over) for name in COMPARED for over in ("Scalar", "Tensor"))
-STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda _: None).__code__  # around every optimizer's `step`
 
 
 @functools.cache
@@ -52,7 +51,7 @@ def _number(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     value = args[0]
     if in_parts(value) and ours(value):
-        if not _stepping():
+        if not stepping():
             how = " and ".join(sorted({str(p) for p in value.placements if not isinstance(p, Replicate)}))
             raise StateError(
                 f"a number was asked (item, float, bool) of a DTensor that is {how}: each rank holds its own part of "
@@ -69,18 +68,10 @@ def _compared(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     Asked for on one rank alone, that is an error on all of them as soon as the others do something else.
     """
     value = next((x for x in args if isinstance(x, DTensor) and x.ndim == 0 and in_parts(x) and ours(x)), None)
-    if value is not None and not _stepping():
+    if value is not None and not stepping():
         for i in range(value.device_mesh.ndim):
             meet_in(value.device_mesh.get_group(i).group_name, "comparing a number of which each rank holds a part")
     return compat.by_default(op, args, kwargs)
-
-
-def _stepping() -> bool:
-    """Whether this is called from within `step` of an optimizer of torch's kind."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not STEP:
-        frame = frame.f_back
-    return frame is not None
 
 
 def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
@@ -187,7 +178,7 @@ def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     They are then squared in place and the like, which torch refuses for summands.
     """
     found = compat.by_default(op, args, kwargs)
-    if isinstance(found, DTensor) and found.ndim and any(p.is_partial() for p in found.placements) and _stepping():
+    if isinstance(found, DTensor) and found.ndim and any(p.is_partial() for p in found.placements) and stepping():
         whole = [Replicate() if p.is_partial() else p for p in found.placements]
         return found.redistribute(placements=whole)
     return found

@@ -139,14 +139,16 @@ def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
     draw = torch.Generator().manual_seed(0)
     data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
-    try:
-        with _rehearsal(ranks.device):
-            whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds)
-    except Exception:
+    whole, closure = None, False
+    for closure in _closures(optimizer):
+        with contextlib.suppress(Exception), _rehearsal(ranks.device):
+            whole = _stepped(optimizer, {k: _whole(v) for k, v in data.items()}, kinds, closure)
+            break
+    if whole is None:
         return ""  # it cannot be rehearsed, or is wrong on the model too
     try:
         with _rehearsal(ranks.device):
-            cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds)
+            cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds, closure)
     except Exception as error:
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
@@ -188,7 +190,9 @@ def _cut(kind: PieceKind, values: list[Tensor], ranks: Ranks) -> list[list[Any]]
     return [kind.storage.shard(v, ranks.mesh, ranks.rank, ranks.device) for v in values]
 
 
-def _stepped(optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kinds: Kinds) -> dict[PieceKind, Any]:
+def _stepped(
+    optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kinds: Kinds, with_closure: bool
+) -> dict[PieceKind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
     stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
     made = _copied(optimizer, stand, kinds)
@@ -203,7 +207,7 @@ def _stepped(optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kin
             return torch.zeros(())
 
         closure()
-        if _wants_closure(optimizer):
+        if with_closure:
             step(made, closure)
         else:
             step(made)
@@ -232,9 +236,17 @@ def _made(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, An
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not _kept_out(k, v)}
     memo = {**memo, **{id(v): _made(v, groups, memo) for v in rest.values() if isinstance(v, Optimizer)}}
     others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
-    vars(made).update(copy.deepcopy(rest, {**others, **memo}))
+    held = {k: copy.deepcopy(v, {**others, **memo}) for k, v in rest.items()}
+    vars(made).update({k: _once(v) if isinstance(v, list) else v for k, v in held.items()})
     made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
     return made
+
+
+def _once(values: list[Any]) -> list[Any]:
+    """A list of parameters with each stand-in once, of parameters that are rehearsed."""
+    if not values or not all(isinstance(v, nn.Parameter) for v in values):
+        return values
+    return list({id(v): v for v in values if v.numel()}.values())
 
 
 def _apart(kind: PieceKind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
@@ -262,17 +274,15 @@ def _of(optimizer: Optimizer) -> list[list[int]]:
     return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _wants_closure(optimizer: Optimizer) -> bool:
-    """Whether `step` cannot do without, or may have one and is that of an optimizer which holds another, as SAM does.
-
-    Not of one that lists its parameters beside the groups, as LBFGS does: in a rehearsal one stands for all of a kind.
-    """
-    if any(isinstance(x, nn.Parameter) for k, v in vars(optimizer).items() if k != "param_groups" for x in _leaves(v)):
-        return False
+def _closures(optimizer: Optimizer) -> list[bool]:
+    """Whether `step` gets a closure: where it cannot do without, or is that of an optimizer which holds another, as SAM
+    does; where it may have one, it is tried without first."""
     step: Any = inspect.unwrap(type(optimizer).step)
     closure = inspect.signature(step).parameters.get("closure")
+    if closure is None:
+        return [False]
     holds = any(isinstance(v, Optimizer) for v in vars(optimizer).values())
-    return closure is not None and (closure.default is inspect.Parameter.empty or holds)
+    return [True] if holds or closure.default is inspect.Parameter.empty else [False, True]
 
 
 def _plain(value: Any) -> bool:

@@ -14,6 +14,7 @@ import autotp
 from autotp.driver.options import CaptureRequest, Options
 from autotp.errors import InputError
 from autotp.inputs import Inputs
+from autotp.kernels.cached_attention import attend, cached_attention
 from autotp.proof.both import Both
 from autotp.runtime.generation.decoded import compared
 from autotp.runtime.generation.simulated import Simulated
@@ -67,6 +68,20 @@ def test_what_is_decoded_is_one_forward(decoding):
     said = str(found)
     assert "prefill of 6 and decoding of 3 tokens equal the forward of 9: logits of 9 positions" in said
     assert "2 cached tensors, each rank's parts put together" in said
+
+
+def test_attention_over_a_cache_is_proved_as_it_runs(decoding):
+    assert decoding.simulated.rewritten > 0
+    calls = [n for p in decoding.simulated.programs for n in p.graph.nodes if n.target in (attend, cached_attention)]
+    assert len(calls) == decoding.simulated.rewritten
+    changed = calls[-1]
+    args, changed.args = changed.args, (*changed.args[:-1], 0.7)  # another scale, which the captured graph has not
+    try:
+        found = decoding.again()
+    finally:
+        changed.args = args
+    assert found.difference is not None and "decoded token" in found.difference.detail
+    assert decoding.again().difference is None
 
 
 def test_an_entry_of_the_cache_of_one_rank_that_changes_is_named(decoding):

@@ -14,6 +14,7 @@ from autotp.capture.capture import capture, skeleton
 from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.ir.carried import describe
+from autotp.runtime.generation.carrying import Carriers
 from autotp.runtime.generation.in_place import WRITES, write_in_place
 from autotp.runtime.generation.steps import Fit
 
@@ -52,6 +53,30 @@ def test_states_are_leaves_by_name_and_writes_are_carried():
     found = captured()
     assert [x.name for x in found.leaves if x.kind.carried] == ["store.keys", "store.count"]
     assert sorted(found.carried.values()) == ["store.count", "store.keys"]
+
+
+class Filler(nn.Module):
+    """Counts in place, and leaves keys of two heads."""
+
+    def forward(self, x: torch.Tensor, store: Any) -> torch.Tensor:
+        store.count.add_(x.shape[1])
+        store.keys = x.unflatten(-1, (2, 2)).transpose(1, 2)
+        return x.sum(1)
+
+
+def test_sizes_are_remembered_by_state_also_after_writes_in_place():
+    store: Any = Store(3, 8)
+    store.keys = None
+    with torch.no_grad():
+        found = capture(skeleton(Filler(), "cpu"), Inputs(torch.ones(3, 5, 4), describe(store, "store")))
+    output = found.graph.output_node()
+    results: Any = output.args[0]
+    out, keys, count = results
+    output.args = ((count, out, keys),)  # as torch.export puts them where it has seen the write
+    found.mutations, found.carried = {0: found.mutations[2]}, {0: "store.count", 2: "store.keys"}
+    carriers = Carriers(("x", "store"))
+    carriers._measure(found)
+    assert [carriers.sizes.get(("store.keys", d)) for d in range(4)] == [None, 2, None, 2]
 
 
 def test_what_the_original_writes_in_place_is_written_in_place():

@@ -14,7 +14,7 @@ from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
 
 OPTIM: Any = torch.optim
-NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "a closure")
+NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "a closure", "a list of its own")
 
 
 class Own(OPTIM.Optimizer):
@@ -83,6 +83,23 @@ class LocalSam(Sam):
         self.base.step()
 
 
+class Descent(OPTIM.Optimizer):
+    """Lists its parameters beside the groups and asks for a closure, as LBFGS does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+        self.listed = self.param_groups[0]["params"]
+
+    def step(self, closure: Any = None) -> None:
+        assert closure is not None
+        torch.enable_grad()(closure)()
+        held = [(p.to_local(), p.grad.to_local()) if hasattr(p, "to_local") else (p, p.grad) for p in self.listed]
+        norm = torch.cat([g.reshape(-1) for _, g in held]).norm()
+        with torch.no_grad():
+            for p, g in held:
+                p.sub_(g * (0.1 / norm))
+
+
 class Attention(nn.Module):
     """Four heads that share two keys and values; q, k and v come from one weight."""
 
@@ -107,6 +124,7 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "plain states": lambda: Shampoo([sharded.out.weight], lr=0.1),
         "Muon on pieces": lambda: OPTIM.Muon(pieces, lr=0.1),
         "steps within steps": lambda: Sam(list(sharded.parameters()), Own, lr=0.1),
+        "a list of its own": lambda: Descent(sharded.parameters(), lr=0.1),
         "a closure": lambda: LocalSam([sharded.out.weight], OPTIM.SGD, lr=0.1),
     }
 

@@ -1,0 +1,346 @@
+"""What hooks on a module see: whole values, as on the original, where a rank has a slice or a summand of them.
+
+A hook is shown what flows into the module and out of it as tensors that are whole on every rank, and whose gradients
+are; what it returns in their place is split again. Parameters, which flow into modules too, are not shown. Hooks of
+torch itself, as those of `fully_shard`, take what flows as it is.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import struct
+from collections.abc import Callable, Sequence, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp.comm.bucket import f_bucket
+from autotp.comm.conversions import function_for
+from autotp.comm.lockstep import meet
+from autotp.comm.ranks import Ranks
+from autotp.errors import StateError
+from autotp.ir.layouts import I, Layout, Shard
+from autotp.ir.marks import mark
+from autotp.ir.specs import INVARIANT, ShardSpec, Spec
+
+OWN = ("torch.", "autotp.")
+LENGTH = struct.Struct("!q")
+
+
+@dataclass(frozen=True)
+class Flow:
+    """One value at the boundary of a module.
+
+    Attributes:
+        shown: whether hooks see it: no parameter, and the first of those that hold one value in several layouts.
+        layout: how it lies over the ranks.
+        place: of the value, among all that flow there; those that hold the same one have the same.
+    """
+
+    shown: bool
+    layout: Layout
+    place: int = 0
+
+
+def flows(nodes: Sequence[fx.Node], parameters: Set[fx.Node]) -> list[Flow]:
+    """Of the values that flow there."""
+    origins, layouts = [_origin(n) for n in nodes], [mark(n).layout or I for n in nodes]
+    firsts: dict[fx.Node, int] = {}
+    for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
+        hidden = origin in parameters or not isinstance(node.meta.get("val"), Tensor)
+        at = firsts.get(origin)
+        if not hidden and (at is None or (_whole(layouts[i]) and not _whole(layouts[at]))):
+            firsts[origin] = i
+    return [Flow(firsts.get(o) == i, layouts[i], origins.index(o)) for i, o in enumerate(origins)]
+
+
+def _whole(layout: Layout) -> bool:
+    """Whether a value is shown without a collective."""
+    return layout.mark in "IR"
+
+
+def _origin(node: fx.Node) -> fx.Node:
+    """The node whose value this one holds in another layout."""
+    while True:
+        source: Any = node.args[0] if node.args else None
+        if mark(node).conversion and len(node.all_input_nodes) == 1:
+            node = node.all_input_nodes[0]
+        elif node.target is operator.getitem and source.target is f_bucket:
+            node = source.args[0][node.args[1]]
+        else:
+            return node
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """What flows into one call of a module and out of it.
+
+    Attributes:
+        path: of the module. ranks: over which the values lie; None in one plain process.
+    """
+
+    path: str
+    takes: Sequence[Flow]
+    gives: Sequence[Flow]
+    ranks: Ranks | None
+
+    @property
+    def ways(self) -> Any:
+        """How everything lies there, to be compared."""
+        return tuple(self.takes), tuple(self.gives)
+
+    @property
+    def communicates(self) -> bool:
+        """Whether showing the whole of what flows forward takes all ranks."""
+        return any(flow.shown and not _whole(flow.layout) for flow in (*self.takes, *self.gives))
+
+    @property
+    def split(self) -> bool:
+        """Whether a hook would see something else than the whole."""
+        return any(not flow.shown or flow.layout != I for flow in (*self.takes, *self.gives))
+
+    def shown(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
+        """What a hook sees of these values; `graded`: of their gradients."""
+        out: dict[int, Any] = {}
+        shown = {flow.place for flow in flows if flow.shown}
+        for value, flow in zip(values, flows, strict=True):
+            if flow.place in shown and (flow.shown or graded):
+                whole, before = self._whole(value, self._spec(value, flow, graded)), out.get(flow.place)
+                out[flow.place] = whole if before is None else before if whole is None else before + whole
+        return tuple(out[place] for place in dict.fromkeys(f.place for f in flows if f.shown))
+
+    def taken(
+        self, values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any], new: Any,
+        kept: Set[int] | None = None, graded: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
+        """The values, with what a hook put in the place of those that it saw.
+
+        Args:
+            values, flows: those at the boundary. seen: what the hook saw; new: what it gave.
+            kept: places in `seen` to which it did not write; None for all.
+            graded: whether these are gradients.
+
+        Raises:
+            StateError: it gave another number of values.
+        """
+        given = tuple(new) if isinstance(new, tuple | list) else (new,)
+        if len(given) != len(seen):
+            raise StateError(
+                f"a hook on {self.path} returned {len(given)} values in the place of {len(seen)}: those that flow "
+                "there in the captured graph. Return as many."
+            )
+        places = dict.fromkeys(flow.place for flow in flows if flow.shown)
+        pairs = enumerate(zip(places, seen, given, strict=True))
+        new_at = {p: made for i, (p, old, made) in pairs if made is not old or (kept is not None and i not in kept)}
+        out = []
+        for value, flow in zip(values, flows, strict=True):
+            if flow.place not in new_at:
+                out.append(value)
+            elif graded and not flow.shown:  # all of the gradient goes through the one that is shown
+                out.append(None if value is None else torch.zeros_like(value))
+            else:
+                out.append(self._part(new_at[flow.place], self._spec(value, flow, graded)))
+        return tuple(out)
+
+    def _whole(self, value: Any, spec: Spec) -> Any:
+        if value is None or spec == INVARIANT:
+            return value
+        whole = self._convert(value, spec, INVARIANT)
+        return whole.clone() if spec.mark == "R" else whole  # not the same memory: a hook may write to it
+
+    def _part(self, value: Any, spec: Spec) -> Any:
+        return value if value is None or spec == INVARIANT else self._convert(value, INVARIANT, spec)
+
+    def _convert(self, value: Tensor, source: Spec, target: Spec) -> Tensor:
+        r = self.ranks
+        assert r is not None
+        return function_for(source, target)(value, source, target, rank=r.rank, tp=r.tp, group=r.group_name)
+
+    def _spec(self, value: Any, flow: Flow, graded: bool) -> Spec:
+        """How the value of a flow, or its gradient, lies now."""
+        if not isinstance(value, Tensor) or flow.layout == I or self.ranks is None:
+            return INVARIANT
+        if flow.layout.mark not in "RPS":
+            raise StateError(
+                f"a hook on {self.path}: its values lie over the ranks as {flow.layout}, of which no rank has the "
+                "whole. Hook the module around it."
+            )
+        spec = flow.layout.to_runtime()
+        if isinstance(flow.layout, Shard) and not _plain(spec):
+            spec = self._measured(value, flow.layout)
+        return spec.dual if graded else spec
+
+    def _measured(self, value: Tensor, layout: Shard) -> Spec:
+        """A slice of a length that only the ranks' tensors tell. A collective call."""
+        _, repeat, segments = layout.to_runtime()[:3]  # type: ignore[index]
+        unit = segments[0][1] if len(segments) == 1 and repeat == 1 else None
+        if not isinstance(unit, int):
+            raise StateError(
+                f"a hook on {self.path}: its values are split in pieces whose sizes change. Hook the module around it."
+            )
+        assert self.ranks is not None
+        lengths = meet(self.ranks.channel, f"hook on {self.path}", LENGTH.pack(value.shape[layout.dim]))
+        total = sum(LENGTH.unpack(x)[0] for x in lengths)
+        return ShardSpec(layout.dim, 1, ((total // unit, unit),))
+
+
+def _plain(spec: Any) -> bool:
+    """Whether a slice is told in numbers."""
+    return isinstance(spec.repeat, int) and all(isinstance(n, int) for pair in spec.segments for n in pair)
+
+
+def _of(module: Any, options: dict[str, Any]) -> Boundary | None:
+    """The boundary at which a hook is called, where it would see parts."""
+    boundary = module._boundaries.get(options.get("program"))
+    return boundary if boundary is not None and boundary.split else None
+
+
+def _name(hook: Any) -> str:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return str(getattr(hook, "__module__", None) or type(hook).__module__)
+
+
+def is_own(hook: Any) -> bool:
+    """Whether a hook is one of torch's own, or of autotp's."""
+    return f"{_name(hook)}.".startswith(OWN)
+
+
+def _shows_whole(run: Any) -> Any:
+    run.shows_whole = True
+    return run
+
+
+def gathers(module: Any) -> bool:
+    """Whether some hook on the module is shown values that all ranks gather for it."""
+    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
+    if not any(getattr(hook, "shows_whole", False) for hook in hooks):
+        return False
+    return any(boundary.communicates for boundary in getattr(module, "_boundaries", {}).values())
+
+
+def _versions(values: Sequence[Any]) -> list[Any]:
+    """By which writes to the values are seen afterwards."""
+    return [_version(v) if isinstance(v, Tensor) else None for v in values]
+
+
+def _version(value: Tensor) -> Any:
+    return value.clone() if value.is_inference() else value._version
+
+
+def _kept(values: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    """The places of values that were not written to."""
+    return {i for i, (v, was) in enumerate(zip(values, before, strict=True)) if not _written(v, was)}
+
+
+def _written(value: Any, before: Any) -> bool:
+    if isinstance(before, Tensor):
+        return not torch.equal(value, before)
+    return isinstance(value, Tensor) and value._version != before
+
+
+def _grade(values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any]) -> None:
+    """Let values need gradients where a hook said so of what it saw."""
+    shown = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
+    for value, whole in zip(shown, seen, strict=True):
+        if isinstance(whole, Tensor) and whole.requires_grad and not value.requires_grad:
+            value.requires_grad_()
+
+
+def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
+    """A pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
+
+    @_shows_whole
+    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
+        seen = args if boundary is None else boundary.shown(args, boundary.takes)
+        before = _versions(seen)
+        new = hook(module, seen, rest) if with_kwargs else hook(module, seen)
+        kept = _kept(seen, before)
+        if new is None and (boundary is None or len(kept) == len(seen)):
+            return None
+        if new is not None and with_kwargs:
+            new, rest = new
+        new = seen if new is None else new if isinstance(new, tuple) else (new,)
+        taken = new if boundary is None else boundary.taken(args, boundary.takes, seen, new, kept)
+        return taken, rest | {k: v for k, v in kwargs.items() if k == "program"}
+
+    return run
+
+
+def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
+    """A forward hook that is shown whole values; to be registered with `with_kwargs`."""
+
+    @_shows_whole
+    def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
+        options = (rest,) if with_kwargs else ()
+        if boundary is None:
+            return hook(module, args, *options, output)
+        several = len(boundary.gives) > 1
+        values: tuple[Any, ...] = output if several else (output,)
+        seen = boundary.shown(values, boundary.gives)
+        before = _versions(seen)
+        new = hook(module, boundary.shown(args, boundary.takes), *options, seen[0] if len(seen) == 1 else seen)
+        kept = _kept(seen, before)
+        if new is None and len(kept) == len(seen):
+            _grade(values, boundary.gives, seen)
+            return None
+        new = seen if new is None else new if len(seen) > 1 else (new,)
+        taken = boundary.taken(values, boundary.gives, seen, new, kept)
+        return taken if several else taken[0]
+
+    return run
+
+
+def after_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A full backward hook that is shown gradients of whole values."""
+
+    def run(module: Any, to: tuple[Any, ...], of: tuple[Any, ...]) -> Any:
+        boundary = _called(module)
+        if boundary is None:
+            return hook(module, to, of)
+        seen = boundary.shown(to, boundary.takes, graded=True)
+        new = hook(module, seen, boundary.shown(of, boundary.gives, graded=True))
+        return None if new is None else boundary.taken(to, boundary.takes, seen, new, graded=True)
+
+    return run
+
+
+def before_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
+    """A backward pre-hook that is shown gradients of whole values."""
+
+    def run(module: Any, of: tuple[Any, ...]) -> Any:
+        boundary = _called(module)
+        if boundary is None:
+            return hook(module, of)
+        seen = boundary.shown(of, boundary.gives, graded=True)
+        new = hook(module, seen)
+        return None if new is None else boundary.taken(of, boundary.gives, seen, new, graded=True)
+
+    return run
+
+
+def note(module: Any, program: Any) -> None:
+    """Remember which call of a module is made, for hooks on its backward."""
+    if module._backward_ran:
+        module._calls_made.clear()
+        module._backward_ran = False
+    boundary = module._boundaries.get(program)
+    if boundary is not None:
+        module._calls_made[boundary.ways] = boundary
+
+
+def _called(module: Any) -> Boundary | None:
+    """The boundary of the calls that a backward is of, which does not say of which it is."""
+    module._backward_ran = True
+    made = [*module._calls_made.values()]
+    if len(made) > 1:
+        raise StateError(
+            f"a backward hook on {made[0].path}: before this backward it was called in several ways, of which the "
+            "values lie differently. Hook the module around it, or a tensor in a forward hook."
+        )
+    return made[0] if made and made[0].split else None

@@ -1,0 +1,114 @@
+"""Updates of weights, each held against those of the other ranks before it begins.
+
+A step of an optimizer begins with a turn in which ranks say its options, which parameters have gradients, and a few
+values of gradients of parameters that are whole on every tp rank, where these are on the CPU. So another learning
+rate, a `zero_grad` left out or a loss that is scaled on one rank is one error on all, and nothing was changed.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import weakref
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from autotp import compat
+from autotp.comm.lockstep import CAUSES, meet
+from autotp.comm.ranks import agree
+from autotp.comm.wording import by_value
+from autotp.errors import RankError
+
+from .calls import Calls
+from .samples import NOTHING, SAMPLES, alike, sampled
+
+BODY = struct.Struct(f"!II{SAMPLES}d")
+MOST = SAMPLES  # gradients of which values are read
+
+_known: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()  # in the order in which they were made
+_updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # optimizer -> what `_of` found
+
+
+def watch(calls: Calls) -> None:
+    """Steps of optimizers over the parameters of this module are held against those of the other ranks."""
+    _known[id(calls)] = calls
+    _hook()
+
+
+@functools.cache
+def _hook() -> None:
+    register_optimizer_step_pre_hook(_before)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Called before every step of every optimizer."""
+    if not torch.compiler.is_compiling():
+        for calls in list(_known.values()):
+            if calls.channel is not None and (updated := _of(optimizer, calls)):
+                _compare(optimizer, calls, updated)
+
+
+def _of(optimizer: Optimizer, calls: Calls) -> list[tuple[Tensor, bool]]:
+    """The module's parameters that the optimizer updates, and whether each is whole on every tp rank."""
+    seen = tuple(len(group["params"]) for group in optimizer.param_groups)
+    entries = _updated.setdefault(optimizer, {})
+    known, updated = entries.get(id(calls), ((), []))
+    if known != seen:
+        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        have = {id(p): (p, whole) for p, whole in (*calls.before_gathering, *calls.shards.pieces())}
+        updated = [x for i, x in have.items() if i in given]
+        if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
+            entries[id(calls)] = seen, updated
+    return updated
+
+
+def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, bool]]) -> None:
+    """Refuse a step that is another on some ranks. A collective call."""
+    channel = calls.channel
+    assert channel is not None
+    what = f"step of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
+    options, absent = _options(optimizer), bytes(p.grad is None for p, _ in updated)
+    grads = [_local(p.grad) for p, whole in updated if whole and p.grad is not None][:: max(1, len(updated) // MOST)]
+    near = sampled(grads[:MOST])[1] if calls.values else NOTHING[1]
+    mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
+    everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
+    ranks, tp = calls.shards.ranks, calls.shards.tp
+    if len({one[0] for one in everyone}) > 1:
+        agree(ranks and ranks.planners, f"the options of the {what}", options)
+        raise RankError(f"The ranks do not agree on the options of the {what}.\n{CAUSES}")
+    for i in range(0, len(everyone), tp):
+        own = everyone[i : i + tp]
+        if not alike([(one[1], one[2:]) for one in own]):
+            told = by_value([f"{one[1]:08x} {', '.join(f'{x:g}' for x in one[2:6])}" for one in own])
+            raise RankError(
+                f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some of its "
+                f"values): {told}. Nothing was changed. Usual causes: zero_grad() that is left out, a loss that is "
+                "scaled, or gradients that are changed, on one rank only."
+            )
+
+
+def _options(optimizer: Optimizer) -> dict[str, str]:
+    """The options of every group in words."""
+    return {
+        f"{name} of group {i}": _said(value)
+        for i, group in enumerate(optimizer.param_groups)
+        for name, value in group.items()
+        if name != "params" and isinstance(value, Tensor | int | float | str | tuple | None)
+    }
+
+
+def _said(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
+    return str(value)
+
+
+def _local(grad: Tensor) -> Tensor:
+    return compat.local_of(grad) if isinstance(grad, DTensor) else grad

@@ -1,0 +1,116 @@
+"""What spmd_types says of one architecture, and of the mutants of one program."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import asdict
+from typing import Any
+
+import torch
+from torch import nn
+
+from autotp import compat
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
+from autotp.inputs import Inputs
+from autotp.ir.program import Planned, Sharded
+from autotp.proof.certificate.certificate import certificate
+from autotp.proof.certificate.local import RefusedError, Typing
+from autotp.proof.compare import compare
+from autotp.proof.simulate import Values
+
+from .build import Architecture, architectures, build
+from .isolate import Send
+from .measure import clean, example, reason
+from .mutants import mutants
+
+TP = 2
+# Program -> (model type of the list, options of the plan).
+PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "Llama": ("llama", {}),
+    "Llama, sequence parallel": ("llama", {"sequence_parallel": True}),
+    "GPT-2": ("gpt2", {}),
+    "BERT": ("bert", {}),
+    "BERT, sequence parallel": ("bert", {"sequence_parallel": True}),
+    "Mixtral": ("mixtral", {}),
+    "Qwen3": ("qwen3", {}),
+    "GPT-NeoX": ("gpt_neox", {}),
+    "T5": ("t5", {}),
+    "ViT": ("vit", {}),
+    "ConvNeXt": ("convnext", {}),
+    "Mamba": ("mamba", {}),
+}
+
+
+def programs(model: nn.Module, inputs: Any, tp: int = TP, **steering: Any) -> tuple[Planned, Sharded, Values]:
+    """A model's planned graph, the program of its ranks, and values for its leaves.
+
+    Args:
+        model: with its weights. inputs: by name. tp: number of ranks.
+        steering: what `autotp.plan` takes beside.
+    """
+    given = Inputs(**inputs)
+    captured, notes = capture_model(model, given, torch.device("cpu"), check=False)
+    options = Options.read(tp, Steering(**steering))
+    plan = solve_plan(captured, notes, options, type(model).__name__)
+    return *apply_plan(captured, plan, options), Values.of(captured, model, given)
+
+
+def certified(architecture: Architecture, send: Send) -> None:
+    """Certify one architecture at `TP`."""
+    try:
+        model = build(architecture)
+        planned, sharded, _ = programs(model, example(model))
+    except Exception as error:
+        return send({"failed": reason(error)})
+    began = time.process_time()
+    found = certificate(planned, sharded)
+    spent = {"cpu_seconds": round(time.process_time() - began, 2)}
+    return send({**asdict(found), "ok": found.ok, "said": clean(str(found)), **spent})
+
+
+def tried(name: str, send: Send) -> None:
+    """Count what becomes of every mutant of one program."""
+    kind, steering = PROGRAMS[name]
+    model = build(next(a for a in architectures() if a.name == kind))
+    planned, sharded, values = programs(model, example(model), **steering)
+    assert certificate(planned, sharded), str(certificate(planned, sharded))
+    shapes = outputs(planned, sharded)
+    found: Counter[str] = Counter()
+    left: list[str] = []
+    for mutant in mutants(planned, sharded):
+        verdict = judged(planned, mutant.program, shapes, values)
+        found[verdict] += 1
+        left += [f"{mutant}: {verdict}"] if verdict in ("verify", "nobody") else []
+    send({"found": dict(found), "left": left})
+
+
+def judged(planned: Planned, mutant: Sharded, shapes: list[Any], values: Values) -> str:
+    """Who refuses a mutant first: shapes alone, the tiers of the certificate, `verify`, or nobody.
+
+    Args:
+        planned: of the right program, whose outputs have these `shapes`. mutant: the wrong one.
+        values: of its leaves.
+    """
+    try:
+        if outputs(planned, mutant) != shapes:
+            return "shapes"
+    except RefusedError:
+        return "shapes"
+    refusal = certificate(planned, mutant).refusal
+    if refusal is not None:
+        return refusal.tier
+    return "nobody" if compare(planned, mutant, values) else "verify"
+
+
+def outputs(planned: Planned, sharded: Sharded) -> list[Any]:
+    """The shapes of what every rank returns, without any types.
+
+    Raises:
+        RefusedError: the program does not run.
+    """
+    typing = Typing(planned, sharded, typed=False)
+    typing.run()
+    nodes = compat.tree_leaves(sharded.graph.output_node().args[0])
+    return [[getattr(x, "shape", x) for x in typing.values[n]] for n in nodes if n in typing.values]

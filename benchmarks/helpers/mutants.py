@@ -1,0 +1,127 @@
+"""A program of the ranks with one of its conversions left out, done twice, or replaced by another of the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from autotp.comm import conversions
+from autotp.ir.graph import size_hint, tensors
+from autotp.ir.layouts import Partition, Shard
+from autotp.ir.marks import mark
+from autotp.ir.op import sizes
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, Spec
+
+WHOLE = {"I": INVARIANT, "R": REPLICATED, "P": SUMMANDS}
+
+
+@dataclass
+class Mutant:
+    """A wrong program: what was done to which conversion."""
+
+    kind: str
+    node: str
+    program: Sharded
+
+    def __str__(self) -> str:
+        return f"{self.kind} at {self.node}"
+
+
+def mutants(planned: Planned, sharded: Sharded) -> Iterator[Mutant]:
+    """Every mutant of a program, one after another.
+
+    Args:
+        planned: the decided graph. sharded: its program, which stays as it is.
+    """
+    for node in sharded.graph.nodes:
+        if mark(node).conversion is None:
+            continue
+        yield from (Mutant(kind, node.name, change(sharded, node)) for kind, change in CHANGES.items())
+        for name, src, dst in others(planned, sharded, node):
+            copy, nodes = copied(sharded)
+            nodes[node].target = conversions.FUNCTIONS[name]
+            literals: Any = (nodes[node].args[0], src, dst)
+            nodes[node].args = literals
+            yield Mutant(f"{name} for {_name(node)}", node.name, copy)
+
+
+def _name(node: fx.Node) -> str:
+    return getattr(node.target, "__name__", str(node.target))
+
+
+def copied(sharded: Sharded) -> tuple[Sharded, dict[fx.Node, fx.Node]]:
+    """A copy of a program, and its node for each of the original's."""
+    graph, nodes = fx.Graph(), {}
+    for node in sharded.graph.nodes:
+        nodes[node] = graph.node_copy(node, lambda n: nodes[n])
+    layouts = {nodes[n]: x for n, x in sharded.layouts.items()}
+    origin = {nodes[n]: x for n, x in sharded.origin.items()}
+    ends = {nodes[a]: nodes[b] for a, b in sharded.ends.items()}
+    return Sharded(graph, layouts, origin, ends, sharded.states), nodes
+
+
+def dropped(sharded: Sharded, node: fx.Node) -> Sharded:
+    """Its readers take what it would convert."""
+    copy, nodes = copied(sharded)
+    gone = nodes[node]
+    gone.replace_all_uses_with(gone.args[0])  # type: ignore[arg-type]
+    copy.graph.erase_node(gone)
+    del copy.layouts[gone], copy.origin[gone]
+    return copy
+
+
+def doubled(sharded: Sharded, node: fx.Node) -> Sharded:
+    """It is applied to its own result."""
+    copy, nodes = copied(sharded)
+    first = nodes[node]
+    with copy.graph.inserting_after(first):
+        again = copy.graph.node_copy(first, lambda n: n)
+    first.replace_all_uses_with(again)
+    again.args = (first, *again.args[1:])
+    copy.layouts[again], copy.origin[again] = copy.layouts[first], copy.origin[first]
+    return copy
+
+
+CHANGES = {"dropped": dropped, "doubled": doubled}
+
+
+def others(planned: Planned, sharded: Sharded, node: fx.Node) -> Iterator[tuple[str, Spec, Spec]]:
+    """Every other conversion of the table that can be written in this one's place.
+
+    Rows by group are left out: a value has them only where its rows are some groups' rows.
+    """
+    specs: Any = node.args[1:3]
+    own = {spec.mark: spec for spec in specs}
+    made, index = sharded.origin[node]
+    shape = [size_hint(n, planned.program.hints) for n in sizes(tensors(made)[index])]
+    slices = [_plain(d, n, planned.tp) for d, n in enumerate(shape) if n >= planned.tp]
+    for (a, b), kind in conversions.KINDS.items():
+        sides = {
+            "S": own.get("S", slices[0] if slices else None),
+            **WHOLE,
+            **{k: v for k, v in own.items() if k in "IRP"},
+        }
+        src = sides.get(a)
+        dst = _other(b, src, shape, slices, planned.tp) if a == "S" and b[0] == "S" else sides.get(b)
+        if src is not None and dst is not None and (src, dst) != tuple(specs):
+            yield kind.name, src, dst
+
+
+def _plain(dim: int, length: int, tp: int) -> Spec:
+    return Shard(dim, Partition.plain(length, tp)).to_runtime()
+
+
+def _other(b: str, src: Spec | None, shape: list[int], slices: list[Spec], tp: int) -> Spec | None:
+    """Another slice: of another dimension, or of the same one dealt otherwise."""
+    if src is None or src.dim is None:
+        return None
+    if b == "S":
+        return next((s for s in slices if s.dim != src.dim), None)
+    length = shape[src.dim]
+    return (
+        Shard(src.dim, Partition.plain(length // 2, tp).lift(2, 1, tp)).to_runtime() if length % (2 * tp) == 0 else None
+    )

@@ -1,0 +1,203 @@
+"""What a rank's program saves of the sum of its calls: communication under products, all-reduces that are sent as one.
+
+The solver sees what `passes/optimise/overlap.py` and `passes/optimise/bucket.py` do afterwards, by the same formulas
+(`autotp.cost.overlap`): f and g under the gradients of the weights, g and g* in chunks, and the gradients of a block's
+whole parameters in one call.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from autotp.cost import LEAST, OverlapModel, Product, call_seconds, hidden_seconds, mostly_start
+from autotp.cost.prices import Prices
+from autotp.cost.solver.problem import Problem, Use, ValueId
+from autotp.cost.solver.savings import Cap, Conversion, Saving, Taken, most
+from autotp.ir.graph import Leaf, resolve, shape_of, tensors
+from autotp.ir.layouts import I, Layout, P, R, Shard
+from autotp.ir.op import Op
+from autotp.ir.scopes import block_of
+from autotp.passes.optimise.products import VIEWS, product_of
+
+Reader = tuple[int, Product]  # number of the item, and the product that it is
+
+
+@dataclass
+class Savings:
+    """The savings of a problem.
+
+    Attributes:
+        problem: without them. heads: the node of each item, as far as items have one.
+        prices: of operators and conversions; ops: the calls by node; leaves: by node.
+    """
+
+    problem: Problem
+    heads: Sequence[fx.Node]
+    prices: Prices
+    ops: Mapping[fx.Node, Op]
+    leaves: Mapping[fx.Node, Leaf]
+
+    def __post_init__(self) -> None:
+        self.makers: dict[ValueId, tuple[int, int]] = {}
+        for i, item in enumerate(self.problem.items):
+            self.makers |= {value: (i, k) for k, value in enumerate(item.outs)}
+        self.by_value: dict[ValueId, list[Use]] = defaultdict(list)
+        for use in self.problem.uses:
+            self.by_value[use.value].append(use)
+        prices = self.prices
+        self.model = OverlapModel(prices.tp, prices.cluster, prices.objective.training)
+        self.least = LEAST * prices.cluster.launch_overhead
+
+    def all(self) -> list[Saving]:
+        """What there is to save: nothing on one rank, or over an axis with prices of its own."""
+        if self.prices.tp == 1 or self.prices.surcharge is not None:
+            return []
+        beside = [*self._hidden()] if self.prices.cluster.overlaps else []
+        return [*beside, *self._bucketed()] if self.prices.objective.training else beside
+
+    # ---- communication under products ------------------------------------------------------------------------------
+
+    def _hidden(self) -> Iterator[Saving]:
+        for k, use in enumerate(self.problem.uses):
+            parts = [caps for caps in (*self._read(k, use), *self._dealt(k, use)) if most(caps) > 0]
+            if parts:
+                yield Saving("hidden", tuple(parts), use.count)
+
+    def _read(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:
+        """Of f and g before products: backward under the gradients of their weights, g in chunks forward."""
+        readers = self._products(use)
+        if not readers:
+            return
+        size, products = self._size(use.value), [p for _, p in readers]
+        forward = self.model.gathering(size, self._rows(use.value), products).saved
+        parts = sum(map(self.model.product, products))
+        sent: dict[Conversion, float] = {}
+        chunks: dict[Conversion, float] = {}
+        for a in self._layouts(use):
+            gathers = self._in_chunks(use.value, a)
+            back = (self.prices.one_way(P, a.dual, size) or 0.0) if self._graded(use.value) else 0.0
+            # The optimisation takes every product for split, and leaves alone what then saves too little.
+            if (a == I or gathers) and hidden_seconds(back, parts) + gathers * forward > self.least:
+                sent[k, a, R] = back
+                chunks |= {(k, a, R): forward} if gathers else {}
+        if not sent:
+            return
+        arithmetic: dict[Taken, float] = {}
+        for i, product in readers:
+            alone = OverlapModel(1, self.prices.cluster, True).product(product)
+            arithmetic |= dict.fromkeys(self._whole(i), alone)
+            arithmetic |= dict.fromkeys(self._whole(i, split=True), self.model.product(product))
+        yield Cap(sent), Cap(choices=arithmetic)
+        yield Cap(chunks), *(Cap(choices=dict.fromkeys(self._whole(i, split=True), forward)) for i, _ in readers)
+
+    def _dealt(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:
+        """Of g* after a product that nothing else reads: in chunks."""
+        found = self._maker(use.value)
+        targets = [b for b in self._layouts(use) if self._in_chunks(use.value, b)] if found is not None else []
+        if found is None or not targets:
+            return
+        i, product = found
+        saved = self.model.dealing(self._size(use.value), self._rows(use.value), product).saved
+        if saved <= self.least:
+            return
+        summed: dict[Taken, float] = {(i, c.ins, c.outs): saved for c in self.problem.items[i].choices if P in c.outs}
+        others: dict[Conversion, float] = {(k, P, b): -saved for b in self._layouts(use) if b != P and b not in targets}
+        alone = Cap(others, always=saved) if others else Cap(always=saved)
+        sent: dict[Conversion, float] = {(k, P, b): saved for b in targets}
+        yield Cap(sent), Cap(choices=summed), alone
+
+    def _products(self, use: Use) -> list[Reader]:
+        """The products by matrices that are all that reads a value, or the view of it as a matrix; none otherwise."""
+        nodes = [(i, self.heads[i]) for i, _ in use.consumers if i < len(self.heads)]
+        if len(nodes) == 1 and self._flattens(nodes[0][1]):
+            matrix, uses = len(shape_of(nodes[0][1])) == 2, self.by_value[nodes[0][1], 0]
+            return self._products(uses[0]) if matrix and len(uses) == 1 else []
+        out: list[Reader] = []
+        for (i, node), (_, slot) in zip(nodes, use.consumers, strict=False):
+            product = product_of(node)
+            if product is None or self.ops[node].slots[slot] is not product.x or product.weight is product.x:
+                return []
+            out.append((i, self._sized(node, product.x, product.weight)))
+        return out if len(nodes) == len(use.consumers) else []
+
+    def _flattens(self, node: fx.Node) -> bool:
+        """Whether it views rows of several dimensions as those of a matrix, or back."""
+        if getattr(node.target, "overloadpacket", None) not in VIEWS:
+            return False
+        before, after = shape_of(node.all_input_nodes[0]), shape_of(node)
+        return len(before) > 0 and len(after) > 1 and before[-1] == after[-1]
+
+    def _maker(self, value: ValueId) -> Reader | None:
+        """The product that makes a value, through a view of its rows; None where another operator does."""
+        node: fx.Node = value[0]  # type: ignore[index]
+        if node in self.ops and self._flattens(node) and len(self.by_value[self._value(node)]) == 1:
+            node = self._value(node)[0]
+        product = product_of(node) if node in self.ops else None
+        if product is None:
+            return None
+        return self.makers[node, 0][0], self._sized(node, product.x, product.weight)
+
+    def _value(self, node: fx.Node) -> tuple[fx.Node, int]:
+        """The class of the value that a view is of."""
+        item = self.problem.items[self.makers[node, 0][0]]
+        return next(iter(item.ins[0]))  # type: ignore[return-value]
+
+    def _sized(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Product:
+        read, made, held = (self.prices.bytes(tensors(n)[i]) for n, i in map(resolve, (x, node, weight)))
+        dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
+        return Product(read, made, held, self.prices.flops(node), dtype)
+
+    def _whole(self, i: int, split: bool = False) -> list[Taken]:
+        """Choices of a product that read the value whole, as g and f leave it; of them those that split the product."""
+        item, product = self.problem.items[i], product_of(self.heads[i])
+        assert product is not None
+        slot = self.ops[self.heads[i]].slots.index(product.x)
+        fits = (c for c in item.choices if c.ins[slot] == R and (c.factor is not None or not split))
+        return [(i, c.ins, c.outs) for c in fits]
+
+    def _layouts(self, use: Use) -> list[Layout]:
+        """What a value may be produced in or read in."""
+        i, k = self.makers[use.value]
+        made = [c.outs[k] for c in self.problem.items[i].choices]
+        read = [c.ins[slot] for j, slot in use.consumers for c in self.problem.items[j].choices]
+        return list(dict.fromkeys([*made, *read]))
+
+    def _in_chunks(self, value: ValueId, layout: Layout) -> bool:
+        """Whether a layout deals out one run of rows, so that they can go in chunks."""
+        if not isinstance(layout, Shard) or layout.sharded_dim is None:
+            return False
+        last = tensors(value[0])[value[1]].ndim - 1  # type: ignore[index]
+        return layout.dim < last and layout.plain(self.prices.tp)
+
+    def _graded(self, value: ValueId) -> bool:
+        return self.prices.objective.training and value[0] in self.prices.grads  # type: ignore[index]
+
+    def _size(self, value: ValueId) -> float:
+        return self.prices.bytes(tensors(value[0])[value[1]])  # type: ignore[index]
+
+    def _rows(self, value: ValueId) -> int:
+        """Rows of a rank's slice of a value, all dimensions but the last together."""
+        return math.prod(map(self.prices.hint, shape_of(value[0])[:-1])) // self.prices.tp  # type: ignore[index]
+
+    # ---- all-reduces that are sent as one --------------------------------------------------------------------------
+
+    def _bucketed(self) -> Iterator[Saving]:
+        """The gradients of a block's small parameters that are read whole."""
+        ranks, cluster = self.prices.tp, self.prices.cluster
+        groups: dict[tuple, list[int]] = defaultdict(list)
+        for k, use in enumerate(self.problem.uses):
+            leaf = self.leaves.get(use.value[0])  # type: ignore[index]
+            if leaf is None or not leaf.kind.trained or leaf.node not in self.prices.grads:
+                continue
+            if mostly_start("all_reduce", self._size(use.value), ranks, cluster):
+                groups[block_of(leaf.name), leaf.node.meta["val"].dtype, use.count].append(k)
+        start = call_seconds("all_reduce", 0, ranks, cluster)
+        for (*_, count), uses in groups.items():
+            caps = [Cap({(k, I, R): start for k in uses if k != j}) for j in uses]
+            if len(uses) > 1:
+                yield Saving("bucketed", (tuple(caps),), count)

@@ -1,0 +1,106 @@
+"""Updates that are others on one rank, and torch's own collectives that one rank leaves out: one error on all."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import autotp
+from autotp.errors import RankError
+from autotp.runtime import updates
+from tests.helpers.compare import mesh_of
+
+X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+STEP = "step of SGD on copy of Sequential"
+WORDS = {
+    "rate": "lr of group 0: rank 0: 0.1, rank 1: 0.2",
+    "zero_grad": f"do not agree on the gradients of the {STEP}",
+    "scaled": f"do not agree on the gradients of the {STEP}",
+    "no gradient": f"do not agree on the gradients of the {STEP}",
+    "clip": f"rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: {STEP}",
+    "whole": "rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: collective of torch, (32, 8) from S(0)",
+    "state": f"rank 0: {STEP}, after call 4, rank 1: full_state_dict of copy of Sequential",
+    "by hand": "rank 0: weights as they were, rank 1: weights written",
+}
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+
+def odd(sharded: Any, what: str) -> None:
+    """Two steps, of which rank 1 makes something another way; rank 0 is called with nothing."""
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.2 if what == "rate" else 0.1)
+    for _ in range(2):
+        sharded(X)
+        if what == "by hand":
+            with torch.no_grad():
+                sharded[2].bias.zero_()
+    for i in range(2):
+        (sharded(X).square().mean() * (1 + (what == "scaled"))).backward()
+        if what == "whole":
+            sharded[0].weight.full_tensor()
+        if what != "clip":
+            nn.utils.clip_grad_norm_(sharded.parameters(), 10.0)
+        if what == "no gradient":
+            sharded[2].bias.grad = None
+        if what == "state" and i:
+            sharded.full_state_dict()
+        optimizer.step()
+        if what != "zero_grad":
+            optimizer.zero_grad()
+
+
+def told_by(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def parting(rank: int, world: int, group: Any) -> dict[str, str]:
+    sharded = autotp.compile(model(), example_inputs=X, mesh=mesh_of(group))
+    found = {what: told_by(partial(odd, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+    with patch.object(updates, "_compare", lambda *args: None):  # what is compared makes the difference
+        found["control"] = told_by(partial(odd, copy.deepcopy(sharded), "rate" if rank else ""))
+    return found | {"": told_by(partial(odd, copy.deepcopy(sharded), ""))}
+
+
+def test_an_update_that_is_another_on_one_rank_is_one_error_on_all(pool):
+    one, other = pool.run(parting, world=2)
+    assert one == other
+    assert one[""] == "" and one["control"] == ""
+    for what, words in WORDS.items():
+        assert words in one[what], (what, one[what])
+
+
+def late(rank: int, world: int, group: Any) -> str:
+    """A step left out where the weights of all layers are gathered before the forward."""
+    mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    mine = X.chunk(2)[rank]
+    sharded = autotp.compile(model(), dp=2, fully_shard=True, mesh=mesh, example_inputs=mine)
+    optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1)
+
+    def steps() -> Tensor:
+        for i in range(2):
+            sharded(mine).square().mean().backward()
+            if not (i == 0 and rank):
+                optimizer.step()
+        return X
+
+    return told_by(steps)
+
+
+def test_weights_that_are_gathered_are_no_trap(pool):
+    one, other = pool.run(late, world=2)
+    assert one == other
+    assert "rank 0: step of SGD on Sequential" in one and "rank 1: forward, call 2 of Sequential" in one

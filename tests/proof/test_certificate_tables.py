@@ -1,0 +1,90 @@
+"""The certificate's tables of operators: each is spelled as what it is, and is linear where the table says so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from autotp import compat
+from autotp.proof.case import Case
+from autotp.proof.certificate.linear import LINEAR, linear_slots
+from autotp.proof.certificate.session import checking
+from autotp.proof.certificate.spelling import CONVOLUTIONS, QUOTIENTS, SAME, SUMS, TURNED, spelled
+from tests.rules.cases import CASES
+
+spmd = pytest.importorskip("spmd_types")
+
+
+def tensors(value: Any) -> list[Tensor]:
+    return [x for x in compat.tree_leaves(value) if isinstance(x, Tensor)]
+
+
+def with_tensors(case: Case, values: Iterator[Tensor]) -> Any:
+    args, kwargs = compat.tree_map(lambda x: next(values) if isinstance(x, Tensor) else x, (case.args, case.kwargs))
+    return case.target(*args, **kwargs)
+
+
+def packet(case: Case) -> Any:
+    return getattr(case.target, "overloadpacket", None)
+
+
+def close(found: Any, wanted: Any) -> bool:
+    pairs = zip(tensors(found), tensors(wanted), strict=True)
+    return all(x.dtype == y.dtype and torch.allclose(x, y, equal_nan=True) for x, y in pairs)
+
+
+def test_an_operator_is_spelled_as_what_it_is():
+    known = {*SAME, *TURNED, *QUOTIENTS, *SUMS}
+    seen, wrong = set(), []
+    for case in CASES:
+        function, sums = spelled(case.target, case.kwargs) if packet(case) in known else (None, False)
+        if function is None:
+            continue
+        seen.add(packet(case))
+        first = [lambda x: x] if sums else []
+        found, wanted = function(*first, *case.args, **case.kwargs), case.target(*case.args, **case.kwargs)
+        wrong += [] if not case.values or close(found, wanted) else [str(case)]
+    assert not wrong and len(seen) > 40
+
+
+def test_a_convolution_adds_its_bias_to_the_product():
+    for case in (c for c in CASES if packet(c) in CONVOLUTIONS):
+        operands = [x for x in tensors(case.args) if x.is_floating_point()]
+        with checking(2, local=True):
+            for x in tensors(case.args):
+                spmd.assert_type(x, {"tp": spmd.R})
+            function: Any = spelled(case.target, case.kwargs)[0]
+            found = function(lambda x: x, *case.args, **case.kwargs)
+        assert operands and torch.allclose(found, case.target(*case.args, **case.kwargs)), str(case)
+
+
+def test_linear_operators_are():
+    seen, wrong = set(), []
+    for case in CASES:
+        groups = linear_slots(case.target, case.args, case.kwargs) if packet(case) in LINEAR else None
+        operands = tensors((case.args, case.kwargs))
+        for group in groups or ():
+            if case.values and all(operands[i].dtype == torch.float64 for i in group):
+                seen.add(packet(case))
+                wrong += [] if additive(case, operands, group) else [f"{case} in {group}"]
+    assert not wrong and len(seen) > 15
+
+
+def additive(case: Case, operands: list[Tensor], group: tuple[int, ...]) -> bool:
+    """Whether the result for a sum of operands is the sum of the results."""
+    other = [torch.randn_like(x) if i in group else x for i, x in enumerate(operands)]
+    both = [x + y if i in group else x for i, (x, y) in enumerate(zip(operands, other, strict=True))]
+    found = [tensors(with_tensors(case, iter(x))) for x in (operands, other, both)]
+    return all(torch.allclose(a + b, c) for a, b, c in zip(*found, strict=True))
+
+
+def test_what_rounds_is_not_linear():
+    aten: Any = torch.ops.aten
+    assert spelled(aten.div.Tensor_mode, {"rounding_mode": "floor"}) == (None, False)
+    assert spelled(aten.sum.default, {"dtype": torch.int64}) == (None, False)
+    assert linear_slots(aten.to.dtype, (torch.zeros(2), torch.int64), {}) is None
+    assert linear_slots(aten.masked_fill.Scalar, (torch.zeros(2), torch.ones(2) > 0, 1.0), {}) is None
