@@ -231,6 +231,15 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
     return box[0]
 
 
+def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
+    """Every rank's `obj` (anything that pickles), in rank order. A collective call.
+
+    Args:
+        obj: this rank's. what: is compared or told, for messages.
+    """
+    return _gather(ranks, obj, what)
+
+
 def versions() -> dict[str, str]:
     """The versions that must be equal on every rank, for `agree`."""
     return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}

@@ -38,6 +38,7 @@ from .operators import (
     sym_size,
     wraps_tensors,
 )
+from .packing import packed_graph, unpacked_graph
 from .running import (
     VARIANTS,
     IncompatibleKeys,
@@ -81,9 +82,9 @@ __all__ = [
     "draft_export", "draft_failures", "fake",
     "fake_mode", "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_node", "is_user_node",
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
-    "operator_handlers", "operators_named", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
-    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
-    "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
-    "undecided", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions",
-    "wraps_tensors",
+    "operator_handlers", "operators_named", "packed_graph", "quiet_export", "read_shape_env", "recorded_guards",
+    "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one",
+    "sym_size", "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
+    "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped", "without_modes",
+    "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

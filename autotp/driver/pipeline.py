@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.grad_mode import GRAD, grad_mode
+from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
@@ -120,6 +121,22 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
         mode = mode_of(trial.model.modules(), trial.device)
     bare = skeleton(trial.model, trial.device)
     return capture(bare, trial.inputs, trial.device, schedule().canonical, trial, mode, states)
+
+
+def capture_key(
+    model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
+) -> tuple[str | None, str]:
+    """What `capture_model` with these arguments depends on, as a word, or None and why that cannot be told."""
+    try:
+        with torch.enable_grad():
+            mode = mode_of(model.modules(), device)
+        real = any(not p.is_meta for p in model.parameters())
+        more = (inputs.args, inputs.kwargs), mode, check, repr(request), real
+        return model_key(skeleton(model, device), *more), ""
+    except Untold as odd:
+        return None, str(odd)
+    except Exception as error:  # whatever a user's class may raise: the capture itself then says what is wrong
+        return None, f"{type(error).__name__}: {error}"
 
 
 @uncollected()

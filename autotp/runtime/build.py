@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
-from autotp.comm.rank_order import in_one_order
+from autotp.capture.model_key import Untold, model_key
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
-from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
+from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
 from autotp.errors import PlanError
-from autotp.inputs import Inputs
+from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import Lowering
@@ -73,8 +75,9 @@ class Build:
             agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
+        bare = skeleton(model, _device(self.ranks))
         source = Source(
-            bare=skeleton(model, _device(self.ranks)),
+            bare=bare,
             make=lambda c, states: apply_plan(c, plan, options, outputs, states)[1],
             ranks=self.ranks,
             tp=plan.tp,
@@ -83,6 +86,7 @@ class Build:
             lowering=self.lowering.priced(self.options.cluster, self.options.objective),
             check=bool(self.check),
             sample=self.check is not False,
+            key=_key(bare),
         )
         if captured is not None:
             source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured, {}))))
@@ -103,12 +107,23 @@ def capture_on_ranks(
     check: bool | None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> tuple[Capture, list[str]]:
-    """A model's graph for these inputs, with rank 0's order and names on every rank, and its notes."""
+    """A model's graph for these inputs, the same on every rank, and its notes: rank 0's where all models are equal."""
     ranks, device = ranks and ranks.planners, _device(ranks)
-    captured, notes = together(
-        ranks, "capturing the model", lambda: capture_model(model, inputs, device, check, request)
-    )
-    return in_one_order(ranks, captured), notes
+
+    def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
+        captured.origin = skeleton(model, device), without_cache(model, inputs)[0]
+        return captured, notes
+
+    key = partial(capture_key, model, inputs, device, check, request)
+
+    return capture_once(ranks, key, lambda: capture_model(model, inputs, device, check, request), take)
+
+
+def _key(bare: nn.Module) -> str | None:
+    try:
+        return model_key(bare)
+    except Untold:
+        return None
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:

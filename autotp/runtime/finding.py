@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import Any
 
-from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import agree, together
+from autotp.driver.once import capture_once
 from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import CONSTANT
@@ -43,8 +43,7 @@ class Finds:
         agree(source.ranks, "the inputs of this call", told)
         found = together(source.ranks, "reading the inputs", lambda: self._match(call))
         if found is None:
-            caught = together(source.ranks, "capturing the model", lambda: self._captured(call))
-            captured = in_one_order(source.ranks, caught)
+            captured = self._capture_once(call)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
             made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
             self._install(captured, made, self._changes.key(), call.entry)
@@ -54,6 +53,32 @@ class Finds:
                     "a program was captured for these inputs and does not accept them; please report this."
                 )
         return found
+
+    def _capture_once(self, call: Arguments) -> Capture:
+        """The graph for a call, the same on every rank, with what it teaches of states. Collective."""
+        source, carriers = self._source, self._carriers
+
+        def make() -> tuple[Capture, Any]:
+            captured = self._captured(call)
+            return captured, (set(carriers.moving), dict(carriers.sizes))
+
+        def take(captured: Capture, learned: Any) -> tuple[Capture, Any]:
+            moving, sizes = learned
+            again = moving - carriers.moving
+            carriers.moving |= moving
+            carriers.sizes.update(sizes)
+            if again:
+                call.read()
+            return captured, learned
+
+        def key() -> tuple[str | None, str]:
+            if call.given:
+                return None, "an object that holds state is described by what this process knows it by"
+            if source.key is None or self._changes.key():
+                return None, "the model's attributes cannot be compared, or were set since"
+            return repr((source.key, self._mode(), state.dtypes(self._shards), call.entry)), ""
+
+        return capture_once(source.ranks, key, make, take)[0]
 
     def _match(self, call: Arguments) -> tuple[Program, list[int]] | None:
         """A program that was captured for such a call in this mode and accepts these sizes."""

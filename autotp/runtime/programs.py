@@ -148,6 +148,7 @@ class Source:
         lowering: how programs run.
         check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
+        key: what captures depend on of the model, as `autotp.capture.model_key`; None where that cannot be told.
     """
 
     bare: nn.Module
@@ -160,6 +161,7 @@ class Source:
     check: bool = False
     sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
+    key: str | None = None
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""

@@ -9,36 +9,27 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import importlib
 import os
-import pickle
 import sys
 import sysconfig
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
-from torch import fx, nn
 
-from autotp import compat
+from autotp.capture.packing import pack, unpack
 from autotp.driver.options import CaptureRequest
-from autotp.ir.graph import Capture, Leaf
-
-pickler: Any = None
-with contextlib.suppress(ImportError):  # another torch: every process makes its own captures
-    pickler = importlib.import_module("torch.fx._graph_pickler")
+from autotp.ir.graph import Capture
 
 FOLDER = "AUTOTP_TEST_CAPTURES"  # set by the run
 WORTH = 0.3  # CPU seconds from which on a capture is written
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum)
 PLACES = (str(Path(__file__).parents[2]), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
-DROPPED = {"from_node", "source_fn_stack", "fwd_source_fn_stack", "original_aten", "tensor_meta", "eager_input_vals"}
 
 
 def once(
@@ -64,7 +55,7 @@ def once(
 def _path(key: Any) -> Path | None:
     """Where a capture lies; None where its key means something in this process alone."""
     folder = os.environ.get(FOLDER)
-    if not folder or pickler is None:
+    if not folder:
         return None
     try:
         return Path(folder, hashlib.sha256(_text(key).encode()).hexdigest())
@@ -113,7 +104,7 @@ def _locked(path: Path) -> Iterator[None]:
 def _write(path: Path, captured: Capture) -> None:
     with contextlib.suppress(Exception), warnings.catch_warnings():  # something in it has no form in a file
         warnings.simplefilter("ignore")
-        path.write_bytes(_packed(captured))
+        path.write_bytes(pack(captured))
 
 
 def _read(path: Path) -> Capture | None:
@@ -122,34 +113,6 @@ def _read(path: Path) -> Capture | None:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return _unpacked(path.read_bytes())
+            return unpack(path.read_bytes(), torch.device("cpu"))
     except Exception:  # a class that this process does not know
         return None
-
-
-def _packed(captured: Capture) -> bytes:
-    assert captured.conditions is None and captured.origin is None
-    if any(node.op == "get_attr" for node in captured.graph.nodes):
-        raise LookupError("a graph with modules of its own")
-    graph = fx.Graph()
-    nodes: dict[fx.Node, fx.Node] = {}
-    for node in captured.graph.nodes:
-        nodes[node] = graph.node_copy(node, nodes.__getitem__)
-    rest = {f.name: getattr(captured, f.name) for f in fields(captured) if f.name != "graph"}
-    rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
-    rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
-    names = [node.name for node in captured.graph.nodes]
-    options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
-    return pickle.dumps((pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), graph), rest), options), names))
-
-
-def _unpacked(data: bytes) -> Capture:
-    packed, names = pickle.loads(data)
-    loaded: Any = pickler.GraphPickler.loads(packed, compat.fake_mode())
-    module, rest = loaded
-    nodes = {node.name: node for node in module.graph.nodes}
-    if list(nodes) != names:
-        raise LookupError("other names")
-    rest["leaves"] = [Leaf(nodes[at], kind, name) for at, kind, name in rest["leaves"]]
-    rest["symbols"] = {symbol: (nodes[at], dim) for symbol, at, dim in rest["symbols"]}
-    return Capture(graph=module.graph, **rest)

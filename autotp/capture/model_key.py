@@ -1,0 +1,135 @@
+"""What a capture of a model depends on, as one word that is the same in every process; none where it cannot be told.
+
+That is the tree of modules: their classes with the code of their methods, flags, attributes and config, and of weights
+what they are like and not their numbers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping
+from enum import Enum
+from functools import cache, partial
+from types import BuiltinFunctionType, CodeType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
+OWN = {"_parameters", "_buffers", "_modules"}
+TORCH = ("torch.nn.modules.", "builtins")
+DEEPEST = 12  # closures and containers within each other
+
+
+class Untold(Exception):
+    """Something whose equality cannot be told across processes; the message says what."""
+
+
+def model_key(bare: nn.Module, *more: Any) -> str:
+    """A digest of all that a capture of this model depends on.
+
+    Args:
+        bare: the skeleton. more: what else it depends on, such as the inputs: of tensors, what they are like.
+
+    Raises:
+        Untold: the model holds what cannot be compared, such as hooks or closures.
+    """
+    named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    first: dict[int, str] = {}
+    tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named]
+    known: dict[int, str] = {}
+    modules = [(n, _class(type(m)), _attributes(n, m, known)) for n, m in bare.named_modules()]
+    return hashlib.sha256(repr((tensors, modules, [_words(x) for x in more])).encode()).hexdigest()
+
+
+def _attributes(name: str, module: nn.Module, known: dict[int, str]) -> Any:
+    hooks = [k for k, v in vars(module).items() if k.endswith("hooks") and "state_dict" not in k and v]
+    if hooks:
+        raise Untold(f"{name or 'the model'} has {hooks[0].strip('_')}")
+    plain = {k: v for k, v in vars(module).items() if k not in OWN and not k.endswith("hooks")}
+    return [(k, _remembered(f"{name}.{k}", v, known)) for k, v in sorted(plain.items())]
+
+
+def _remembered(path: str, value: Any, known: dict[int, str]) -> Any:
+    """An attribute's words; of a config, which every module has, a digest made once."""
+    try:
+        if not hasattr(value, "to_dict"):
+            return _words(value)
+        if id(value) not in known:
+            known[id(value)] = hashlib.sha256(repr(_words(value)).encode()).hexdigest()
+        return known[id(value)]
+    except Untold as odd:
+        raise Untold(f"{path.removeprefix('.')} is {odd}") from None
+
+
+def _words(x: Any, depth: int = 0) -> Any:
+    """A value as what `repr` says alike in every process."""
+    if depth > DEEPEST:
+        raise Untold("nested too deep")
+    if isinstance(x, Tensor):
+        return _tensor(x)
+    if isinstance(x, PLAIN):
+        return type(x).__name__, repr(x)
+    if isinstance(x, type):
+        return _class(x)
+    if isinstance(x, FunctionType) and x.__closure__ is None:
+        return _function(x)
+    if isinstance(x, BuiltinFunctionType) and " at 0x" not in repr(x):
+        return repr(x)
+    inner = _inner(x)
+    if inner is None:
+        raise Untold(f"a {type(x).__name__}, whose equality cannot be told")
+    found = [_words(y, depth + 1) for y in inner]
+    return type(x).__qualname__, sorted(map(repr, found)) if isinstance(x, set | frozenset) else found
+
+
+def _inner(x: Any) -> Iterable[Any] | None:
+    """What a container holds; None of what is no container."""
+    if isinstance(x, partial):
+        return x.func, x.args, x.keywords
+    if isinstance(x, Mapping):
+        return list(x.items())
+    if isinstance(x, list | tuple | set | frozenset):
+        return x
+    return vars(x).items() if hasattr(x, "to_dict") else None  # a config of transformers
+
+
+def _tensor(t: Tensor) -> Any:
+    device = t.device.type  # its index is another on every rank
+    return tuple(t.shape), t.stride(), str(t.dtype), device, t.requires_grad, t.is_inference()
+
+
+@cache
+def _class(kind: type) -> Any:
+    """A class with the code of its methods, but for torch's own."""
+    if kind.__module__.startswith(TORCH):
+        return kind.__module__, kind.__qualname__
+    methods = sorted((n, v) for n, v in vars(kind).items() if isinstance(v, FunctionType))
+    bases = [_class(base) for base in kind.__mro__[1:] if base not in (object, nn.Module)]
+    return kind.__module__, kind.__qualname__, bases, [(n, _function(v)) for n, v in methods]
+
+
+def _function(fn: Any, depth: int = 0) -> Any:
+    """A function with its code, the plain values that it reads in its file, and the functions that it wraps."""
+    code = getattr(fn, "__code__", None)
+    if code is None or depth > DEEPEST:
+        return getattr(fn, "__qualname__", type(fn).__name__)
+    held = [c.cell_contents for c in fn.__closure__ or () if _filled(c)]
+    wrapped = [_function(f, depth + 1) for f in held if isinstance(f, FunctionType)]
+    plain = [repr(x) for x in (*held, *(fn.__defaults__ or ())) if isinstance(x, PLAIN)]
+    read = {name: fn.__globals__.get(name) for name in code.co_names}
+    flags = [(name, repr(x)) for name, x in sorted(read.items()) if x is not None and isinstance(x, PLAIN)]
+    return fn.__module__, fn.__qualname__, _code(code), wrapped, plain, flags
+
+
+def _filled(cell: Any) -> bool:
+    try:
+        return cell.cell_contents is not cell
+    except ValueError:
+        return False
+
+
+def _code(code: CodeType) -> str:
+    inner = [_code(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts if not isinstance(x, frozenset)]
+    return hashlib.sha256(repr((code.co_code, code.co_names, inner)).encode()).hexdigest()[:16]

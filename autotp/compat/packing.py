@@ -1,0 +1,75 @@
+"""Graphs with fake tensors and symbolic sizes as bytes, by torch's own pickler, and back in another process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from .fake import fake_mode
+
+pickler: Any = None
+with contextlib.suppress(ImportError):  # a torch without it
+    pickler = importlib.import_module("torch.fx._graph_pickler")
+# What the exporter notes for its own use, with references to what stays in its process.
+DROPPED = {"from_node", "source_fn_stack", "fwd_source_fn_stack", "original_aten", "tensor_meta", "eager_input_vals"}
+
+
+def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
+    """A graph, with other data that may refer to its symbols.
+
+    Args:
+        graph: stays as it is, and holds no modules of its own. rest: plain data, sympy, classes that can be imported.
+
+    Raises:
+        Exception: of many kinds; something in it has no form in bytes.
+    """
+    if pickler is None or any(node.op == "get_attr" for node in graph.nodes):
+        raise LookupError("a graph with modules of its own" if pickler is not None else "this torch packs no graphs")
+    copy, nodes = fx.Graph(), {}
+    for node in graph.nodes:
+        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
+    with _quiet():
+        return pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), copy), rest), options)
+
+
+def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
+    """The inverse of `packed_graph`, with symbols of its own; only of bytes that this user's processes wrote.
+
+    Args:
+        data: the bytes. device: stands for every device of its kind, so that a rank's program is on its own.
+    """
+    state = pickler._UnpickleState(fake_mode())
+    with _quiet(), pickler.patch_pytree_map_over_slice(), io.BytesIO(data) as stream:
+        module, rest = _reader(stream, state, device).load()
+    return module.graph, rest
+
+
+def _reader(stream: io.BytesIO, state: Any, device: torch.device) -> Any:
+    class Reader(pickler._GraphUnpickler):  # type: ignore[misc]
+        def find_class(self, module: str, name: str) -> Any:
+            found = super().find_class(module, name)
+            return _device_like(device) if found is torch.device else found
+
+    return Reader(stream, state)
+
+
+def _device_like(own: torch.device) -> Callable[..., torch.device]:
+    def device(kind: str, *index: int) -> torch.device:
+        return own if kind == own.type else torch.device(kind, *index)
+
+    return device
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of torch about its own trees
+        yield

@@ -1,0 +1,92 @@
+"""One rank captures and the others take its program, where all of them would capture the same."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from autotp.capture.packing import Unpackable, pack, unpack
+from autotp.comm.rank_order import in_one_order
+from autotp.comm.ranks import Ranks, broadcast, from_all, together
+from autotp.ir.graph import Capture
+from autotp.log import log
+
+T = TypeVar("T")
+Told = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
+WHAT = "capturing the model"
+
+
+def capture_once(
+    ranks: Ranks | None,
+    key: Callable[[], Told],
+    make: Callable[[], tuple[Capture, T]],
+    take: Callable[[Capture, T], tuple[Capture, T]] = lambda captured, rest: (captured, rest),
+) -> tuple[Capture, T]:
+    """A capture, the same on every rank: rank 0's, or each rank's own where they may differ. A collective call.
+
+    Args:
+        ranks: None in one plain process.
+        key: all that a capture depends on; equal keys are equal captures.
+        make: captures here, and gives with it what else came of that, which pickles.
+        take: what this rank does with another's.
+
+    Raises:
+        CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
+    """
+    if ranks is None or ranks.tp == 1:
+        captured, rest = together(ranks, WHAT, make)
+        return in_one_order(ranks, captured), rest
+    mine = together(ranks, WHAT, key)
+    told = from_all(ranks, mine, "what a capture depends on")
+    why = next((reason for word, reason in told if word is None), "")
+    if why or len({word for word, _ in told}) > 1:
+        return _each(ranks, make, why or "what it depends on differs between the ranks")
+    made, failed, sent = _first(make) if ranks.rank == 0 else (None, None, None)
+    data, why = broadcast(ranks, sent)  # type: ignore[misc]
+    if data is None:
+        return _each(ranks, lambda: _again(made, failed, make), why)
+    if ranks.rank:
+        made, why = _taken(data, ranks, take)
+    if odd := next((x for x in from_all(ranks, why, WHAT) if x), ""):
+        return _each(ranks, lambda: _again(made, None, make), odd)
+    assert made is not None
+    return made
+
+
+def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tuple[Capture, T]:
+    """Every rank's own capture, in one order."""
+    log.info("every rank captures the model for itself: %s", why)
+    captured, rest = together(ranks, WHAT, make)
+    return in_one_order(ranks, captured), rest
+
+
+def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None, Any]:
+    """What rank 0 made, what it raised, and what it sends: bytes, or why there are none."""
+    try:
+        made = make()
+    except Exception as error:  # whatever a user's forward may raise: the others then raise it too
+        return None, error, (None, f"it failed on rank 0: {type(error).__name__}")
+    try:
+        return made, None, (pickle.dumps((pack(made[0]), made[1])), "")
+    except Unpackable as odd:
+        return made, None, (None, str(odd))
+    except (pickle.PicklingError, AttributeError, TypeError) as odd:  # a class that is local to a function
+        return made, None, (None, str(odd))
+
+
+def _taken(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -> tuple[Any, str]:
+    """Rank 0's capture as this rank's, or why it cannot be."""
+    try:
+        packed, rest = pickle.loads(data)
+        captured = unpack(packed, ranks.device)
+    except (Unpackable, AttributeError, ImportError, pickle.UnpicklingError) as odd:
+        return None, f"rank {ranks.rank} cannot read rank 0's capture: {odd}"
+    return take(captured, rest), ""
+
+
+def _again(made: Any, failed: Exception | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
+    """What is known already, or this rank's own."""
+    if failed is not None:
+        raise failed
+    return make() if made is None else made
