@@ -61,7 +61,7 @@ def render(page: str, results: Mapping[str, Any]) -> str:
 def mutants(results: Mapping[str, Any]) -> str:
     """A row for each program: who refuses its mutants."""
     rows = [["program", "mutants", "shapes alone", "types", "dimensions", "only `verify`", "nobody", "of the rest"]]
-    whole = dict.fromkeys(JUDGES, 0)
+    whole: dict[str, int] = dict.fromkeys(JUDGES, 0)
     for name, record in results["mutants"].items():
         found = {j: record.get("found", {}).get(j, 0) for j in JUDGES}
         whole = {j: whole[j] + found[j] for j in JUDGES}
