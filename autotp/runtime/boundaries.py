@@ -113,9 +113,15 @@ class Boundary:
         return tuple(out[place] for place in dict.fromkeys(f.place for f in flows if f.shown))
 
     def taken(
-        self, values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any], new: Any, graded: bool = False
-    ) -> tuple[Any, ...]:
+        self, values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any], new: Any,
+        kept: Set[int] | None = None, graded: bool = False,
+    ) -> tuple[Any, ...]:  # fmt: skip
         """The values, with what a hook put in the place of those that it saw.
+
+        Args:
+            values, flows: those at the boundary. seen: what the hook saw; new: what it gave.
+            kept: places in `seen` to which it did not write; None for all.
+            graded: whether these are gradients.
 
         Raises:
             StateError: it gave another number of values.
@@ -127,7 +133,8 @@ class Boundary:
                 "there in the captured graph. Return as many."
             )
         places = dict.fromkeys(flow.place for flow in flows if flow.shown)
-        new_at = {p: made for p, old, made in zip(places, seen, given, strict=True) if made is not old}
+        pairs = enumerate(zip(places, seen, given, strict=True))
+        new_at = {p: made for i, (p, old, made) in pairs if made is not old or (kept is not None and i not in kept)}
         out = []
         for value, flow in zip(values, flows, strict=True):
             if flow.place not in new_at:
@@ -139,7 +146,10 @@ class Boundary:
         return tuple(out)
 
     def _whole(self, value: Any, spec: Spec) -> Any:
-        return value if value is None or spec == INVARIANT else self._convert(value, spec, INVARIANT)
+        if value is None or spec == INVARIANT:
+            return value
+        whole = self._convert(value, spec, INVARIANT)
+        return whole.clone() if spec.mark == "R" else whole  # not the same memory: a hook may write to it
 
     def _part(self, value: Any, spec: Spec) -> Any:
         return value if value is None or spec == INVARIANT else self._convert(value, INVARIANT, spec)
@@ -212,6 +222,34 @@ def gathers(module: Any) -> bool:
     return any(boundary.communicates for boundary in getattr(module, "_boundaries", {}).values())
 
 
+def _versions(values: Sequence[Any]) -> list[Any]:
+    """By which writes to the values are seen afterwards."""
+    return [_version(v) if isinstance(v, Tensor) else None for v in values]
+
+
+def _version(value: Tensor) -> Any:
+    return value.clone() if value.is_inference() else value._version
+
+
+def _kept(values: Sequence[Any], before: Sequence[Any]) -> set[int]:
+    """The places of values that were not written to."""
+    return {i for i, (v, was) in enumerate(zip(values, before, strict=True)) if not _written(v, was)}
+
+
+def _written(value: Any, before: Any) -> bool:
+    if isinstance(before, Tensor):
+        return not torch.equal(value, before)
+    return isinstance(value, Tensor) and value._version != before
+
+
+def _grade(values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any]) -> None:
+    """Let values need gradients where a hook said so of what it saw."""
+    shown = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
+    for value, whole in zip(shown, seen, strict=True):
+        if isinstance(whole, Tensor) and whole.requires_grad and not value.requires_grad:
+            value.requires_grad_()
+
+
 def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., Any]:
     """A pre-forward hook that is shown whole values; to be registered with `with_kwargs`."""
 
@@ -219,13 +257,15 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         seen = args if boundary is None else boundary.shown(args, boundary.takes)
+        before = _versions(seen)
         new = hook(module, seen, rest) if with_kwargs else hook(module, seen)
-        if new is None:
+        kept = _kept(seen, before)
+        if new is None and (boundary is None or len(kept) == len(seen)):
             return None
-        if with_kwargs:
+        if new is not None and with_kwargs:
             new, rest = new
-        new = new if isinstance(new, tuple) else (new,)
-        taken = new if boundary is None else boundary.taken(args, boundary.takes, seen, new)
+        new = seen if new is None else new if isinstance(new, tuple) else (new,)
+        taken = new if boundary is None else boundary.taken(args, boundary.takes, seen, new, kept)
         return taken, rest | {k: v for k, v in kwargs.items() if k == "program"}
 
     return run
@@ -243,10 +283,14 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         several = len(boundary.gives) > 1
         values = output if several else (output,)
         seen = boundary.shown(values, boundary.gives)
+        before = _versions(seen)
         new = hook(module, boundary.shown(args, boundary.takes), *options, seen if len(seen) > 1 else seen[0])
-        if new is None:
+        kept = _kept(seen, before)
+        if new is None and len(kept) == len(seen):
+            _grade(values, boundary.gives, seen)
             return None
-        taken = boundary.taken(values, boundary.gives, seen, new if len(seen) > 1 else (new,))
+        new = seen if new is None else new if len(seen) > 1 else (new,)
+        taken = boundary.taken(values, boundary.gives, seen, new, kept)
         return taken if several else taken[0]
 
     return run

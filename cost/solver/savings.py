@@ -59,7 +59,10 @@ class Saving:
 
     def seconds(self, paid: Callable[[Conversion], float], taken: Callable[[Taken], float]) -> float:
         """What all instances save, where these say what is paid and taken."""
-        return self.count * sum(max(min(cap.value(paid, taken) for cap in caps), 0.0) for caps in self.parts)
+        one = 0.0
+        for caps in self.parts:
+            one += max(min(cap.value(paid, taken) for cap in caps), 0.0)
+        return self.count * one
 
 
 def most(caps: Sequence[Cap]) -> float:

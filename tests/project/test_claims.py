@@ -210,7 +210,7 @@ STILL: dict[str, Callable[[], bool] | None] = {
     "takes several times as long as torch's own": None,
     "Continuous batching; what": no_batching,
     "weights, activations or random numbers cannot": branch_fails,
-    "The cost model knows no overlap": None,
+    "ranks plans; it does not predict times": None,
     "`autotp.verify` and `sweep` have no dp": no_dp,
     "without a rule": None,
     "autotp makes no pipeline stages": no_stages,

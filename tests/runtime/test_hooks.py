@@ -42,6 +42,7 @@ HOOKS: dict[str, Callable[[Any], Any]] = {
     "after": lambda m: m.register_forward_hook(lambda _, args, out: normed(out)),
     "before": lambda m: m.register_forward_pre_hook(lambda _, args: normed(args[0])),
     "with kwargs": lambda m: m.register_forward_hook(lambda _, args, kwargs, out: out + len(kwargs), with_kwargs=True),
+    "in place": lambda m: m.register_forward_hook(lambda _, args, out: out.add_(1.0) is None or None),
     "gradient": lambda m: m.register_full_backward_hook(lambda _, to, of: (to[0] / to[0].norm(),)),
     "gradient before": lambda m: m.register_full_backward_pre_hook(lambda _, of: (of[0] / of[0].norm(),)),
 }

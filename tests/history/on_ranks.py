@@ -1,0 +1,210 @@
+"""Rows of what runs after the backward, and of groups of ranks: real processes, and each bug beside what is right.
+
+Every check gives how far the sharded run is from one device, and how far it is with the bug put back in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+import autotp
+from autotp.comm import collectives
+from tests.helpers.models import redrawn
+
+from .modules import Attention, Experts, Masked, Mlp
+from .row import hidden
+
+Pair = tuple[float, float]  # relative differences from one device: as it is, and with the bug
+Check = Callable[[int, Any, str], Pair]
+
+
+@dataclass(frozen=True)
+class OnRanks:
+    """A row that takes processes: the same as in `Row`, and the check in place of a module and a mutant."""
+
+    number: int
+    where: str
+    symptom: str
+    bug: str
+    check: Check
+    world: int = 2
+
+
+@cache
+def trained(make: Callable[[], nn.Module]) -> nn.Module:
+    """A model after the backward of one call, on one device."""
+    model = made(make)
+    backward(model)
+    return model
+
+
+def made(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model, with the same weights in every process."""
+    torch.manual_seed(0)
+    return redrawn(make())
+
+
+def backward(model: Any) -> None:
+    """A step's gradients."""
+    model(hidden()).square().sum().backward()
+
+
+def sharded(make: Callable[[], nn.Module], group: Any) -> Any:
+    """The model over the ranks of a group."""
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    return autotp.compile(made(make), mesh=mesh, example_inputs=hidden())
+
+
+def relative(found: Any, wanted: Any) -> float:
+    """The largest difference as a part of the largest value."""
+    found, wanted = torch.as_tensor(found).double(), torch.as_tensor(wanted).double()
+    return float((found - wanted).abs().max() / wanted.abs().max())
+
+
+def clipped(make: Callable[[], nn.Module], forgotten: str, rank: int, group: Any, folder: str) -> Pair:
+    """The norm that gradients are clipped by, and the same without those of some parameters."""
+    model = sharded(make, group)
+    backward(model)
+    wanted = get_total_norm([p.grad for p in trained(make).parameters() if p.grad is not None])
+    graded = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    some: Any = get_total_norm([g for n, g in graded.items() if forgotten not in n])
+    found: Any = clip_grad_norm_(model.parameters(), 1.0)
+    return relative(found.full_tensor(), wanted), relative(some.full_tensor(), wanted)
+
+
+def _squares(tensors: Any) -> Tensor:
+    return torch.stack([t.detach().to_local().square().sum() for t in tensors]).sum()
+
+
+def flat(rank: int, group: Any, folder: str) -> Pair:
+    """The norm of all gradients, and that of what the first rank holds."""
+    make = Mlp
+    model = sharded(make, group)
+    backward(model)
+    wanted = get_total_norm([p.grad for p in trained(make).parameters() if p.grad is not None])
+    grads = [p.grad for p in model.parameters() if p.grad is not None]
+    own = _squares(grads)
+    dist.broadcast(own, 0, group=group)
+    found: Any = get_total_norm(grads)
+    return relative(found.full_tensor(), wanted), relative(math.sqrt(own), wanted)
+
+
+def weights(rank: int, group: Any, folder: str) -> Pair:
+    """The norm of the parameters, and the sum of what all ranks hold, in which whole ones count on each."""
+    make = Mlp
+    model = sharded(make, group)
+    wanted = get_total_norm([p.detach() for p in trained(make).parameters()])
+    own = _squares(model.parameters())
+    dist.all_reduce(own, group=group)
+    found: Any = get_total_norm([p.detach() for p in model.parameters()])
+    return relative(found.full_tensor(), wanted), relative(math.sqrt(own), wanted)
+
+
+def evaluated(rank: int, group: Any, folder: str) -> Pair:
+    """Training again after an evaluation: what one device's masks give, and the evaluation's result once more."""
+    model = sharded(Masked, group)
+
+    def drawn() -> Tensor:
+        torch.manual_seed(5)
+        return model(hidden()).detach()
+
+    before = drawn()
+    model.eval()
+    evaluation = drawn()
+    assert relative(evaluation, made(Masked).eval()(hidden()).detach()) < 1e-5
+    model.train()
+    return relative(drawn(), before), relative(evaluation, before)
+
+
+def other_group(rank: int, group: Any, folder: str) -> Pair:
+    """Two groups of two ranks, and sums over all four."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))["tp"]
+    model = autotp.compile(made(Mlp), mesh=mesh, example_inputs=hidden())
+    wanted = made(Mlp)(hidden()).detach()
+    right, real = relative(model(hidden()).detach(), wanted), collectives.real
+
+    def of_all(*args: Any, tp: int, group: str) -> Tensor:
+        everyone: Any = dist.group.WORLD
+        return real(*args, tp=tp, group=everyone.group_name)
+
+    with patch.object(collectives, "real", of_all):
+        return right, relative(model(hidden()).detach(), wanted)
+
+
+def step(model: Any, optimizer: Any) -> None:
+    """One step of training."""
+    optimizer.zero_grad()
+    backward(model)
+    optimizer.step()
+
+
+def adamw(model: Any) -> torch.optim.AdamW:
+    """An optimizer with moments."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def saved(rank: int, group: Any, folder: str) -> None:
+    """Two ranks train a step and save."""
+    model = sharded(Mlp, group)
+    optimizer = adamw(model)
+    step(model, optimizer)
+    model.save_checkpoint(Path(folder) / "saved", optimizer=optimizer)
+
+
+def resumed(rank: int, group: Any, folder: str) -> Pair:
+    """Four ranks go on with what two saved; and with the moments of one weight at another of the same shape."""
+    alone = made(Mlp)
+    optimizer = adamw(alone)
+    step(alone, optimizer)
+    step(alone, optimizer)
+    wanted = torch.cat([p.detach().flatten() for p in alone.parameters()])
+    pair = []
+    for swapped in (False, True):
+        model = sharded(Mlp, group)
+        optimizer = adamw(model)
+        step(model, optimizer)
+        model.load_checkpoint(Path(folder) / "saved", optimizer=optimizer)
+        if swapped:
+            first, second = (dict(model.named_parameters())[f"first.{n}"] for n in ("weight", "bias"))
+            optimizer.state[first], optimizer.state[second] = optimizer.state[second], optimizer.state[first]
+        step(model, optimizer)
+        full = model.full_state_dict()
+        pair.append(relative(torch.cat([full[n].flatten() for n, _ in alone.named_parameters()]), wanted))
+    return pair[0], pair[1]
+
+
+ROWS = [
+    OnRanks(28, "Megatron#7452", "tokens are scattered over the wrong group", "sums are of all ranks",
+            other_group, world=4),
+    OnRanks(29, "Megatron#7452", "a parameter of each head is left out of the clipping norm",
+            "the norm is without that of the heads", partial(clipped, partial(Attention, "heads"), "q_norm")),
+    OnRanks(30, "Megatron#5916, Megatron#6080", "the gradients' norm is without that of the experts",
+            "the norm is without that of the experts", partial(clipped, Experts, "down")),
+    OnRanks(31, "DeepSpeed#5411", "the norm is of the first rank's part: wrong by the square root of tp",
+            "the first rank's own norm", flat),
+    OnRanks(32, "Megatron efd25df", "the parameters' norm counts whole ones tp times",
+            "the sum over ranks of all that they hold", weights),
+    OnRanks(40, "Megatron 7cc8d83", "dropout is off for ever after an evaluation", "the evaluation's result again",
+            evaluated),
+    OnRanks(45, "transformers#48569, Megatron#7452", "the optimizer's state is another parameter's after a resume",
+            "the moments of two parameters are exchanged", resumed, world=4),
+]  # fmt: skip
+
+
+def run(rank: int, world: int, group: Any, folder: str) -> list[Pair | None]:
+    """The checks of a world, in the rows' order."""
+    if world == 2:
+        saved(rank, group, folder)
+    return [row.check(rank, group, folder) if row.world == world else None for row in ROWS]

@@ -1,0 +1,81 @@
+"""A row proved: the module as it is at each degree, and its mutant, with what each witness says of that."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
+from autotp.inputs import Inputs
+from autotp.ir.program import Planned, Sharded
+from autotp.passes import schema
+from autotp.proof.compare import compare
+from autotp.proof.report import Report
+from autotp.proof.simulate import Values
+from tests.fuzz.plans import any_plan
+from tests.helpers.models import redrawn
+
+from .mutants import copied
+from .row import Row
+
+SEQUENCE = (None, True)
+
+
+@dataclass
+class Found:
+    """What the witnesses say of one program.
+
+    Attributes:
+        types: values whose layout is not what a reader was decided to read (`passes/schema.py`).
+        numbers: `verify`'s report.
+    """
+
+    types: list[schema.Fault]
+    numbers: Report
+
+    @property
+    def witnesses(self) -> tuple[str, ...]:
+        """Those that refuse the program."""
+        return ("types",) * bool(self.types) + ("numbers",) * (not self.numbers.ok)
+
+    def named(self, value: str) -> bool:
+        """Whether the first difference is at, or of, this value."""
+        report = self.numbers.difference
+        return report is not None and bool(re.search(value, report.value) or re.search(value, report.detail))
+
+
+class Proved:
+    """A row's module, captured once."""
+
+    def __init__(self, row: Row) -> None:
+        self.row = row
+        torch.manual_seed(0)
+        self.model = redrawn(row.module())
+        given = row.inputs()
+        self.inputs = Inputs(*given) if isinstance(given, tuple) else Inputs(given)
+        self.capture, self.notes = capture_model(self.model, self.inputs, torch.device("cpu"), check=True)
+
+    def program(self, tp: int, sequence: bool | None, pinned: bool = True) -> tuple[Planned, Sharded]:
+        """The program of the ranks, with the row's pins or without."""
+        pins: Any = dict(self.row.pins) if pinned else None
+        options = Options.read(tp, Steering(sequence_parallel=sequence, pins=pins))
+        with any_plan(self.row.seed) if pinned and self.row.seed is not None else nullcontext():
+            plan = solve_plan(self.capture, self.notes, options, "Module")
+        return apply_plan(self.capture, plan, options)
+
+    def judged(self, planned: Planned, sharded: Sharded) -> Found:
+        """What the witnesses say."""
+        values = Values.of(planned.program, self.model, self.inputs)
+        return Found(list(schema.sharded(sharded, planned)), compare(planned, sharded, values))
+
+    def mutated(self, tp: int) -> Found:
+        """What they say of the mutant."""
+        planned, sharded = self.program(tp, self.row.sequence)
+        changed = copied(sharded)
+        self.row.mutant(changed, planned)
+        return self.judged(planned, changed)

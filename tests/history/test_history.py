@@ -1,0 +1,37 @@
+"""Bugs of other systems: the modules are right, and each bug put back in is noticed, and named."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.history import on_ranks
+from tests.history.prove import SEQUENCE, Proved
+from tests.history.row import Row
+from tests.history.table import MISSING, PAGE, ROWS, page, written
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: str(row.number))
+def test_the_module_is_right_and_the_bug_is_noticed_and_named(row: Row):
+    proved = Proved(row)
+    for tp in (2, 4):
+        for sequence in SEQUENCE:
+            found = proved.judged(*proved.program(tp, sequence, pinned=sequence == row.sequence))
+            assert not found.witnesses, (tp, sequence, str(found.numbers), found.types)
+    for tp in row.degrees:
+        found = proved.mutated(tp)
+        assert "numbers" in found.witnesses and found.named(row.value), (tp, str(found.numbers))
+        assert set(written()[row.number]) <= set(found.witnesses)
+
+
+def test_every_bug_of_the_table_has_a_row_and_the_page_is_of_them():
+    numbers = [row.number for row in (*ROWS, *on_ranks.ROWS)] + list(MISSING)
+    assert sorted(numbers) == list(range(1, 47))
+    assert page(written()) == PAGE.read_text(encoding="utf-8")
+
+
+def test_what_runs_after_the_backward_is_that_of_one_device(pool, tmp_path):
+    two = pool.run(on_ranks.run, str(tmp_path), world=2)
+    four = pool.run(on_ranks.run, str(tmp_path), world=4)
+    for row, *each in zip(on_ranks.ROWS, *two, *four, strict=True):
+        for right, wrong in filter(None, each):
+            assert right < 1e-5 and wrong > 1e-4, (row.number, right, wrong)
