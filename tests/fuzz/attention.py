@@ -158,6 +158,7 @@ ROUTED = {
 def experts(p: str, s: Sizes, form: str, count: int, top: int, scores: str) -> Lines:
     """A router and what it chooses from; the scores of what it does not choose are zero."""
     wide = 8
+    form = "dense" if form == "grouped" and s.width % 8 else form  # torch's kernel wants rows of multiples of 16 bytes
     scored = "torch.sigmoid(r)" if scores == "sigmoid" else "r.softmax(-1)"
     normed = "g = g / (g.sum(-1, keepdim=True) + 1e-3)" if scores == "renormalised" else ""
     return lines(

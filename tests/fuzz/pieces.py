@@ -171,9 +171,13 @@ def recurrence(p: str, s: Sizes, form: str) -> Lines:
     )
 
 
-@piece(p=(0.1, 0.5), place=("inside", "after"))
+@piece(p=(0.1, 0.5), place=("inside", "after", "noise"))
 def dropout(name: str, s: Sizes, p: float, place: str) -> Lines:
-    """Masks in training."""
+    """Masks in training, or noise."""
+    if place == "noise":
+        return lines(
+            f"self.{name}_up = nn.Parameter(torch.ones({s.width}))", f"x = x + torch.rand(x.shape) * self.{name}_up"
+        )
     inside, after = (f"F.dropout({{}}, {p}, self.training)" if place == at else "{}" for at in ("inside", "after"))
     hidden = inside.format(f"torch.relu(self.{name}_up(x))")
     return lines(

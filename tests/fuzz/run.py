@@ -70,6 +70,8 @@ def fuzz(
         module = drawn(seed, number)
         try:
             failure = check(module, out.tally)
+        except KeyboardInterrupt:  # what there is by then is told
+            break
         except InvalidModule as e:
             out.tally.invalid[f"does not run: {e}"] += 1
             failure = None
