@@ -50,9 +50,9 @@ def predicted(name: str, devices: int, send: Send) -> None:
     plan = autotp.plan(
         build(name).train(), TP, dp=dp, fully_shard=dp > 1, example_inputs=batch, cluster=CLUSTER, check_capture=False
     )
-    tp = plan.totals.communication
-    hidden = min(plan.batch.seconds, plan.batch.backward)
-    send({"step": plan.totals.seconds, "tp": tp, "exposed": plan.batch.seconds - hidden, "dp": plan.batch.sent,
+    terms = plan.totals.terms
+    tp = terms["communication"] - terms.get("hidden", 0.0) - terms.get("bucketed", 0.0)
+    send({"step": plan.totals.seconds, "tp": tp, "waiting": terms.get("waiting", 0.0), "dp": plan.batch.sent,
           "memory": plan.memory.peak})  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def predicted_rows(models: Sequence[str], devices: Sequence[int]) -> list[list[s
     for name, n in track(cases, "planning", console=Console(stderr=True), transient=True):
         found = run(predicted, name, n)
         step, tokens = found["step"], n // TP * LENGTH
-        cells = (f"{TP} x {n // TP}", seconds(step), f"{found['tp'] / step:.0%}", f"{found['exposed'] / step:.0%}")
+        cells = (f"{TP} x {n // TP}", seconds(step), f"{found['tp'] / step:.0%}", f"{found['waiting'] / step:.0%}")
         sizes = (amount(found["dp"]), amount(found["memory"]))
         rows.append([name, f"{n:,}", *cells, *sizes, f"{tokens / step:,.0f}", f"{tokens / step / n:,.0f}"])
     return rows
@@ -117,7 +117,7 @@ def predicted_rows(models: Sequence[str], devices: Sequence[int]) -> list[list[s
 
 def predicted_table(rows: Sequence[Sequence[str]]) -> str:
     """The first table."""
-    head = ("", "devices", "tp x dp", "step", "over tp", "over dp, exposed", "sent over dp", "memory", "tokens/s",
+    head = ("", "devices", "tp x dp", "step", "over tp", "waiting for dp", "sent over dp", "memory", "tokens/s",
             "a device")  # fmt: skip
     return table(head, rows)
 

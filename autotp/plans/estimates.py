@@ -24,7 +24,7 @@ class Totals:
         weights_read: bytes of weights that a rank reads in a forward, of tables the rows that are looked up.
         examples, length: of the example inputs that were priced: the first dimension, and the second where it is that
             of sequences; otherwise, and in plans saved by an earlier version, 0.
-        terms: what the plan costs by the names of `autotp.cost.objective.TERMS`; under its weights they make `seconds`.
+        terms: what the plan costs by the names of `autotp.cost.terms.TERMS`; under its weights they make `seconds`.
     """
 
     parameters: int = 0
