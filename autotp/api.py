@@ -86,7 +86,6 @@ def plan(
             plan's notes say what was compared, or why nothing was.
 
     Returns: the `Plan`; print it to read it.
-
     Raises:
         InputError, CaptureError, PlanError.
     """
