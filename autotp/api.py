@@ -47,16 +47,14 @@ def plan(
     optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
-    within_node: bool = False,
-    band: float = BAND,
+    within_node: bool = False, band: float = BAND,
     dp: int = 1,
     fully_shard: bool = False,
     like: Plan | None = None,
     outputs: str = "full",
     random: str = "counter",
-    carried: CarriedNames | None = None,
-    check_capture: bool | None = None,
-) -> Plan:
+    carried: CarriedNames | None = None, check_capture: bool | None = None,
+) -> Plan:  # fmt: skip
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
     Among legal plans the parameters per rank come first (at most 1.03 times the least that any legal plan reaches),
@@ -77,7 +75,7 @@ def plan(
         optimizer: whose states count in the memory of training: "adamw", "sgd-momentum", ... (`Objective.optimizer`).
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
-        within_node: refuse a degree that leaves the node, rather than to price it.
+        within_node: refuse a degree that leaves the node.
         band: share of the least step time that a plan may take longer to send less; 0: no longer at all.
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
@@ -88,7 +86,6 @@ def plan(
             plan's notes say what was compared, or why nothing was.
 
     Returns: the `Plan`; print it to read it.
-
     Raises:
         InputError, CaptureError, PlanError.
     """
@@ -154,8 +151,7 @@ def compile(
     optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
-    within_node: bool = False,
-    band: float = BAND,
+    within_node: bool = False, band: float = BAND,
     dp: int | None = None,
     fully_shard: bool = False,
     outputs: str = "full",

@@ -54,7 +54,8 @@ def add_items(problem: Problem, program: IntegerProgram) -> tuple[list[list[int]
     most = sum(_most_activation(item) for item in problem.items) or 1.0
     for item in problem.items:
         columns = [program.column(True) for _ in item.choices]
-        points = [0 if item.ins else choice.penalty * item.count for choice in item.choices]
+        leaves = 0 if item.ins else item.count
+        points = [choice.penalty * leaves for choice in item.choices]
         program.most_penalty += max(points) - min(points)
         picks.append(columns)
         program.rows.append(Row(dict.fromkeys(columns, 1.0), 1, 1))

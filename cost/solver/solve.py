@@ -156,7 +156,7 @@ def _rival(
     """
     found = []
     for ruled_out in problem.rivals:
-        if all((i, k) not in ruled_out for plan in own for i, k in enumerate(plan.chosen)):
+        if not any(ruled_out & set(enumerate(plan.chosen)) for plan in own):
             return own[-1]
         rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
         restricted = replace(program, rows=[*program.rows, *rows])
@@ -165,7 +165,8 @@ def _rival(
             x = plainest(restricted, fastest.x, fastest.value * (1 + band))
             found.append(_solution(problem, restricted, picks, x))
     within_band = min((x.seconds for x in found), default=0.0) * (1 + band)
-    return min((x for x in found if x.seconds <= within_band), key=lambda x: (x.sent_bytes, x.seconds), default=None)
+    near = [x for x in found if x.seconds <= within_band]
+    return min(near, key=lambda x: (x.sent_bytes, x.seconds), default=None)
 
 
 def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
