@@ -126,7 +126,11 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
 def capture_key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str | None, str]:
-    """What `capture_model` with these arguments depends on, as a word, or None and why that cannot be told."""
+    """What `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
+
+    Args:
+        model, inputs, device, check, request: see `capture_model`.
+    """
     try:
         with torch.enable_grad():
             mode = mode_of(model.modules(), device)
