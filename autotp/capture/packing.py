@@ -11,6 +11,7 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.ir.graph import Capture, Leaf
+from autotp.kernels.functions import CALL
 
 LARGEST = 4096  # elements of the tensors that a forward makes of literals
 
@@ -27,6 +28,8 @@ def pack(captured: Capture) -> bytes:
     """
     if captured.conditions is not None:
         raise Unpackable("the capture holds conditions on the values of its inputs")
+    if any(node.target is CALL for node in captured.graph.nodes):
+        raise Unpackable("the capture calls functions with a backward of their own, which stand in this process")
     large = [n for n, x in captured.constants.items() if isinstance(x, Tensor) and _holds(x) > LARGEST]
     if large:
         raise Unpackable(f"the constant {large[0]} holds {_holds(captured.constants[large[0]])} numbers")

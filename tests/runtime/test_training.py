@@ -23,6 +23,7 @@ from autotp.comm import conversions
 from autotp.comm.conversions import ConversionKind
 from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import mesh_of
+from tests.helpers.pool import WorkerError
 from tests.helpers.trained import model_of
 
 BATCH, LENGTH, RATE, WARM_UP = 4, 24, 3e-4, 10
@@ -116,7 +117,8 @@ def with_two_biases(rank: int, world: int, group: Any) -> Curve:
         return on_ranks(rank, world, group, "gpt2", torch.float64)
 
 
-@pytest.mark.parametrize("wrong, name", [(without_f, "llama"), (with_two_biases, "gpt2")])
-def test_a_wrong_conversion_is_noticed(pool, wrong, name):
-    for found in pool.run(wrong, world=2):
-        assert apart(found, one_device(name, torch.float64)) > 1e-3
+def test_a_wrong_conversion_is_noticed(pool):
+    with pytest.raises(WorkerError, match="do not agree on the gradients of the step"):  # of weights that all hold
+        pool.run(without_f, world=2)
+    for found in pool.run(with_two_biases, world=2):
+        assert apart(found, one_device("gpt2", torch.float64)) > 1e-3
