@@ -47,8 +47,7 @@ def profiling(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
         sharded.layers[0].norm.running_mean,
         torch.get_rng_state(),
     )
-    if rank == 1:
-        sharded.layers[1].up.register_forward_pre_hook(lambda *_: time.sleep(LATE))
+    sharded.layers[1].up.register_forward_pre_hook(lambda *_: time.sleep(LATE * rank))
     profile = sharded.profile(x, loss=lambda y: y.square().sum(), repeats=2)
     after = (
         {n: p.grad for n, p in sharded.named_parameters()},
