@@ -144,7 +144,8 @@ def section(results: Mapping[str, Any]) -> str:
         f"`python -m benchmarks.against_megatron`: predicted step / bytes sent, each over those of Megatron's plan. "
         f"{ROWS} sequences of {LENGTH} tokens (or as long as the model takes), bfloat16, full depth, whole outputs, "
         "h100 presets. Asked: a step of at most 1.00 and bytes of at most 1.05, or a step that is better by more than "
-        f"the band of 2%. Missed, in bold: {missed} of {counted}. A dash: tp does not divide the heads.\n\n"
+        f"the band of 2%. Missed, in bold: {missed} of {counted}. A dash: tp does not divide "
+        "the heads; nothing: not measured yet.\n\n"
         f"{table(head, rows)}\n"
         + (
             "What wins where more is sent, as shares of Megatron's step:\n\n" + "\n".join(notes) + "\n\n"

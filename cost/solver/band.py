@@ -51,8 +51,9 @@ def plainest(program: IntegerProgram, known: np.ndarray, most: float) -> np.ndar
         known = search.least(scaled, known, EQUAL * 1e3, MOST_NODES)
     # Counts differ by 1 at least: a collective weighs more than all penalties, and a point of those more than the time.
     calls, penalty = program.dense(program.collectives), program.dense(program.penalty)
-    last = calls * (1 + program.most_penalty) + penalty + _with_ties(program, time) * (TIME / most)
-    return search.least(last, known, TIME * SAME, MOST_NODES)
+    one = 1 + program.most_penalty
+    last = calls + (penalty + _with_ties(program, time) * (TIME / most)) / one
+    return search.least(last, known, TIME * SAME / one, MOST_NODES)
 
 
 def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, known: np.ndarray, most: float) -> np.ndarray:

@@ -15,6 +15,8 @@ import highspy
 import numpy as np
 
 Fixed = dict[int, int]  # column -> 0 or 1
+ITERATIONS = 20_000  # of the simplex, from a basis that is near: ten times what the largest programs have taken
+UNLIMITED = 2**31 - 1
 OPTIONS = {"output_flag": False, "threads": 1, "mip_rel_gap": 1e-7, "mip_abs_gap": 1e-7}
 INTEGRAL = 1e-6
 ROUNDING = 1e-9  # of a row's limit
@@ -37,6 +39,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.highs = _solver(self.model)
+        self.highs.setOptionValue("simplex_iteration_limit", ITERATIONS)
         self.upper = np.ones(self.model.num_col_)
         self.scale = 1.0  # of the row last added
 
@@ -142,13 +145,22 @@ class Search:
         """Column values and objective with some columns fixed; None where that is infeasible."""
         for column, value in fixed.items():
             self.highs.changeColBounds(column, value, value)
-        self.highs.run()
+        self._run()
         got = None
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
             got = np.array(self.highs.getSolution().col_value), self.highs.getInfo().objective_function_value
         for column in fixed:
             self.highs.changeColBounds(column, 0, self.upper[column])
         return got
+
+    def _run(self) -> None:
+        """Solve the relaxation; where the simplex does not come to an end from the basis that is there, from none."""
+        self.highs.run()
+        if self.highs.getModelStatus() == highspy.HighsModelStatus.kIterationLimit:
+            self.highs.clearSolver()
+            self.highs.setOptionValue("simplex_iteration_limit", UNLIMITED)
+            self.highs.run()
+            self.highs.setOptionValue("simplex_iteration_limit", ITERATIONS)
 
     def _branch(self, x: np.ndarray) -> int | None:
         """The fractional column to decide next; None where all are integral."""

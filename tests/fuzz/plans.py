@@ -16,8 +16,8 @@ from autotp.ir.program import Solution
 from autotp.passes.shard import decide
 
 
-def any_solution(problem: Problem, seed: int) -> Solution:
-    """One of the legal solutions: the cheapest by prices that are drawn."""
+def any_solution(problem: Problem, seed: int, band: float | None = None) -> Solution:
+    """One of the legal solutions: the cheapest by prices that are drawn, whatever it sends (no `band`)."""
     draw, drawn = random.Random(seed), dict[Any, float]()
 
     def free(c: Choice) -> Choice:

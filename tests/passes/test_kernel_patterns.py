@@ -49,7 +49,7 @@ EXPECTED = {
     "gpt2": {"add_norm": 2, "bias_gelu": 2, "norm": 3},
     "bert": {"add_norm": 4, "bias_gelu": 3, "norm": 2},
     "phi3": {"add_norm": 2, "gated_halves": 2, "norm": 3},
-    "qwen3": {"gated": 2, "norm": 9},
+    "qwen3": {"add_norm": 2, "gated": 2, "norm": 7},
     "gpt_neox": {"bias_gelu": 2, "norm": 5},
 }
 

@@ -60,7 +60,10 @@ def test_models_compute_the_same(pool, name, world):
     for found in pool.run(equal, [name], world=world):
         for (_, sequence), (error, (products, dealt, buckets), text) in found.items():
             assert error < EXACT, found
-            assert products >= 2 and (dealt >= 2) == sequence and (buckets > 0) == sequence, found
+            assert products >= 2 and (dealt >= 2) == sequence, found
+            # Whole values leave none to bucket but the first norm's of plain: its two weights' gradients, summed
+            # together, are less to send than its output's, and nobody wants its input's.
+            assert buckets > 0 if sequence else buckets == (name == "plain"), found
             assert "with its products" in text and "overlap:" in text
             assert not sequence or "values are gathered again" in text
 
