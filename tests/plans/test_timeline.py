@@ -21,9 +21,9 @@ EXACT = 1e-12  # relative: sums of the same numbers in another order
 
 
 def off(plan: Plan) -> float:
-    """By how much of a step the times of all layers and of what is outside miss the plan's step."""
+    """By how much of a step the times of all layers and of what is outside miss the step of which nothing overlaps."""
     assert plan.layer is not None
-    return abs(plan.layer.total + plan.layer.outside.seconds - plan.totals.passes) / plan.totals.passes
+    return abs(plan.layer.total + plan.layer.outside.seconds - plan.totals.alone) / plan.totals.alone
 
 
 def sent(plan: Plan) -> float:
@@ -109,7 +109,7 @@ def ids() -> dict[str, Any]:
 def test_where_nothing_repeats_it_is_the_whole_model():
     plan = planned("convolutions", 4)[0]
     assert plan.layer is not None and plan.layer.module == "" and plan.layer.count == 1
-    assert plan.layer.seconds == pytest.approx(plan.totals.passes, rel=EXACT) and plan.layer.outside.seconds == 0
+    assert plan.layer.seconds == pytest.approx(plan.totals.alone, rel=EXACT) and plan.layer.outside.seconds == 0
     assert "no block repeats" in heading(plan.layer) and "blocks" not in plan.report().split("memory per rank")[1]
 
 
