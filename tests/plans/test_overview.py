@@ -86,6 +86,13 @@ def test_the_first_lines_say_what_on_what_whether_it_fits_and_how_fast(llama8b):
     assert lines[-3].startswith("I whole  R whole")
 
 
+def test_what_is_hidden_is_in_the_times_of_the_layers_and_not_in_the_step(llama8b):
+    t, layer = llama8b.totals, llama8b.layer
+    assert layer is not None and t.terms["hidden"] > 0.01 * t.seconds
+    assert layer.total + layer.outside.seconds == pytest.approx(t.alone, rel=1e-9)
+    assert t.alone == pytest.approx(t.passes + t.terms["hidden"] + t.terms.get("bucketed", 0.0))
+
+
 def test_the_bars_are_as_long_as_what_they_show(llama8b):
     bars = {line.split()[0]: line[LABEL:] for line in str(llama8b).splitlines() if line.startswith(("memory", "time"))}
     most, m = 80e9, llama8b.memory
