@@ -57,6 +57,13 @@ class Totals:
         """Seconds of the step without the optimizer's part: forward and backward."""
         return self.seconds - self.terms.get("optimizer", 0.0)
 
+    @property
+    def alone(self) -> float:
+        """Seconds of forward and backward where nothing runs beside anything else, dp and surcharges apart: what the
+        times of all operators and conversions (`Layer`) come to."""
+        added = sum(self.terms.get(name, 0.0) for name in ("waiting", "surcharge"))
+        return self.passes + sum(self.terms.get(name, 0.0) for name in ("hidden", "bucketed")) - added
+
 
 @dataclass(frozen=True)
 class Axis:

@@ -190,7 +190,8 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
             "Give more memory, more ranks (tp), a smaller batch, or drop pins."
         )
     sizes = [_budget_bytes(item) for item in problem.items]
-    program.rows += within(sizes, program.budget_bytes, picks, limit)
+    if sum(map(max, sizes)) > limit:  # one that rules nothing out leaves the program, and so the plan, as it is
+        program.rows += within(sizes, program.budget_bytes, picks, limit)
 
 
 def _budget_bytes(item: Item) -> list[float]:

@@ -187,8 +187,8 @@ def test_the_step_and_bytes_of_megatrons_plan_stand_beside_the_plans():
     sent = {each.forward_bytes + each.backward_bytes for each in hand}
     assert t.megatron_step in [pytest.approx(each.seconds) for each in hand] and t.megatron_bytes in sent
     assert t.seconds <= t.megatron_step * (1 + 1e-9)
-    step = f"{t.seconds / t.megatron_step:.2f}"
-    assert f"{step} of the step, {ratio(found):.2f} of" in " ".join(str(found).replace("\xa0", " ").split())
+    step, shown = f"{t.seconds / t.megatron_step:.2f}", " ".join(str(found).replace("\xa0", " ").split())
+    assert f"{step} of Megatron's step, {ratio(found):.2f} of its bytes" in shown
     assert f"against Megatron's plan  {step} of its step, {ratio(found):.2f} of its bytes" in found.report()
     assert "band 0.02" in found.report()
 

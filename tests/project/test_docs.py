@@ -149,7 +149,8 @@ def quoted(document: str) -> list[str]:
 
 
 def test_quoted_pieces_stand_in_the_source():
-    sources = [p.read_text() for folder in ("autotp", "tests", "examples") for p in (ROOT / folder).rglob("*.py")]
+    folders = ("autotp", "passes", "cost", "tests", "examples")  # links are not followed
+    sources = [p.read_text() for folder in folders for p in (ROOT / folder).rglob("*.py")]
     pieces = [piece for document in DOCUMENTS for piece in quoted(document)]
     assert len(pieces) >= 4
     assert [p for p in pieces if not any(p in text for text in sources)] == []

@@ -91,8 +91,11 @@ def _step(plan: Plan) -> Iterator[Text]:
         return
     own = rows.over_tp(plan)
     least = t.least_seconds or own
-    best = "optimal for this cost model" if least - t.bound < GAP * least else f"bound {rows.seconds(t.bound)}"
-    best += f", within {t.band:.3g} of the least {rows.seconds(least)}" if own - least > GAP * least else ""
+    proved, behind = least - t.bound < GAP * least, own - least > GAP * least
+    best = "optimal for this cost model" if proved else f"bound {rows.seconds(t.bound)}"
+    if behind:
+        near = f"within {t.band:.3g} of"
+        best = f"{near} optimal {rows.seconds(least)}" if proved else f"{best}, {near} the least {rows.seconds(least)}"
     said = [f"step {rows.seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
     if t.examples:
         done = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
@@ -104,9 +107,8 @@ def _step(plan: Plan) -> Iterator[Text]:
         said.append(f"{decoded.share_of_limit:.0%} of the limit")
     if t.megatron_step:
         sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-        step = f"{own / t.megatron_step:.2f} of the step"
-        ratio = f", {sent / t.megatron_bytes:.2f} of the bytes" if t.megatron_bytes else ""
-        said.append(f"{step}{ratio} of Megatron's plan")
+        ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
+        said.append(f"{own / t.megatron_step:.2f} of Megatron's step{ratio}")
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
     if decoded is not None:
         yield from _limit(decoded.limit, decoded.most_tokens_per_second)

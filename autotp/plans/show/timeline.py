@@ -43,7 +43,7 @@ class Event:
 def timeline(plan: Plan) -> tuple[Event, ...]:
     """What one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
 
-    Nothing overlaps, as in the cost model: an operator waits for the collective before it. In a step the other layers
+    Nothing overlaps, as in `Totals.alone`: an operator waits for the collective before it. In a step the other layers
     lie between forward and backward of this one.
 
     Args:
