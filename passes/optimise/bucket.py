@@ -65,7 +65,8 @@ def unit_of(node: fx.Node) -> Scope:
     """The repeated block that it belongs to, or the checkpointed region in it; () where there is none."""
     path = scope_path(node)
     region = next((i for i in reversed(range(len(path))) if is_region(path[i])), -1)
-    block = next((i for i, p in enumerate(path) if block_of(module_of(p)) == module_of(p)), -1)
+    modules = [module_of(p) for p in path]  # "" for a region around blocks, which is none of them
+    block = next((i for i, m in enumerate(modules) if m and block_of(m) == m), -1)
     return path[: max(region, block) + 1]
 
 
