@@ -34,6 +34,7 @@ GOLDEN = Path(__file__).parent / "golden"
 LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]
 BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
+POOLS: list[Pool] = []  # one, once a test has wanted it
 CAPTURES = pytest.StashKey[tempfile.TemporaryDirectory[str]]()
 
 torch.set_num_threads(1)
@@ -151,8 +152,16 @@ def golden(request: pytest.FixtureRequest) -> Callable[[str, str], None]:
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    """The worker processes, started by the first test that wants them and kept for the whole run."""
+    """The worker processes, started by the first test of a file that wants them."""
     workers = Pool()
-    workers.start()
+    POOLS.append(workers)
     yield workers
     workers.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_workers() -> Iterator[None]:
+    """New workers for each file: groups that one file's tests left on some ranks alone do not meet another's."""
+    yield
+    for workers in POOLS:
+        workers.close()

@@ -1,4 +1,4 @@
-"""One pool of gloo worker processes, kept for a whole test session: starting processes costs more than most tests.
+"""One pool of gloo worker processes, kept for the tests of a file: starting processes costs more than most tests.
 
 They are forked from one process that has imported torch and transformers (`tests/helpers/preloaded.py`), so that new
 workers, after a test whose ranks failed, cost little.
@@ -40,8 +40,8 @@ class WorkerError(RuntimeError):
 class Pool:
     """`SIZE` workers and, within them, one group of the first n workers for every n.
 
-    Workers that crash, hang, or fail on only some ranks (their groups are then out of
-    step) are killed, and the next `run` starts new ones.
+    Where some crash, hang or fail (their groups are then out of step) all are killed, and the next `run` starts new
+    ones.
     """
 
     def __init__(self) -> None:
@@ -76,8 +76,7 @@ class Pool:
         if failures:
             if len(answers) < world:
                 self._dump()
-            if len(failures) < world or len(answers) < world:
-                self.close()
+            self.close()
             raise WorkerError(f"{fn.__name__} failed in a world of {world}:\n" + "\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
 
