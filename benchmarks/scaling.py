@@ -3,7 +3,7 @@
     python -m benchmarks.scaling           # prints both tables
     python -m benchmarks.scaling --write   # and their sections of docs/scaling.md
 
-The first plans Llama 3.1's shapes at tp=8, fully sharded over the other devices, a sequence for each tp group: more
+The first plans Llama 3.1's shapes at tp=8, fully sharded over the other devices, some sequences for each tp group: more
 devices take more sequences. The second compiles a model without weights as rank 0 of torch's "fake" process group,
 which sends nothing, and runs a step of it on fake tensors, which compute nothing; its collectives are counted.
 """
@@ -50,10 +50,10 @@ def predicted(name: str, devices: int, send: Send) -> None:
     plan = autotp.plan(
         build(name).train(), TP, dp=dp, fully_shard=dp > 1, example_inputs=batch, cluster=CLUSTER, check_capture=False
     )
-    terms = plan.totals.terms
+    totals, terms = plan.totals, plan.totals.terms
     tp = terms["communication"] - terms.get("hidden", 0.0) - terms.get("bucketed", 0.0)
     send({"step": plan.totals.seconds, "tp": tp, "waiting": terms.get("waiting", 0.0), "dp": plan.batch.sent,
-          "memory": plan.memory.peak})  # fmt: skip
+          "memory": plan.memory.peak, "tokens": totals.examples * totals.length * dp})  # fmt: skip
 
 
 def program(name: str, send: Send) -> None:
@@ -108,7 +108,7 @@ def predicted_rows(models: Sequence[str], devices: Sequence[int]) -> list[list[s
     rows = []
     for name, n in track(cases, "planning", console=Console(stderr=True), transient=True):
         found = run(predicted, name, n)
-        step, tokens = found["step"], n // TP * LENGTH
+        step, tokens = found["step"], found["tokens"]
         cells = (f"{TP} x {n // TP}", seconds(step), f"{found['tp'] / step:.0%}", f"{found['waiting'] / step:.0%}")
         sizes = (amount(found["dp"]), amount(found["memory"]))
         rows.append([name, f"{n:,}", *cells, *sizes, f"{tokens / step:,.0f}", f"{tokens / step / n:,.0f}"])
@@ -119,7 +119,10 @@ def predicted_table(rows: Sequence[Sequence[str]]) -> str:
     """The first table."""
     head = ("", "devices", "tp x dp", "step", "over tp", "waiting for dp", "sent over dp", "memory", "tokens/s",
             "a device")  # fmt: skip
-    return table(head, rows)
+    return (
+        "Sequences of 8192 tokens: one at dp=1, otherwise two for each tp group. Memory is without recomputing.\n\n"
+        + table(head, rows)
+    )
 
 
 def program_table(found: Mapping[str, float]) -> str:
