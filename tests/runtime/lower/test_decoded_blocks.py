@@ -50,6 +50,11 @@ def test_blocks_share_a_function_where_their_caches_have_sizes_of_their_own():
     assert first != both and first != equal
 
 
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()  # what other files compiled is no part of this
+
+
 def test_a_compiled_write_gives_the_very_cache_back():
     write = compat.compile_whole(WRITES[aten.index_copy.default], "aot_eager", None)
     cache, new = torch.zeros(1, 2, 8, 4), torch.ones(1, 2, 1, 4)
