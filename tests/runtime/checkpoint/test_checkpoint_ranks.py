@@ -42,6 +42,7 @@ def original(name: str) -> nn.Module:
 def compiled(model: nn.Module, tp: int, group: Any, meta: bool = False) -> Any:
     """The model sharded over a pool's group, its weights drawn afresh or not there at all."""
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    torch.manual_seed(0)
     with torch.device("meta" if meta else "cpu"):
         made = type(model)(model.config).eval()  # type: ignore[call-arg]
     return autotp.compile(made, tp, mesh=mesh, example_inputs=inputs_of(model))
