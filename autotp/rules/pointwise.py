@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
 from autotp.ir.op import Op, Rule, aten
 
 from .core import einsum, loops, rule
@@ -39,9 +41,9 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
 
 
 def _rounds(op: Op, slot: int = 0) -> bool:
-    """Whether a cast goes from real numbers to whole ones: a sum of rounded summands is another number."""
-    given, made = op.slots[slot].meta["val"].dtype, op.node.meta["val"].dtype
-    return not (made.is_floating_point or made.is_complex) and (given.is_floating_point or given.is_complex)
+    """Whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
+    given, made = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
+    return torch.promote_types(given, made) != made
 
 
 @rule("pointwise", aten.contiguous, aten.clone, aten.alias, aten.detach, aten.detach_.default, aten._to_copy)

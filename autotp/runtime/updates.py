@@ -51,7 +51,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called before every step of every optimizer."""
     if not torch.compiler.is_compiling():
         for calls in list(_known.values()):
-            if calls.channel is not None and (updated := _of(optimizer, calls)):
+            # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
+            if (updated := _of(optimizer, calls)) and calls.channel is not None:
                 _compare(optimizer, calls, updated)
 
 

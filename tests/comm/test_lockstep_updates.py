@@ -8,9 +8,12 @@ from functools import partial
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autotp
 from autotp.errors import RankError
@@ -104,3 +107,14 @@ def test_weights_that_are_gathered_are_no_trap(pool):
     one, other = pool.run(late, world=2)
     assert one == other
     assert "rank 0: step of SGD on Sequential" in one and "rank 1: forward, call 2 of Sequential" in one
+
+
+def test_a_module_whose_group_is_gone_stops_no_other_optimizer():
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    sharded = autotp.compile(model(), 2, example_inputs=X)
+    dist.destroy_process_group()
+    other = model()
+    other(X).sum().backward()
+    torch.optim.SGD(other.parameters(), lr=0.1).step()
+    with pytest.raises(ValueError, match="not initialized"):  # its own
+        torch.optim.SGD(sharded.parameters(), lr=0.1).step()

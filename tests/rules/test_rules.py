@@ -134,6 +134,7 @@ WRONG: list[tuple[Case, Callable[[Op], Rule], str]] = [
     (case(aten.mul.Tensor, f(4), f(4)), linear_in(0, 1), "result 0 is wrong"),
     (case(aten.relu, f(4)), linear_in(0), "result 0 is wrong"),
     (case(aten.to.dtype, f(4), torch.int64), linear_in(0), "result 0 is wrong"),
+    (case(aten.to.dtype, f(4), torch.float32), linear_in(0), "result 0 is wrong"),  # rounded before it is summed
     (case(aten.linear, f(3, 6), f(4, 6), f(4)), changed(addends=frozenset()), "result 0 is wrong"),
     (case(aten.index_add, f(4, 6), 1, ints(6, 8), f(4, 8)), changed(addends=frozenset()), "result 0 is wrong"),
     (case(aten.mean.dim, f(4, 6), [1]), changed(localise=None), "result 0 is wrong"),
@@ -168,6 +169,13 @@ def test_a_wrong_rule_is_noticed(wrong, rule, told):
     with pytest.raises(RuleError, match=told):
         for tp in RANKS:
             prove(wrong, tp, rule)
+
+
+def test_only_casts_that_keep_every_digit_are_linear():
+    casts = {torch.float32: torch.float64, torch.bfloat16: torch.float32, torch.float16: torch.float64}
+    for small, large in casts.items():
+        up, down = (program(case(aten.to.dtype, f(4).to(a), b)).rule for a, b in ((small, large), (large, small)))
+        assert up and down and up.linear == (frozenset({0}),) and down.linear == ()
 
 
 def test_a_factor_that_is_never_split_is_noticed():
