@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
+from autotp.driver.cached import Cached
 from autotp.driver.like import plan_like
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
 from autotp.driver.pipeline import capture_model, example, needed, solve_plan
@@ -94,8 +95,14 @@ def plan(
     options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(dp, outputs, random, carried)
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, request)
-    return _planned(captured, notes, tp, options, steering, like, type(model).__name__)
+    name, capture = type(model).__name__, (model, inputs, torch.device("cpu"), check_capture, request)
+    cached = Cached.of(*capture)
+    asked = (tp, steering, like and like.to_json(), name) if like is not None or tp == "auto" else (options, name)
+
+    def solve(captured: Capture, notes: list[str]) -> Plan:
+        return _planned(captured, notes, tp, options, steering, like, name)
+
+    return cached.plan(asked, lambda: cached.capture(lambda: capture_model(*capture)), solve)
 
 
 def parallelize(

@@ -57,9 +57,11 @@ def unpack(data: bytes, device: torch.device) -> Capture:
         graph, rest = compat.unpacked_graph(packed, device)
     except Exception as error:
         raise Unpackable(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}") from error
-    nodes = {node.name: node for node in graph.nodes}
-    if list(nodes) != names:
-        raise Unpackable("its nodes have other names here")
+    if len(graph.nodes) != len(names):
+        raise Unpackable("its nodes are others here")
+    nodes = dict(zip(names, graph.nodes, strict=True))
+    for name, node in nodes.items():
+        node.name = name  # a copy renames what Python knows too, such as an argument `input`
     rest["leaves"] = [Leaf(nodes[at], kind, name) for at, kind, name in rest["leaves"]]
     rest["symbols"] = {symbol: (nodes[at], dim) for symbol, at, dim in rest["symbols"]}
     rest["constants"] = {name: _on(device, x) for name, x in rest["constants"].items()}

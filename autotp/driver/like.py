@@ -101,7 +101,7 @@ def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[
 
 def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
     """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
-    builder, out = plan.origin, {}
+    builder, out = plan.builder, {}
     assert builder is not None  # the plan was just made
     known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
     for block in find_blocks(builder.program, builder.same, known):
@@ -149,6 +149,6 @@ def _noted(
     for key, reason in freed.items():
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
-    assert plan.origin is not None
-    origin = replace(plan.origin, pins=pins)  # `explain` weighs what the model itself allows
+    assert plan.builder is not None
+    origin = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
     return replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew), origin=origin)

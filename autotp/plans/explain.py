@@ -101,14 +101,14 @@ def explain(plan: Plan, name: str) -> Explanation:
     parameter = next((p for p in plan.parameters if name in (p.name, *p.aliases)), None)
     if parameter is None:
         raise InputError(f"the plan has no parameter {name!r}. Names are like {near(name, plan.placements)}.")
-    if plan.origin is None:
+    if plan.builder is None:
         why = f" ({parameter.reason})" if parameter.reason else ""
         raise PlanError(
             f"{parameter.name} is {_choice(parameter)}{why}. What else it could be is not known here: the plan was "
             "loaded, or made in another process, and the problem that it was solved from is not saved with it. Make it "
             "again with autotp.plan(...) and ask that one."
         )
-    return _Explainer(plan, plan.origin, parameter).run()
+    return _Explainer(plan, plan.builder, parameter).run()
 
 
 @dataclass

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -144,7 +144,14 @@ class Plan:
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
-    origin: Builder | None = field(default=None, repr=False, compare=False)
+    origin: Builder | Callable[[], Builder | None] | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def builder(self) -> Builder | None:
+        """What solved it, made again where the plan came from a cache."""
+        if callable(self.origin):
+            object.__setattr__(self, "origin", self.origin())
+        return self.origin  # type: ignore[return-value]
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:

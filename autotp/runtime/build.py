@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
-from autotp.capture.model_key import Untold, model_key
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.driver.cached import Cached
 from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
 from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
@@ -58,7 +58,7 @@ class Build:
         captured, notes = self.captured or self.capture(inputs)
         told = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
         agree(self.ranks and self.ranks.planners, "the model", told)
-        return self.shard(self.plan or self._solve(captured, notes), captured)
+        return self.shard(self.plan or self._solve(captured, notes, inputs), captured)
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
         """The model's graph for these inputs, the same on every rank, and what the user should know of it."""
@@ -75,9 +75,8 @@ class Build:
             agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
-        bare = skeleton(model, _device(self.ranks))
         source = Source(
-            bare=bare,
+            bare=skeleton(model, _device(self.ranks)),
             make=lambda c, states: apply_plan(c, plan, options, outputs, states)[1],
             ranks=self.ranks,
             tp=plan.tp,
@@ -86,17 +85,23 @@ class Build:
             lowering=self.lowering.priced(self.options.cluster, self.options.objective),
             check=bool(self.check),
             sample=self.check is not False,
-            key=_key(bare),
         )
         if captured is not None:
             source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured, {}))))
         return model, plan, source
 
-    def _solve(self, captured: Capture, notes: list[str]) -> Plan:
+    def _solve(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
         """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
         ranks, name = self.ranks and self.ranks.planners, type(self.model).__name__
         first = ranks is None or ranks.rank == 0
-        solved = together(ranks, "planning", lambda: solve_plan(captured, notes, self.options, name) if first else None)
+        device = _device(self.ranks)
+
+        def solve() -> Plan:
+            cached = Cached.of(self.model, inputs, device, self.check_capture, self.request)
+            made = partial(solve_plan, options=self.options, name=name)
+            return cached.plan((self.options, name), lambda: (captured, notes), made, captured.digest())
+
+        solved = together(ranks, "planning", lambda: solve() if first else None)
         return broadcast(ranks, solved)  # type: ignore[return-value]
 
 
@@ -114,16 +119,12 @@ def capture_on_ranks(
         captured.origin = skeleton(model, device), without_cache(model, inputs)[0]
         return captured, notes
 
+    def make() -> tuple[Capture, list[str]]:
+        cached = Cached.of(model, inputs, device, check, request)
+        return cached.capture(partial(capture_model, model, inputs, device, check, request))
+
     key = partial(capture_key, model, inputs, device, check, request)
-
-    return capture_once(ranks, key, lambda: capture_model(model, inputs, device, check, request), take)
-
-
-def _key(bare: nn.Module) -> str | None:
-    try:
-        return model_key(bare)
-    except Untold:
-        return None
+    return capture_once(ranks, key, make, take)
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor, fx, nn
 
+from autotp.capture.model_key import Untold, model_key
 from autotp.comm.ranks import Ranks
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
 from autotp.driver.pipeline import Mode, serves
@@ -148,7 +150,6 @@ class Source:
         lowering: how programs run.
         check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
-        key: what captures depend on of the model, as `autotp.capture.model_key`; None where that cannot be told.
     """
 
     bare: nn.Module
@@ -161,7 +162,14 @@ class Source:
     check: bool = False
     sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
-    key: str | None = None
+
+    @cached_property
+    def key(self) -> str | None:
+        """What captures depend on of the model, as `model_key`; None where that cannot be told."""
+        try:
+            return model_key(self.bare)
+        except Untold:
+            return None
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""

@@ -62,7 +62,7 @@ def to_tp_plan(plan: Plan) -> Styles:
 
 def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -> tuple[list[Boundary], list[str]]:
     """The boundaries that the model's code runs with, and what they do not say."""
-    builder = plan.origin
+    builder = plan.builder
     if builder is None:
         raise PlanError(
             f"{method} reads the graph that the plan was made from, and this plan was loaded, or made in another "
