@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -95,14 +96,8 @@ def plan(
     options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(dp, outputs, random, carried)
-    name, capture = type(model).__name__, (model, inputs, torch.device("cpu"), check_capture, request)
-    cached = Cached.of(*capture)
-    asked = (tp, steering, like and like.to_json(), name) if like is not None or tp == "auto" else (options, name)
-
-    def solve(captured: Capture, notes: list[str]) -> Plan:
-        return _planned(captured, notes, tp, options, steering, like, name)
-
-    return cached.plan(asked, lambda: cached.capture(lambda: capture_model(*capture)), solve)
+    capture = model, inputs, torch.device("cpu"), check_capture, request
+    return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
 
 def parallelize(
@@ -222,8 +217,17 @@ def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> 
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
 
 
+def _plan(capture: tuple[Any, ...], solve: partial[Plan]) -> Plan:
+    """The plan by `solve` of what `capture_model` gives with these arguments, or of the cache."""
+    cached = Cached.of(*capture)
+    tp, options, steering, like, name = solve.args
+    anew = like is not None or tp == "auto"
+    asked = (tp, steering, like and like.to_json(), name) if anew else (options, name)
+    return cached.plan(asked, lambda: cached.capture(lambda: capture_model(*capture)), solve)
+
+
 def _planned(
-    captured: Capture, notes: list[str], tp: Any, options: Options, steering: Steering, like: Plan | None, name: str
+    tp: Any, options: Options, steering: Steering, like: Plan | None, name: str, captured: Capture, notes: list[str]
 ) -> Plan:
     """The plan of a captured model: like another one, at the best degree, or at this one."""
     if like is not None:
