@@ -92,7 +92,9 @@ def _inner(x: Any) -> Iterable[Any] | None:
         return list(x.items())
     if isinstance(x, list | tuple | set | frozenset):
         return x
-    return vars(x).items() if hasattr(x, "to_dict") else None  # a config of transformers
+    if hasattr(x, "to_dict"):  # a config of transformers; what hash() says of the rest is another in every process
+        return [(k, v) for k, v in vars(x).items() if not k.endswith("_hash")]
+    return None
 
 
 def _tensor(t: Tensor) -> Any:

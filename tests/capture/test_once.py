@@ -114,6 +114,25 @@ def test_what_a_capture_depends_on_is_in_the_key():
         key(closed)
 
 
+class Config:
+    """As one of transformers: it has a hash of itself, which is another number in every process."""
+
+    def __init__(self, size: int, salted: int) -> None:
+        self.size, self._original_object_hash = size, salted
+
+    def to_dict(self) -> dict[str, Any]:
+        return {"size": self.size}
+
+
+def test_a_key_is_the_same_in_processes_with_other_hashes():
+    def key(size: int, salted: int) -> str:
+        model = Net(8)
+        model.config = Config(size, salted)  # type: ignore[assignment]
+        return model_key(skeleton(model, "cpu"))
+
+    assert key(1, 5) == key(1, 6) != key(2, 5)
+
+
 def test_a_capture_comes_back_from_bytes(tmp_path):
     captured, _ = pipeline.capture_model(Net(), Inputs(X), torch.device("cpu"))
     again = packing.unpack(packing.pack(captured), torch.device("cpu"))
