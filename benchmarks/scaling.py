@@ -86,7 +86,7 @@ def dry_run(model: nn.Module, ids: Tensor, tp: int, **options: Any) -> Record:
     finally:
         dist.destroy_process_group()
     return {"build": built - began, "step": ran - built, "held": held, "calls": sum(calls.values()),
-            "counted": counted, "planned": totals.forward_bytes + totals.backward_bytes}  # fmt: skip
+            "counted": counted, "planned": totals.sent}  # fmt: skip
 
 
 def peak_memory() -> int:

@@ -29,9 +29,11 @@ TERMS = {
     "communication": Term("s", 1.0),  # over tp, each collective alone
     "hidden": Term("s", -1.0),  # communication over tp that runs beside products
     "bucketed": Term("s", -1.0, ("training",)),  # starts of all-reduces that are sent as one
+    "regathering": Term("s", 1.0, ("training",)),  # of values that were not kept, that no product hides
     "optimizer": Term("s", 1.0, ("training",)),  # memory traffic of its step
     "waiting": Term("s", 1.0),  # for what dp sends and the backward does not hide
     "surcharge": Term("s", 1.0),  # of a mesh axis, for what it does not want
+    "regathered_bytes": Term("B"),  # that a rank sends for that
     "activation_bytes": Term("B"),  # that autograd saves for the backward
     "parameter_bytes": Term("B"),  # on the rank that has most
     "budget_bytes": Term("B"),  # that count against the memory budget

@@ -32,6 +32,7 @@ from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
+from autotp.plans.describe.regathered import regathered
 from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
@@ -211,7 +212,8 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     gathers = builder.states.leaves and not builder.prices.cached
     told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
-    plan = replace(described(plan, planned, builder, options.batch), origin=builder)
+    plan = described(plan, planned, builder, options.batch)
+    plan = replace(regathered(plan, planned, sharded, builder), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 

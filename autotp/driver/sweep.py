@@ -106,7 +106,7 @@ def _degree(captured: Capture, notes: list[str], options: Options, name: str, li
         tp=plan.tp,
         seconds=seconds,
         exposed=plan.totals.exposed,
-        sent=plan.totals.forward_bytes + plan.totals.backward_bytes,
+        sent=plan.totals.sent,
         memory=plan.memory.peak,
         fits=plan.memory.peak <= limit,
         throughput=work / seconds / plan.tp if seconds else 0.0,

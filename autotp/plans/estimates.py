@@ -13,7 +13,7 @@ class Totals:
     Attributes:
         parameters, local_parameters: in all, and held by the fullest rank.
         flops, local_flops: floating-point operations of a forward.
-        forward_bytes, backward_bytes: sent by a rank in a step.
+        forward_bytes, backward_bytes: sent by a rank in a step, without what it gathers again (`sent`).
         seconds: of a step by the cost model, with what dp sends and does not hide (`Axis.exposed`); `bound`: the lower
             bound that the solver proved for it, and the same of dp, which the solver does not decide over.
         parameter_bytes: of the fullest rank; `least_parameter_bytes`: the least that any legal plan reaches.
@@ -48,6 +48,11 @@ class Totals:
     terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
+    def sent(self) -> float:
+        """Bytes that a rank sends over tp in a step, with what it gathers again."""
+        return self.forward_bytes + self.backward_bytes + self.terms.get("regathered_bytes", 0.0)
+
+    @property
     def exposed(self) -> float:
         """Seconds of collectives over tp that nothing hides and that no other starts with them."""
         return self.communication - self.terms.get("hidden", 0.0) - self.terms.get("bucketed", 0.0)
@@ -61,7 +66,7 @@ class Totals:
     def alone(self) -> float:
         """Seconds of forward and backward where nothing runs beside anything else, dp and surcharges apart: what the
         times of all operators and conversions (`Layer`) come to."""
-        added = sum(self.terms.get(name, 0.0) for name in ("waiting", "surcharge"))
+        added = sum(self.terms.get(name, 0.0) for name in ("waiting", "surcharge", "regathering"))
         return self.passes + sum(self.terms.get(name, 0.0) for name in ("hidden", "bucketed")) - added
 
 

@@ -12,7 +12,8 @@ from typing import ClassVar
 
 from autotp.comm.conversions import g
 from autotp.comm.overlapped import grouped
-from autotp.cost import tensor_bytes
+from autotp.cost import Cluster, tensor_bytes
+from autotp.cost.objective import Objective
 from autotp.passes.base import Changes
 from autotp.text import amount
 
@@ -20,6 +21,11 @@ from .base import Optimisation, RankProgram
 from .products import fuse, groups, over_tp
 
 REGATHER = 7  # position of `regather` among the arguments of `grouped`
+
+
+def too_large(objective: Objective, cluster: Cluster, held: float) -> bool:
+    """Whether a step of training, of which a rank holds so many bytes, is more than a device has memory for."""
+    return objective.training and held > cluster.memory_size
 
 
 @dataclass(frozen=True)
@@ -33,10 +39,10 @@ class Regather(Optimisation):
         setting = program.setting
         if not setting.objective.training:
             return f"nowhere: {setting.objective.name} keeps nothing for a backward"
-        limit = setting.cluster.memory_size
-        if setting.held <= limit:
-            return f"nowhere: a rank holds {amount(setting.held)} of {amount(limit)} by the memory model"
-        return ""
+        if too_large(setting.objective, setting.cluster, setting.held):
+            return ""
+        held, limit = amount(setting.held), amount(setting.cluster.memory_size)
+        return f"nowhere: a rank holds {held} of {limit} by the memory model"
 
     def run(self, program: RankProgram) -> Changes:
         """Where it fired, and what autograd keeps less."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import autotp
+from autotp.cost import Cluster
 from benchmarks import scaling, two_nodes
 from benchmarks.helpers.nodes import NoNodesError, Traffic, joined
 
@@ -27,6 +31,24 @@ def test_a_step_of_one_rank_sends_what_the_plan_says():
     other = scaling.dry_run(on_meta(), IDS, 4, sequence_parallel=False)
     assert other["counted"] == other["planned"] != found["planned"]
     assert 0.45 < other["held"] / found["held"] < 0.6  # 2 kv heads on 4 ranks
+
+
+def test_what_is_gathered_again_is_in_the_plan(monkeypatch):
+    tight = replace(Cluster.resolve("h100"), name="tight", memory_size=1.0)
+    monkeypatch.setattr(scaling, "CLUSTER", tight)
+    found = scaling.dry_run(on_meta(), IDS, 2, sequence_parallel=True)
+    less = scaling.dry_run(on_meta(), IDS, 2, sequence_parallel=True, optimise={"regather": False})
+    assert found["counted"] == found["planned"] == less["planned"] > less["counted"]
+    plans = [
+        autotp.plan(on_meta(), 2, example_inputs=IDS, cluster=x, sequence_parallel=True, check_capture=False)
+        for x in (tight, replace(tight, memory_size=1e12))
+    ]
+    again, kept = (plan.totals for plan in plans)
+    seconds = again.terms["regathering"]
+    assert "regathering" not in kept.terms and kept.sent == kept.forward_bytes + kept.backward_bytes
+    assert 0 < seconds == pytest.approx(again.seconds - kept.seconds)
+    assert again.sent - kept.sent == again.terms["regathered_bytes"] > 0
+    assert "gathered again backward" in plans[0].report() and "gathered again" not in plans[1].report()
 
 
 def close(found: Traffic, wanted: Traffic) -> bool:

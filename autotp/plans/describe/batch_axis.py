@@ -57,11 +57,11 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     own = axis.size if axis.fully_shard else 1  # of which each rank updates one part
     less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)
     apart = Cost(waiting=priced.exposed, optimizer=less)
-    totals = _lengthened(replace(plan.totals, local_parameters=local), apart, builder.objective)
+    totals = lengthened(replace(plan.totals, local_parameters=local), apart, builder.objective)
     return replace(plan, batch=priced, totals=totals, memory=_split(plan.memory, axis, max(gathered)))
 
 
-def _lengthened(totals: Totals, cost: Cost, objective: Objective) -> Totals:
+def lengthened(totals: Totals, cost: Cost, objective: Objective) -> Totals:
     """The totals with a cost that the solver does not decide over, in the step, its bound, and Megatron's step."""
     more = objective.seconds(cost)
     steps = {k: getattr(totals, k) + more for k in ("seconds", "bound", "megatron_step") if getattr(totals, k)}

@@ -131,6 +131,8 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
         ("forward flops per rank", of(t.local_flops, t.flops)),
         ("sent per rank and step", f"{amount(t.forward_bytes)} forward, {amount(t.backward_bytes)} backward"),
     ]
+    if again := t.terms.get("regathered_bytes"):
+        rows.append(("", f"{amount(again)} gathered again backward, for it does not fit"))
     if t.seconds:
         rows.append(("predicted step", f"{seconds(t.seconds)} ({proof(plan)})"))
         rows += [("", part) for part in terms(plan)]
