@@ -8,11 +8,12 @@ each stage keeps the rows of those before:
 
     time             sum of n[i] T[c] x[c] + sum of m[u] w[u, a, b] y[u, a, b] <= most
     bytes            min of sum m[u] B[u, a, b] y[u, a, b]
-    the rest         min of (1 + K*) sum m[u] N[u, a, b] y[u, a, b] + sum n[i] (K[c] - least K of i) x[c] over leaves
-                       + half of the seconds / most + S, a millionth of the seconds
+    counts           min of (1 + K*) sum m[u] N[u, a, b] y[u, a, b] + sum n[i] (K[c] - least K of i) x[c] over leaves
+    seconds          min of sum n[i] T[c] x[c] + sum of m[u] w[u, a, b] y[u, a, b]
+    ties             min of S
 
-with K* the most that the second sum comes to. Counts are whole, so the sum of the last stage is an order: fewest
-collectives, then the plainest partitions of parameters, then the least time, then the least S.
+with K* the most that the second sum comes to. Counts are whole, so their sum is an order: fewest collectives, then the
+plainest partitions of parameters; and then the least time, then the least S.
 
 An assignment that is known already is replaced only by a better one, and what cannot be in a better one is ruled out
 before the search branches. Both matter: rows of time and bytes make relaxations fractional.
@@ -28,9 +29,9 @@ from .search import Search
 BAND = 0.02  # of the least seconds
 MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
 EQUAL = 1e-9  # of the bytes: what counts as equal
-SAME = 1e-6  # of the seconds: what counts as equal at the end
-TIME = 0.5  # what the time weighs beside a count of one
-TIE = 1e-6  # of the seconds: what the second order may weigh in all
+SAME = 1e-8  # of the seconds, and of S: what counts as equal at the end
+HALF = 0.5  # of a count
+SCALE = 1e3  # what an objective comes to: the solver's tolerances are absolute
 PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
 
 
@@ -46,14 +47,18 @@ def plainest(program: IntegerProgram, known: np.ndarray, most: float) -> np.ndar
     search = program.search({}, time)
     search.add(time, most)
     if sent.any():
-        scaled = sent * (1e3 / max(float(sent @ known), 1.0))
+        scaled = sent * (SCALE / max(float(sent @ known), 1.0))
         known = _cheaper(search, scaled, time, known, most)
-        known = search.least(scaled, known, EQUAL * 1e3, MOST_NODES)
-    # Counts differ by 1 at least: a collective weighs more than all penalties, and a point of those more than the time.
-    calls, penalty = program.dense(program.collectives), program.dense(program.penalty)
+        known = search.least(scaled, known, EQUAL * SCALE, MOST_NODES)
+    # Counts differ by 1 at least: a collective weighs more than all penalties. Time and ties have stages of their own,
+    # each scaled to `SCALE`: beside the counts they would be less than the solver's tolerance.
     one = 1 + program.most_penalty
-    last = calls + (penalty + _with_ties(program, time) * (TIME / most)) / one
-    return search.least(last, known, TIME * SAME / one, MOST_NODES)
+    counts = program.dense(program.collectives) + program.dense(program.penalty) / one
+    known = search.least(counts, known, HALF / one, MOST_NODES)
+    for cost in (time, program.dense(program.second_order)):
+        scaled = cost * (SCALE / (float(cost @ known) or 1.0))
+        known = search.least(scaled, known, SAME * SCALE, MOST_NODES)
+    return known
 
 
 def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, known: np.ndarray, most: float) -> np.ndarray:
@@ -65,9 +70,3 @@ def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, known: np.ndarr
         if x is not None and time @ x <= most and cost @ x < cost @ known:
             return x
     return known
-
-
-def _with_ties(program: IntegerProgram, time: np.ndarray) -> np.ndarray:
-    """Microseconds, and ties broken by the second order."""
-    second = program.dense(program.second_order)
-    return time + second * (TIE * float(np.abs(time).sum()) / 10 / (float(np.abs(second).sum()) or 1.0))

@@ -133,6 +133,25 @@ def test_the_order_within_the_band(name):
     assert list(solve(backward, band=0.02).chosen) == [len(c) - 1 - k for c, k in zip(steps, want, strict=True)]
 
 
+def first_of(a: Choice, b: Choice, leaves: int) -> bool:
+    """Whether `a` is taken before `b` in either order, beside leaves whose penalties come to much."""
+    heavy = [Choice((), (R,), 1.0), Choice((), (S,), 1.0, penalty=3)]
+    more = [Item(f"leaf{i}", heavy, [], [i + 1], 10) for i in range(leaves)]
+    problems = [chain(pair) for pair in ((a, b), (b, a))]
+    found = [solve(replace(x, items=[*x.items, *more]), band=0.02) for x in problems]
+    return [x.chosen[0] for x in found] == [0, 1]
+
+
+@pytest.mark.parametrize("leaves", [0, 100])
+def test_equal_plans_are_told_apart(leaves, monkeypatch):
+    """By time, however little beside the counts, and then by what the solver's head says of ties."""
+    lean, full = source(activation_bytes=8.0), source(S, activation_bytes=9.0)
+    quick, slow = source(seconds=98.0 * (1 - 1e-5)), source(S, seconds=98.0)
+    assert first_of(lean, full, leaves) and first_of(quick, slow, leaves)
+    monkeypatch.setattr(stages, "SAME", 1.0)
+    assert not first_of(lean, full, leaves), "the negative control: where all counts as equal"
+
+
 def test_no_plan_outside_of_the_band(monkeypatch):
     slow = chain([source()], [FEW_CALLS, reads(R, 5.0)])
     assert solve(slow, band=0.02).chosen == (0, 0) and solve(slow, band=0.05).chosen == (0, 1)
