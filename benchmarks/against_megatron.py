@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from autotp.cost.solver.problem import Item
+from autotp.cost.solver.problem import Problem, taken
 from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.inputs import Inputs
@@ -92,21 +93,34 @@ def figures(staged: Staged) -> dict[str, Any]:
 
 
 def won(staged: Staged, own: Sequence[int], theirs: Sequence[int], most: int = 2) -> list[str]:
-    """The operators that save most seconds over another plan, as its share of them.
+    """The operators, and conversions of what operators make, that save most seconds over another plan, as its share.
 
     Args:
         staged: the plan. own, theirs: choices of the items of both. most: how many to name.
     """
-    items: list[Item] = staged.builder.build()[0].items
-    saved: dict[str, float] = {}
-    for item, a, b in zip(items, own, theirs, strict=True):
-        gain = (item.choices[b].seconds - item.choices[a].seconds) * item.count
-        name = item.label.removeprefix("activations of ") or item.name
-        saved[name] = saved.get(name, 0.0) + gain
+    saved = savings(staged.builder.build()[0], own, theirs)
     solution = staged.planned.solution
     assert solution is not None and solution.rival is not None
     ranked = sorted(saved.items(), key=lambda x: -x[1])[:most]
     return [f"{name} {gain / solution.rival.seconds:.1%}" for name, gain in ranked if gain > 0]
+
+
+def savings(problem: Problem, own: Sequence[int], theirs: Sequence[int]) -> dict[str, float]:
+    """Seconds that one assignment takes less than another, by operator and by what is converted.
+
+    Args:
+        problem: of both. own, theirs: choices of its items.
+    """
+    saved: defaultdict[str, float] = defaultdict(float)
+    makers: dict[Any, str] = {}
+    for item, a, b in zip(problem.items, own, theirs, strict=True):
+        name = item.label.removeprefix("activations of ") or item.name
+        saved[name] += (item.choices[b].seconds - item.choices[a].seconds) * item.count
+        makers |= dict.fromkeys(item.outs, name)
+    for chosen, sign in ((own, -1.0), (theirs, 1.0)):
+        for use, (a, b) in taken(problem, chosen):
+            saved[f"conversion of {makers[use.value]}"] += sign * (problem.convert(use.value, a, b) or 0.0) * use.count
+    return dict(saved)
 
 
 def verdict(cell: Mapping[str, Any]) -> str:

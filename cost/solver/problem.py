@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -145,17 +145,23 @@ def traffic(problem: Problem, chosen: Sequence[int]) -> Traffic:
     Args:
         problem: the items. chosen: the index of each one's choice.
     """
+    nbytes, calls = 0.0, 0
+    for use, step in taken(problem, chosen):
+        sent = problem.sent(use.value, *step)
+        nbytes, calls = nbytes + sent.bytes * use.count, calls + sent.collectives * use.count
+    return Traffic(nbytes, calls)
+
+
+def taken(problem: Problem, chosen: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
+    """The conversions of an assignment, each with the use whose value it converts; arguments as of `traffic`."""
     choices = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
     made: dict[ValueId, Layout] = {}
     for item, choice in zip(problem.items, choices, strict=True):
         made.update(zip(item.outs, choice.outs, strict=True))
-    nbytes, calls = 0.0, 0
     for use in problem.uses:
         wanted = {choices[i].ins[slot] for i, slot in use.consumers}
-        steps = conversions(made[use.value], wanted, partial(problem.convert, use.value)) or ()
-        for sent in (problem.sent(use.value, *step) for step in steps):
-            nbytes, calls = nbytes + sent.bytes * use.count, calls + sent.collectives * use.count
-    return Traffic(nbytes, calls)
+        for step in conversions(made[use.value], wanted, partial(problem.convert, use.value)) or ():
+            yield use, step
 
 
 def _nearest(count: int, arcs: Mapping[Step, float]) -> list[Step] | None:

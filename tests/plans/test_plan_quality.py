@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autotp.cost.solver.problem import Choice, Item, Problem, Use
+from autotp.ir.layouts import P, R
+from benchmarks.against_megatron import savings
 from benchmarks.plan_quality import SIDES, found, ratios, section, sent, written
 from tests.helpers.models import inputs_of, transformer
 from tests.helpers.plans import planned_for
@@ -25,6 +28,14 @@ def test_the_section_has_a_row_for_each_degree():
     counts = {"Megatron": 100, "autotp": side(60, 15), "DTensor": side(100, 67)}
     text = section({"one": {"2": counts, "4": {"failed": "no"}}}, ABOUT)
     assert "| one | 2 | 0.75 | 1.67 | - |" in text and "| one | 4 |" not in text
+
+
+def test_what_wins_is_an_operator_or_a_conversion():
+    """The first choice of the product takes a second more, and what it leaves needs no conversion, which takes five."""
+    product = Item("linear", [Choice((), (R,), 3.0), Choice((), (P,), 2.0)], [], [0], 2)
+    reader = Item("add", [Choice((R,), (R,), 1.0)], [frozenset([0])], [1], 2)
+    problem = Problem([product, reader], [Use(0, ((1, 0),), 2)], lambda value, a, b: 5.0 if (a, b) == (P, R) else None)
+    assert savings(problem, (0, 0), (1, 0)) == {"linear": -2.0, "add": 0.0, "conversion of linear": 10.0}
 
 
 def test_a_plan_sends_both_ways():
