@@ -24,7 +24,7 @@ import transformers
 from rich.console import Console
 from rich.progress import Progress
 
-from autotp.cost.solver.problem import Problem, taken
+from autotp.cost.solver.problem import Problem, conversions_of
 from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.inputs import Inputs
@@ -118,7 +118,7 @@ def savings(problem: Problem, own: Sequence[int], theirs: Sequence[int]) -> dict
         saved[name] += (item.choices[b].seconds - item.choices[a].seconds) * item.count
         makers |= dict.fromkeys(item.outs, name)
     for chosen, sign in ((own, -1.0), (theirs, 1.0)):
-        for use, (a, b) in taken(problem, chosen):
+        for use, (a, b) in conversions_of(problem, chosen):
             saved[f"conversion of {makers[use.value]}"] += sign * (problem.convert(use.value, a, b) or 0.0) * use.count
     return dict(saved)
 

@@ -20,7 +20,7 @@ def cache(
 
     The folder is the one that AUTOTP_CACHE names; nothing is kept without it.
     """
-    folder = disk_cache.opened()
+    folder = disk_cache.own_folder()
     data = {"folder": None if folder is None else str(folder.path), "files": 0, "bytes": 0, "deleted": 0}
     if folder is None:
         screen.result(f"no cache: {disk_cache.NAME} names no folder (1: the usual one)", lambda: data)

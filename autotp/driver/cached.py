@@ -25,9 +25,9 @@ from autotp.ir.graph import Capture
 from autotp.log import log
 from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Plan
-from autotp.rules.register import registered
+from autotp.rules.register import users_rules
 
-from .disk_cache import Folder, opened
+from .disk_cache import Folder, own_folder
 from .options import CaptureRequest
 from .pipeline import capture_key
 from .source_key import source_key, tensor_digest
@@ -58,7 +58,7 @@ class Cached:
         Args:
             model, inputs, device, check, request: see `capture_model`.
         """
-        folder, key = opened(), ""
+        folder, key = own_folder(), ""
         if folder is not None:
             key, why = _key(model, inputs, device, check, request)
             if why:
@@ -70,10 +70,10 @@ class Cached:
         """The capture and its notes, from the cache or made and kept there."""
         if self.folder is None:
             return make()
-        known = self._known(self.folder.read(f"capture {self.key}"))
-        if known is not None:
+        earlier = self._read()
+        if earlier is not None:
             log.info("the capture comes from %s", self.folder.path)
-            return known
+            return earlier
         captured, notes = make()
         try:
             self.folder.write(f"capture {self.key}", json.dumps(notes).encode() + b"\n" + pack(captured))
@@ -81,7 +81,9 @@ class Cached:
             log.warning("the capture is not kept in %s: %s", self.folder.path, odd)
         return captured, notes
 
-    def _known(self, data: bytes | None) -> tuple[Capture, list[str]] | None:
+    def _read(self) -> tuple[Capture, list[str]] | None:
+        assert self.folder is not None
+        data = self.folder.read(f"capture {self.key}")
         if data is None:
             return None
         notes, _, packed = data.partition(b"\n")
@@ -110,30 +112,29 @@ class Cached:
         name = f"plan {hashlib.sha256(f'{self.key} {words}'.encode()).hexdigest()}"
         data = self.folder.read(name)
         try:
-            found = None if data is None else Plan.from_json(data.decode())
+            plan = None if data is None else Plan.from_json(data.decode())
         except (PlanError, UnicodeDecodeError) as odd:
             log.warning("a plan in the cache is ignored: %s", odd)
-            found = None
-        if found is not None and digest in (None, found.digest):
+            plan = None
+        if plan is not None and digest in (None, plan.digest):
             log.info("the plan comes from %s", self.folder.path)
             bare = replace(self, model=skeleton(self.model, self.device))  # the plan must not keep weights
-            return replace(found, origin=partial(bare._builder, solve))
-        made = solve(*capture())
-        self.folder.write(name, made.to_json().encode())
-        return made
+            return replace(plan, origin=partial(bare._builder, solve))
+        plan = solve(*capture())
+        self.folder.write(name, plan.to_json().encode())
+        return plan
 
     def _builder(self, solve: Callable[..., Plan]) -> Builder | None:
         """What a plan of the capture in the cache is solved by; None where that is gone."""
-        assert self.folder is not None
-        known = self._known(self.folder.read(f"capture {self.key}"))
-        return None if known is None else solve(*known).builder
+        capture = self._read()
+        return None if capture is None else solve(*capture).builder
 
 
 def _key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str, str]:
     """The key of what is kept, or why there is none."""
-    if registered():
+    if users_rules():
         return "", "rules that were registered are known in this process alone"
     key, why = capture_key(model, inputs, device, check, request)
     if key is None:
@@ -142,6 +143,8 @@ def _key(
         return source_key(model, f"{key} {device.type} {_numbers(model)}"), ""
     except Untold as odd:
         return "", str(odd)
+    except Exception as error:  # whatever a user's object may raise in being read: there is no cache then
+        return "", f"{type(error).__name__}: {error}"
 
 
 def _numbers(model: nn.Module) -> list[Any]:

@@ -27,20 +27,20 @@ STALE = 24 * 3600.0  # seconds after which a file that is still being written be
 WINDOWS = not hasattr(os, "getuid")
 
 
-def named() -> Path | None:
+def wish() -> Path | None:
     """The folder that the environment names; None where it names none."""
-    wish = os.environ.get(NAME, "").strip()
-    if wish.lower() in OFF:
+    value = os.environ.get(NAME, "").strip()
+    if value.lower() in OFF:
         return None
-    if wish.lower() in ON:
+    if value.lower() in ON:
         return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autotp"
-    return Path(wish).expanduser()
+    return Path(value).expanduser()
 
 
-def opened() -> Folder | None:
+def own_folder() -> Folder | None:
     """The folder that the environment names, which is made where there is none; None, and a line in the log, where
     it cannot be used or others could write to it."""
-    path = named()
+    path = wish()
     if path is None:
         return None
     try:
@@ -56,13 +56,13 @@ def opened() -> Folder | None:
     return Folder(path)
 
 
-def _foreign(found: os.stat_result) -> str:
+def _foreign(status: os.stat_result) -> str:
     """Why what has this owner and these rights may be somebody else's; "" where it is the user's own."""
     if WINDOWS:
         return ""
-    if found.st_uid != os.getuid():
-        return f"it belongs to another user (uid {found.st_uid})"
-    return "others can write to it (chmod go-w)" if found.st_mode & (stat.S_IWOTH | stat.S_IWGRP) else ""
+    if status.st_uid != os.getuid():
+        return f"it belongs to another user (uid {status.st_uid})"
+    return "others can write to it (chmod go-w)" if status.st_mode & (stat.S_IWOTH | stat.S_IWGRP) else ""
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Folder:
                 odd = _foreign(os.fstat(file.fileno()))
                 data = b"" if odd else file.read(MOST)
             if not odd:
-                data, odd = _opened(key, data)
+                data, odd = _payload(key, data)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -116,14 +116,14 @@ class Folder:
 
     def files(self) -> list[tuple[Path, int, float]]:
         """Files of this cache with their bytes and when they were used, the latest first."""
-        return sorted(self._found(SUFFIX), key=lambda x: -x[2])
+        return sorted(self._files(SUFFIX), key=lambda x: -x[2])
 
     def shrink(self, most: int) -> tuple[int, int]:
         """Delete the files that were not used for longest until at most so many bytes are left.
 
         Returns: how many were deleted, and their bytes.
         """
-        for path, _, used in self._found(HALF):
+        for path, _, used in self._files(HALF):
             if time.time() - used > STALE:
                 _delete(path)
         total, count, freed = 0, 0, 0
@@ -134,12 +134,12 @@ class Folder:
                 _delete(path)
         return count, freed
 
-    def _found(self, suffix: str) -> Iterator[tuple[Path, int, float]]:
+    def _files(self, suffix: str) -> Iterator[tuple[Path, int, float]]:
         with contextlib.suppress(OSError):
             for path in self.path.glob(f"*{suffix}"):
                 with contextlib.suppress(OSError):  # another process has deleted it
-                    found = path.lstat()
-                    yield path, found.st_size, found.st_mtime
+                    status = path.lstat()
+                    yield path, status.st_size, status.st_mtime
 
     def _place(self, key: str) -> Path:
         return self.path / f"{hashlib.sha256(key.encode()).hexdigest()}{SUFFIX}"
@@ -150,7 +150,7 @@ def _seal(key: str, data: bytes) -> bytes:
     return f"{key}\n{digest}\n".encode()
 
 
-def _opened(key: str, data: bytes) -> tuple[bytes, str]:
+def _payload(key: str, data: bytes) -> tuple[bytes, str]:
     """What a file holds under this key, or why it is not read."""
     if not data.startswith(HEAD):
         return b"", "it is in another format, or none of autotp's"

@@ -32,7 +32,7 @@ from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
 from autotp.plans.describe.reasons import without_rule
-from autotp.plans.describe.regathered import regathered
+from autotp.plans.describe.regathering import with_regathering
 from autotp.plans.plan import Plan
 
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
@@ -213,7 +213,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = described(plan, planned, builder, options.batch)
-    plan = replace(regathered(plan, planned, sharded, builder), origin=builder)
+    plan = replace(with_regathering(plan, planned, sharded, builder), origin=builder)
     return Staged(plan, planned, sharded, builder)
 
 

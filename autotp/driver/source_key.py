@@ -58,7 +58,11 @@ class Reach:
         self._seen: set[int] = set()
 
     def value(self, name: str, x: Any, names: Iterable[str] = (), depth: int = 0) -> None:
-        """Put down a value that stands under a name; of a module that of the names that are asked of it."""
+        """Put down a value.
+
+        Args:
+            name: that it stands under. x: the value. names: that are read of a module. depth: of nesting.
+        """
         if depth > DEEPEST:
             raise Untold(f"{name}, nested too deep")
         if isinstance(x, PLAIN):
@@ -104,10 +108,10 @@ class Reach:
         self.words.append((name, fn.__qualname__, [(c.co_code, [_constant(k) for k in c.co_consts]) for c in codes]))
         names = sorted({n for c in codes for n in c.co_names})
         held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-        reached = {n: c.cell_contents for n, c in held if _filled(c)}
-        reached |= {n: fn.__globals__[n] for n in names if n in fn.__globals__}
-        reached |= {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__}
-        self._each(name, reached, names, depth)
+        reach = {n: c.cell_contents for n, c in held if _filled(c)}
+        reach |= {n: fn.__globals__[n] for n in names if n in fn.__globals__}
+        reach |= {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__}
+        self._each(name, reach, names, depth)
 
     def _object(self, name: str, x: Any, depth: int) -> None:
         kind = type(x)
@@ -194,8 +198,8 @@ def _own_files() -> list[Any]:
 
 def _digest(file: str) -> str:
     try:
-        found = os.stat(file)
-        return _content(file, found.st_mtime_ns, found.st_size)
+        status = os.stat(file)
+        return _content(file, status.st_mtime_ns, status.st_size)
     except OSError:
         return ""
 

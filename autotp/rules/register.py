@@ -15,7 +15,7 @@ from autotp.ir.op import Op, Rule
 from .core import RULES, RuleFunction, einsum, function_of, overloads
 
 TERM = re.compile(r"[A-Za-z_]*(\.\.\.[A-Za-z_]*)?")
-REGISTERED: set[Any] = set()  # operators with rules of the user's
+USERS: set[Any] = set()  # operators with rules of the user's
 
 
 def register_rule(
@@ -69,13 +69,13 @@ def register_rule(
         raise InputError(f"{_names(known)} has a rule already. Pass replace=True to put this one in its place.")
     functions = {t: _Einsum.read(t, rule, linear, addends, empty) if isinstance(rule, str) else rule for t in targets}
     RULES.update(functions)
-    REGISTERED.update(targets)
+    USERS.update(targets)
     return functions[targets[0]]
 
 
-def registered() -> bool:
+def users_rules() -> bool:
     """Whether a user's rules are in use."""
-    return bool(REGISTERED)
+    return bool(USERS)
 
 
 @dataclass(frozen=True)

@@ -146,13 +146,13 @@ def traffic(problem: Problem, chosen: Sequence[int]) -> Traffic:
         problem: the items. chosen: the index of each one's choice.
     """
     nbytes, calls = 0.0, 0
-    for use, step in taken(problem, chosen):
+    for use, step in conversions_of(problem, chosen):
         sent = problem.sent(use.value, *step)
         nbytes, calls = nbytes + sent.bytes * use.count, calls + sent.collectives * use.count
     return Traffic(nbytes, calls)
 
 
-def taken(problem: Problem, chosen: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
+def conversions_of(problem: Problem, chosen: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
     """The conversions of an assignment, each with the use whose value it converts; arguments as of `traffic`."""
     choices = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
     made: dict[ValueId, Layout] = {}

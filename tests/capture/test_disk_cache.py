@@ -132,7 +132,7 @@ def test_anything_that_differs_misses(file: Path, folder: Path, monkeypatch: pyt
     assert plan(read(file))[1] == 0
     with patch.object(source_key, "versions", lambda: ("torch 9",)):
         assert plan(module)[1] == 1
-    monkeypatch.setattr(register, "REGISTERED", {"theirs"})
+    monkeypatch.setattr(register, "USERS", {"theirs"})
     assert plan(module)[1] == 1
     monkeypatch.setenv(disk_cache.NAME, "0")
     assert plan(module)[1] == 1
@@ -170,7 +170,7 @@ def test_a_size_and_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch):
     def run(*words: str) -> str:
         return CliRunner().invoke(app, ["cache", *words]).stdout.replace("\n", "")
 
-    kept = disk_cache.opened()
+    kept = disk_cache.own_folder()
     assert kept is not None and "0 files" in run()
     monkeypatch.setattr(disk_cache, "MOST", 3000)
     for i in range(4):
@@ -182,4 +182,4 @@ def test_a_size_and_a_command(folder: Path, monkeypatch: pytest.MonkeyPatch):
     assert "no cache" in run()
     monkeypatch.setenv(disk_cache.NAME, "1")
     monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
-    assert disk_cache.named() == Path("/somewhere/autotp")
+    assert disk_cache.wish() == Path("/somewhere/autotp")

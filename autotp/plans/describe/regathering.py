@@ -20,7 +20,7 @@ from .layer_times import BACKWARD
 CALL = "all_gather"
 
 
-def regathered(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder) -> Plan:
+def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Builder) -> Plan:
     """The plan with the values that are gathered again in its totals: bytes, and the seconds that no product hides.
 
     Args:
