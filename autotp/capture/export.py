@@ -30,6 +30,7 @@ from .grad_mode import Asked
 from .plain_types import files_of, plain_types
 from .refusals import refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
+from .subclass_calls import subclass_calls
 
 
 @dataclass
@@ -63,7 +64,8 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
+            around = subclass_calls(self.bare), _named(self.bare, self.kwargs), _records(self.bare)
+            for context in (*self.contexts, *around):
                 stack.enter_context(context)
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))

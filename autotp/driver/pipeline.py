@@ -16,6 +16,7 @@ from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
+from autotp.capture.wrapped_weights import plain_weights
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -159,6 +160,7 @@ def capture_model(
         request: what else they were asked for.
     """
     inputs, note = without_cache(model, inputs)
+    model = plain_weights(model)
     refuse_unsaid(model, inputs)
     small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
