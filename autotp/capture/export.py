@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from autotp import compat
+from autotp.capture.subclasses.calls import subclass_calls
 from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
@@ -30,7 +31,6 @@ from .grad_mode import Asked
 from .plain_types import files_of, plain_types
 from .refusals import refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
-from .subclass_calls import subclass_calls
 
 
 @dataclass

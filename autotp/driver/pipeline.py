@@ -16,7 +16,7 @@ from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
-from autotp.capture.wrapped_weights import plain_weights
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache

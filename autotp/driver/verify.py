@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from autotp.capture.selfcheck import Trial
-from autotp.capture.wrapped_weights import plain_weights
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture

@@ -11,7 +11,7 @@ from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
 from autotp.capture.model_key import Untold, model_key
-from autotp.capture.wrapped_weights import plain_weights
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options

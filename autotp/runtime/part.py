@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autotp.capture.wrapped_weights import plain_class
+from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
 from autotp.runtime.interop.methods import refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from .carrying import forwarding
+from autotp.capture.carrying import forwarding
 
 
 class _Handling(TorchFunctionMode):

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from autotp import compat
-
-from .copies import copied
+from autotp.capture.copies import copied
 
 RECIPES = "_autotp_recipes"  # attribute: name of a weight -> its `Recipe`
 
@@ -43,7 +42,8 @@ class Recipe:
         """How this tensor is made."""
         names, described = tensor.__tensor_flatten__()
         held = [(name, getattr(tensor, name)) for name in names]
-        parts = tuple((name, cls.of(part) if compat.wraps_tensors(part) else None) for name, part in held)
+        inner = {name: cls.of(part) for name, part in held if compat.wraps_tensors(part)}
+        parts = tuple((name, inner.get(name)) for name in names)
         return cls(type(tensor), described, tuple(tensor.shape), tuple(tensor.stride()), parts)
 
     def names(self, prefix: str) -> Iterator[str]:
@@ -58,7 +58,9 @@ class Recipe:
 
     def made(self, parts: Iterator[Any]) -> Any:
         """The subclass of its plain tensors."""
-        inner = {name: recipe.made(parts) if recipe else next(parts) for name, recipe in self.parts}
+        inner: dict[str, Any] = {}
+        for name, recipe in self.parts:
+            inner[name] = recipe.made(parts) if recipe else next(parts)
         return self.kind.__tensor_unflatten__(inner, self.described, torch.Size(self.size), self.strides)
 
 
