@@ -32,6 +32,7 @@ from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
+from autotp.plans.describe.groups import few_groups
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.plan import Plan
 
@@ -211,7 +212,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
+    told = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = replace(described(plan, planned, builder, options.batch), origin=builder)
     return Staged(plan, planned, sharded, builder)

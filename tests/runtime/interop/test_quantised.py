@@ -166,3 +166,76 @@ def test_a_trained_subclass_is_refused_by_its_name():
     model.up.weight.requires_grad_(True)  # type: ignore[union-attr]
     with pytest.raises(CaptureError, match="up.weight is a Int8Tensor"):
         autotp.plan(model, 2, example_inputs=torch.randn(2, 3, 32))
+
+
+class Grouped(nn.Module):
+    """Integers in a buffer, with a scale for each group of 48 in a row."""
+
+    weight: Tensor
+    scale: Tensor
+
+    def __init__(self, out: int) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randint(-8, 8, (out, 96)).to(torch.int8))
+        self.register_buffer("scale", torch.rand(out, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        groups = self.weight.to(x.dtype).unflatten(1, (-1, 48)) * self.scale[..., None]
+        return F.linear(x, groups.flatten(1))
+
+
+def test_a_plan_names_the_groups_that_keep_a_weight_from_being_split():
+    torch.manual_seed(0)
+    model, inputs = nn.Sequential(Grouped(96), nn.SiLU(), Grouped(96)).eval(), normalise(torch.randn(2, 96))
+    two, four = proofs(model, inputs, 2, 4)
+    assert two and four and max(two.output_error, four.output_error) < 1e-9, (two, four)
+    assert not [note for note in two.plan.notes if "groups" in note]  # type: ignore[union-attr]
+    (note,) = [note for note in four.plan.notes if "groups" in note]  # type: ignore[union-attr]
+    assert "dim 1 of 0.weight (and of 1 more) is 2 groups of 48 that share a scale, too few for 4 ranks" in note
+    tables: Any = four.plan.tables  # type: ignore[union-attr]
+    assert {name: layout.dim for name, layout in tables.items()} == dict.fromkeys(tables, 0) and len(tables) == 4
+
+
+class Flat(nn.Module):
+    """Two numbers of 4 bits in a byte, one row after another, with a scale for each 16 of them in that order."""
+
+    def __init__(self, width: int, out: int) -> None:
+        super().__init__()
+        self.shape = out, width
+        self.weight = nn.Parameter(torch.randint(256, (out * width // 2, 1)).to(torch.uint8), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(out * width // 16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        numbers = torch.cat([self.weight & 15, self.weight >> 4], 1).reshape(-1, 16).to(x.dtype) - 8
+        return F.linear(x, (numbers * self.scale[:, None]).reshape(self.shape))
+
+
+def test_numbers_of_four_bits_that_are_stored_flat_are_split_by_rows():
+    torch.manual_seed(0)
+    model = nn.Sequential(Flat(32, 64), nn.SiLU(), Flat(64, 32)).eval()
+    for report in proofs(model, normalise(torch.randn(2, 32)), 2, 4):
+        assert report and report.output_error < 1e-9, report
+        layouts = {p.name: p.layout for p in report.plan.parameters}  # type: ignore[union-attr]
+        assert all(isinstance(layout, Shard) and layout.dim == 0 for layout in layouts.values()), layouts
+
+
+def test_the_fp8_layers_of_transformers_are_split_in_whole_blocks(monkeypatch):
+    import transformers.integrations.finegrained_fp8 as fp8  # noqa: PLC0415  most of these tests do without
+
+    def linear(x: Tensor, weight: Tensor, scale: Tensor, size: Any, bias: Any, *_: Any) -> Tensor:
+        return F.linear(x, fp8._dequantize_fp8_weight(weight, scale, size, x.dtype), bias)  # the kernel's, in torch
+
+    monkeypatch.setattr(fp8, "_apply_if_grad", lambda function, direct, *args: direct(*args))
+    monkeypatch.setattr(fp8, "fp8_linear", linear)
+    torch.manual_seed(0)
+    size = (128, 128)
+    layers = [fp8.FP8Linear(256, 384, block_size=size), fp8.FP8Linear(384, 256, block_size=size)]
+    for layer in layers:
+        layer.requires_grad_(False)
+        layer.weight.data = torch.randn(layer.weight.shape).to(torch.float8_e4m3fn)
+        layer.weight_scale_inv.data = torch.rand(layer.weight_scale_inv.shape) / 10
+    model = nn.Sequential(layers[0], nn.SiLU(), layers[1]).eval()
+    for report in proofs(model, normalise(torch.randn(2, 256)), 2, 3):
+        assert report and report.output_error < 1e-9, report
+        layouts: Any = {p.name: p.layout for p in report.plan.parameters}  # type: ignore[union-attr]
+        assert all(layouts[f"{i}.weight"].dim == layouts[f"{i}.weight_scale_inv"].dim for i in (0, 2)), layouts
