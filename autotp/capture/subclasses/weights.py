@@ -7,7 +7,7 @@ reads `layer.weight`, made anew of the parts, and so what is traced are the oper
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -87,6 +87,26 @@ def plain_weights(model: Any) -> Any:
         if recipes:
             vars(module)[RECIPES] = recipes
             module.__class__ = _reading(type(module), tuple(recipes))
+    return made
+
+
+def plain_state(state: Any) -> Any:
+    """A state dict of the model, such as a quantised one's own, by the names that its parts have in the copy.
+
+    Args:
+        state: tensors by name; what is no mapping, or holds no such weight, is given back as it is.
+    """
+    if not isinstance(state, Mapping) or not any(isinstance(t, Tensor) and wrapped(t) for t in state.values()):
+        return state
+    made: dict[str, Any] = {}
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or not wrapped(tensor):
+            made[name] = tensor
+            continue
+        owner, dot, leaf = name.rpartition(".")
+        recipe = Recipe.of(tensor)
+        names = [f"{owner}{dot}{part}" for part in part_names(leaf, recipe)]
+        made |= dict(zip(names, recipe.taken(tensor), strict=True))
     return made
 
 

@@ -142,11 +142,14 @@ def held(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     sharded.save_checkpoint(folder)
     sharded.load_state_dict({name: torch.zeros_like(t) for name, t in state.items()})
     zeros = float(sharded(x).detach().abs().max())
+    sharded.load_state_dict(model.state_dict())
+    own = torch.equal(sharded(x), found)
+    sharded.load_state_dict({name: torch.zeros_like(t) for name, t in state.items()})
     sharded.load_checkpoint(folder)
     return {
         "difference": float((found - model(x)).detach().abs().max()),
         "zeros": zeros,
-        "loaded": torch.equal(sharded(x), found),
+        "loaded": own and torch.equal(sharded(x), found),
         "part": (tuple(part.shape), part.dtype),
         "state": {n: (tuple(t.shape), t.dtype) for n, t in state.items()},
     }
