@@ -19,6 +19,7 @@ from autotp.ir.graph import Capture, differentiable
 from autotp.ir.marks import inherit, mark
 from autotp.ir.op import is_tensor
 from autotp.kernels.functions import apply, functions_as
+from autotp.log import log
 from autotp.passes.base import Changes, Pass
 from autotp.rules.core import function_of
 
@@ -39,7 +40,11 @@ class Composites(Pass[Capture]):
     def run(self, program: Capture) -> Changes:
         graded, changed = _graded(program), 0
         for node in _found(program.graph):
-            body, functions = _traced(node)
+            try:
+                body, functions = _traced(node)
+            except Exception as error:  # whatever a library's operator may ask of its operands
+                log.debug("%s stays: %s", node.target, error)
+                continue
             if node not in graded or not functions:
                 _replace(node, body)
                 changed += 1

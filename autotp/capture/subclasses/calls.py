@@ -16,6 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from autotp.capture.carrying import forwarding
 
+from .weights import RECIPES
+
 
 class _Handling(TorchFunctionMode):
     """Calls a subclass's own handler itself, so that modes see what that calls."""
@@ -40,8 +42,11 @@ class _Handling(TorchFunctionMode):
 
 @contextmanager
 def subclass_calls(bare: nn.Module) -> Iterator[None]:
-    """Within this context a trace of the module sees what tensor subclasses do."""
+    """Within this context a trace of the module sees what tensor subclasses do, where weights of it are such."""
     own = bare.forward
+    if not any(RECIPES in vars(module) for module in bare.modules()):
+        yield
+        return
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         with _Handling():

@@ -22,7 +22,7 @@ from autotp.ir.layouts import Partition, Shard
 from autotp.proof.compare import compare
 from autotp.proof.report import Report
 from autotp.proof.simulate import Values
-from tests.helpers.quantised import quantised, share
+from tests.helpers.quantised import quantised, share, torchao
 
 KINDS = [
     "int8",
@@ -66,6 +66,7 @@ def named(name: str) -> tuple[nn.Module, Inputs]:
     torch.manual_seed(0)
     if name == "mixture":
         return quantised(Mixture()), normalise(torch.randn(2, 3, 96))
+    torchao()  # skips where it is not installed
     import transformers  # noqa: PLC0415  most of these tests do without
 
     config, model = {
@@ -157,7 +158,7 @@ def held(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
 
 @pytest.mark.ranks
 def test_a_rank_holds_its_part_of_the_integers_and_saves_and_loads_them(pool, tmp_path):
-    quantised(nn.Linear(8, 8))  # skips where torchao is not installed
+    torchao()
     for found in pool.run(held, str(tmp_path / "saved"), world=2):
         assert found["difference"] < 1e-5 and found["loaded"] and found["zeros"] == 0, found
         assert found["part"] == ((32, 32), torch.int8)
