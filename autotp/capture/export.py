@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.export import Dim
 
 from autotp import compat
+from autotp.capture.subclasses.calls import subclass_calls
 from autotp.ir.carried import Carried
 from autotp.ir.scopes import MARK
 from autotp.passes.base import run_passes
@@ -63,7 +64,8 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            for context in (*self.contexts, _named(self.bare, self.kwargs), _records(self.bare)):
+            around = subclass_calls(self.bare), _named(self.bare, self.kwargs), _records(self.bare)
+            for context in (*self.contexts, *around):
                 stack.enter_context(context)
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))

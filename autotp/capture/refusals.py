@@ -36,8 +36,9 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
         if compat.wraps_tensors(p):
             raise CaptureError(
-                f"{name} is a {type(p).__name__}, a tensor that wraps others, and a graph holds plain tensors. Shard "
-                "the plain model; quantise the sharded one, or its checkpoint."
+                f"{name} is a {type(p).__name__}, a tensor that wraps others, and it is trained: a graph holds plain "
+                "tensors, and its parts cannot be trained in its place. Freeze it by requires_grad_(False), as "
+                "quantised weights are, or shard the plain model."
             )
         if any(getattr(p, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             raise CaptureError(

@@ -149,7 +149,8 @@ class Trial:
 
     def tolerance(self, program: Capture | None = None) -> float:
         """What rounding may make of a difference, in the least exact dtype that is computed in."""
-        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point()}
+        # Numbers of one byte are stored so, and computed with as others.
+        kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.itemsize > 1}
         kinds |= {d for d in program.state[-1:] if d is not None} if program is not None else set()
         return rounding(kinds)
 

@@ -26,6 +26,13 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 wraps_tensors = is_traceable_wrapper_subclass
 
 
+def is_composite(op: Any) -> bool:
+    """Whether an operator of a library is written as others, and has no derivative or kernel of its own."""
+    if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims", "higher_order"):
+        return False
+    return op._can_decompose()
+
+
 def operator(op: Any) -> Any:
     """The overload or packet that an operator is: by itself, as a custom operator, or by name; None where unknown."""
     if isinstance(op, CustomOpDef):

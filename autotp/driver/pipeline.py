@@ -16,6 +16,7 @@ from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.cost.prices import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -31,6 +32,7 @@ from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.describe.describe import describe
+from autotp.plans.describe.groups import few_groups
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.describe.regathering import with_regathering
 from autotp.plans.plan import Plan
@@ -160,6 +162,7 @@ def capture_model(
         request: what else they were asked for.
     """
     inputs, note = without_cache(model, inputs)
+    model = plain_weights(model)
     refuse_unsaid(model, inputs)
     small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)
@@ -210,7 +213,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    told = [*notes, *without_rule(planned), *([GATHERED] if gathers else [])]
+    told = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
     plan = described(plan, planned, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), origin=builder)

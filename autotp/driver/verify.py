@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from autotp.capture.selfcheck import Trial
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -43,6 +44,7 @@ def prove_call(
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     steering.refuse_beside(plan)
+    model = plain_weights(model)
     if certify:
         spmd_types()  # before minutes of capture
     chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)

@@ -136,7 +136,7 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     # In a proof operands are float64, and a Function that says `.half()` would give back the precision of the capture.
     if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):
         for i, x in enumerate(results):
-            if x.is_floating_point():
+            if x.is_floating_point() and x.itemsize > 1:
                 results[i] = x.to(torch.float64)
     return results
 

@@ -38,6 +38,8 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
         return float("inf")
     if not (b.is_floating_point() or b.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
+    if b.itemsize == 1:
+        a, b = a.double(), b.double()
     if torch.equal(a, b):
         return 0.0
     top = (a - b).abs().max().item() if a.numel() else 0.0
@@ -96,5 +98,6 @@ def largest(x: Tensor) -> float:
     x = x.detach()
     if x.dtype == torch.bool or not x.numel():
         return 0.0
+    x = x.double() if x.itemsize == 1 else x  # float8 has no arithmetic
     top = x.abs().max().item()
     return top if math.isfinite(top) else torch.where(torch.isfinite(x), x, 0).abs().max().item()

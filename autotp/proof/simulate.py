@@ -193,6 +193,8 @@ def _wide(x: Any) -> Any:
     """The dtype in double precision; anything else as it is."""
     if not isinstance(x, torch.dtype):
         return x
+    if x.itemsize == 1:  # as numbers are stored, and not computed with
+        return x
     return torch.float64 if x.is_floating_point else WIDE.get(x, x)
 
 
@@ -213,15 +215,26 @@ def _grouped_mm(
     return torch.cat([*parts, x.new_zeros(x.shape[0] - starts[-1], weight.shape[2])])
 
 
+def _scaled_mm(
+    x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
+    """The product of what the bytes stand for, which has no derivative; scales are of all, or of rows and columns."""
+    found = (x.double() @ weight.double()) * scale_x * scale_weight
+    return (found if bias is None else found + bias).detach()
+
+
 # What torch computes in narrower dtypes only.
-NARROW: dict[Any, Callable[..., Tensor]] = {aten._grouped_mm.default: _grouped_mm}
+NARROW: dict[Any, Callable[..., Tensor]] = {
+    aten._grouped_mm.default: _grouped_mm,
+    aten._scaled_mm.default: _scaled_mm,
+}
 
 
 class _InFloat64(TorchFunctionMode):
     """Within this mode those operators compute in float64, wherever they are called."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        wide = func in NARROW and args[0].dtype == torch.float64
+        wide = func in NARROW and any(isinstance(x, Tensor) and x.dtype == torch.float64 for x in args)
         return (NARROW[func] if wide else func)(*args, **(kwargs or {}))
 
 

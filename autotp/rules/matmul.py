@@ -25,6 +25,25 @@ def mm(op: Op) -> Rule:
     return einsum(op, "mk,kn->mn", linear=EITHER)
 
 
+@rule(aten._int_mm.default)
+def int_mm(op: Op) -> Rule:
+    """Sums of products of bytes are exact in any order; bytes are no summands, for their sum may be no byte."""
+    return einsum(op, "mk,kn->mn", empty=False)
+
+
+@rule(aten._scaled_mm.default)
+def scaled_mm(op: Op) -> Rule:
+    """Scales are of the whole operand, or of its rows and columns, and not of what is summed over."""
+    if op.names[:4] != ["self", "mat2", "scale_a", "scale_b"] or op.slot("scale_result") is not None:
+        return Rule()
+    (m, k), (_, n) = op.ins[:2]
+    if op.ins[2:4] not in ([(m, 1), (1, n)], [(1, 1), (1, 1)], [(), ()], [(1,), (1,)]):
+        return Rule()  # blocks
+    scales = "m_"[2 - len(op.ins[2]) :], "_n"[2 - len(op.ins[3]) :]
+    addends = frozenset({4} if len(op.ins) > 4 else ())
+    return einsum(op, ",".join(["mk", "kn", *scales, *"n" * len(addends)]) + "->mn", addends=addends, empty=False)
+
+
 @rule(aten.bmm)
 def bmm(op: Op) -> Rule:
     return einsum(op, "bmk,bkn->bmn", linear=EITHER)

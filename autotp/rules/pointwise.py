@@ -43,6 +43,8 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
 def _rounds(op: Op, slot: int = 0) -> bool:
     """Whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
     given, made = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
+    if min(given.itemsize, made.itemsize) == 1 and given.is_floating_point:  # which torch promotes to nothing
+        return given != made and made.itemsize <= given.itemsize
     return torch.promote_types(given, made) != made
 
 

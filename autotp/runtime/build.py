@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
+from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.driver.cached import Cached
 from autotp.driver.once import capture_once
@@ -53,6 +54,9 @@ class Build:
     check: bool | None = None
     check_capture: bool | None = None
     captured: tuple[Capture, list[str]] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "model", plain_weights(self.model))
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         captured, notes = self.captured or self.capture(inputs)
@@ -114,6 +118,7 @@ def capture_on_ranks(
 ) -> tuple[Capture, list[str]]:
     """A model's graph for these inputs, the same on every rank, and its notes: rank 0's where all models are equal."""
     ranks, device = ranks and ranks.planners, _device(ranks)
+    model = plain_weights(model)
 
     def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
         captured.origin = skeleton(model, device), without_cache(model, inputs)[0]

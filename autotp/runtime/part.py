@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
 from autotp.runtime.interop.methods import refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused
@@ -174,7 +175,7 @@ def class_of(original: type[nn.Module]) -> type[Part]:
 
 def part_of(module: nn.Module) -> Part:
     """What stands for a module of the original."""
-    cls = class_of(type(module)) if not isinstance(module, torch.jit.ScriptModule) else Part
+    cls = class_of(plain_class(type(module))) if not isinstance(module, torch.jit.ScriptModule) else Part
     part = cls.__new__(cls)
     Part.__init__(part, module)
     return part

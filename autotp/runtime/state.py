@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from autotp import compat
+from autotp.capture.subclasses.weights import plain_state
 from autotp.comm.ranks import Ranks, agree, together
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Layout, Shard
@@ -156,7 +157,7 @@ def full_gradients(shards: ShardState) -> dict[str, Tensor]:
 
 def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
     """Check all of a state dict, also that the ranks have the same one, then load all of it. A collective call."""
-    every = shards.ranks and shards.ranks.planners
+    every, given = shards.ranks and shards.ranks.planners, plain_state(given)
     loaded, missing, unexpected = together(every, "loading a state dict", lambda: _fitting(shards, given, strict))
     values = {name: few(given[name]) for name in loaded if not isinstance(given[name], DTensor)}
     agree(every, "the values of the state dict (a few of each tensor are compared)", values)

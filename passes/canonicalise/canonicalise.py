@@ -16,6 +16,7 @@ from autotp.ir.op import Op, aten, expression, is_tensor, sizes
 from autotp.passes.base import Changes, Pass
 
 from .complex_scatters import ComplexScatters
+from .composites import Composites
 from .drop_examples import DropExamples
 from .strides import LayOut, Reshape
 
@@ -215,6 +216,6 @@ class RebindSizes(Pass[Capture]):
 
 
 CANONICAL: tuple[Pass[Capture], ...] = (
-    MergeTied(), InlineRegions(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(), TileSlices(),
-    RebindSizes(), Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), Composites(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(),
+    TileSlices(), RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from autotp.capture.subclasses.weights import plain_state
 from autotp.comm.ranks import agree, together
 from autotp.errors import StateError
 from autotp.ir.files import opened
@@ -85,7 +86,7 @@ def load(
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
     """What kind of checkpoint this is, by its files."""
     if isinstance(source, Mapping):
-        return Given(source)
+        return Given(plain_state(source))
     if not isinstance(source, str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and this is {type(source).__name__}.")
     path = folders.present(Path(source))

@@ -5,13 +5,19 @@ from __future__ import annotations
 import torch
 import transformers.integrations.moe  # noqa: F401  registers its grouped matrix product
 
-from tests.rules.cases.draw import aten, case, f, flags, whole
+from tests.rules.cases.draw import aten, case, f, flags, frozen, ints, narrow, whole
 
 MATMUL = [
     case(aten.linear, f(2, 3, 6), f(4, 6), f(4)),
     case(aten.linear, f(2, 3, 6), f(4, 6)),
     case(aten.linear, f(6), f(4, 6), f(4)),
     case(aten.mm, f(4, 6), f(6, 5)),
+    case(aten._int_mm, ints(9, 4, 6).to(torch.uint8), (ints(9, 6, 5) - 4).to(torch.int8)),
+    *(
+        frozen(5, aten._scaled_mm, narrow(4, 6), narrow(5, 6).t(), 2.0 ** ints(3, *a), 2.0 ** ints(3, *b), **bias)
+        for a, b in [((4, 1), (1, 5)), ((1, 1), (1, 1)), ((), ())]
+        for bias in ({"out_dtype": torch.float32}, {"bias": whole(5), "out_dtype": torch.bfloat16})
+    ),
     case(aten.bmm, f(2, 4, 6), f(2, 6, 5)),
     *(case(aten.addmm, f(*s), f(4, 6), f(6, 5), beta=2, alpha=3) for s in [(5,), (1,), (4, 5), (1, 5), (4, 1), ()]),
     *(case(aten.baddbmm, f(*s), f(2, 4, 6), f(2, 6, 5), alpha=3) for s in [(2, 4, 5), (1, 4, 5), (4, 5), (1,)]),

@@ -41,6 +41,11 @@ def whole(*shape: int) -> Tensor:
     return (ints(3, *shape) - 1).bfloat16()
 
 
+def narrow(*shape: int) -> Tensor:
+    """-1, 0 and 1 as float8, in memory row by row: sums of products are exact."""
+    return (ints(3, *shape) - 1).float().to(torch.float8_e4m3fn)
+
+
 def case(target: Any, *args: Any, **kwargs: Any) -> Case:
     """A case of an overload, or of a packet's default overload."""
     return Case(target if hasattr(target, "_schema") else target.default, args, kwargs)
