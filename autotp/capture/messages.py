@@ -27,6 +27,8 @@ STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; insta
 KINDS: dict[str, str] = {
     "value": r"GuardOnDataDependentSymNode|[Dd]ata.dependent|DynamicOutputShape|PendingUnbacked",
     "loop": r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(async )?for ",
+    "skip": r"(?s)([Dd]ata.dependent).*((Eq|Ne)\(u\d+, 0\).*\n\s*if\b|\n\s*if\b[^\n]*\.any\(\))",
+    "index": r"^IndexError",
     "none": r"^(AttributeError|TypeError).*NoneType",
 }
 # The first row that fits says what to do; it is searched in the same text.

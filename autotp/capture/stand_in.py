@@ -82,7 +82,7 @@ def _smaller(model: nn.Module) -> Iterator[Small]:
     """Small models of the same classes, those first that are most like the model."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
-    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name}" for name, kept in stacks.items())
+    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name or 'the model'}" for name, kept in stacks.items())
     random = "random weights" if on_meta(model) else "its own weights"
     short: Small | None = None
     if stacks:
