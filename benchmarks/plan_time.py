@@ -29,7 +29,7 @@ import autotp
 from autotp.driver.options import Options
 from autotp.driver.pipeline import capture_model, solve_plan
 from autotp.inputs import for_model
-from benchmarks.helpers.command import made
+from benchmarks.helpers.command import made, versions
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.performance import table, write_section
 
@@ -134,11 +134,10 @@ def _cell(value: Any) -> str:
 
 def _told(record: Record) -> str:
     machine = f"{os.cpu_count()} cores of {record['machine']}"
-    versions = f"torch {record['torch']}, transformers {record['transformers']}, Python {record['python']}"
     return (
         f"`{record['command']}`: CPU seconds at tp={TP}, median of {record['rounds']} processes (`torch.export`: one), "
         "on the\nmeta device with symbolic batch and length. Equal blocks are traced once: capture grows by the "
-        f"bookkeeping of a\nlayer, not by its trace. {machine};\n{versions}, {record['date']}, load average "
+        f"bookkeeping of a\nlayer, not by its trace. {machine};\n{versions(record)}, {record['date']}, load average "
         f"{record['load_before']} before the run."
     )
 

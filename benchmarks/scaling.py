@@ -28,7 +28,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import autotp
 from autotp.text import amount, seconds
 from benchmarks.helpers import isolate
-from benchmarks.helpers.command import made
+from benchmarks.helpers.command import made, versions
 from benchmarks.helpers.isolate import Record, Send
 from benchmarks.helpers.performance import table, write_section
 from benchmarks.helpers.variants import sent, training_step
@@ -160,8 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def told(record: Mapping[str, str]) -> str:
     """What the tables were made with."""
     return (
-        f"`{record['command']}`: {record['date']}, torch {record['torch']}, transformers {record['transformers']}, "
-        f"Python {record['python']},\n{os.cpu_count()} cores of {record['machine']}."
+        f"`{record['command']}`: {record['date']}, {versions(record)},\n{os.cpu_count()} cores of {record['machine']}."
     )
 
 

@@ -27,7 +27,7 @@ from rich.progress import track
 import autotp
 
 from .helpers import isolate
-from .helpers.command import made
+from .helpers.command import made, versions
 from .helpers.isolate import Record, Send
 from .helpers.performance import table, write_section
 from .plan_time import build
@@ -110,12 +110,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _text(record: Record) -> str:
     loaded = ", a loaded machine" if record["load_before"] > (os.cpu_count() or 1) else ""
-    versions = f"torch {record['torch']}, transformers {record['transformers']}, Python {record['python']}"
     return (
         f"`{record['command']}`: CPU seconds of {TP} local ranks together, from the module to the sharded module, "
         f"median\nof {record['rounds']} (the two ways in turns, processes of their own). {os.cpu_count()} cores of "
-        f"{record['machine']};\n{versions}, {record['date']}, load average {record['load_before']} before the run"
-        f"{loaded}."
+        f"{record['machine']};\n{versions(record)}, {record['date']}, load average {record['load_before']} before the "
+        f"run{loaded}."
     )
 
 

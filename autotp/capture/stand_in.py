@@ -79,30 +79,32 @@ def _count(model: nn.Module) -> int:
 
 
 def _smaller(model: nn.Module) -> Iterator[Small]:
-    """Small models of the same classes, those first that are most like the model."""
+    """Small models of the same classes, those first that are most like the model; large ones only after the others."""
+    large = []
+    for small in _candidates(model):
+        if _count(small.model) <= LIMIT:
+            yield small
+        else:
+            large.append(small)
+    yield from (small for small in large if bytes_of(small.model) < LARGEST)
+
+
+def _candidates(model: nn.Module) -> Iterator[Small]:
+    """With fewer blocks where it has stacks, then narrower too."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
     depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name or 'the model'}" for name, kept in stacks.items())
     random = "random weights" if on_meta(model) else "its own weights"
-    short: Small | None = None
     if stacks:
         with cut(model, stacks):
             made = copied(model, lambda t: t)
-        short = Small(made, stacks, {}, f"a stand-in with {depth}, and {random}")
-        if _count(made) <= LIMIT:
-            yield short
-    large = [short] if short is not None and _count(short.model) > LIMIT else []
+        yield Small(made, stacks, {}, f"a stand-in with {depth}, and {random}")
     for thin, widths in narrowed(model):
         ratio = next(n // made for n, made in widths.items())
         with cut(thin, stacks):
             thin = copied(thin, lambda t: t)
         told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
-        small = Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
-        if _count(thin) <= LIMIT:
-            yield small
-        else:
-            large.append(small)
-    yield from (small for small in large if bytes_of(small.model) < LARGEST)
+        yield Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:

@@ -174,7 +174,7 @@ def agree(ranks: Ranks | None, what: str, mine: Mapping[str, str]) -> None:
     """
     if ranks is None:
         return
-    everyone = _gather(ranks, dict(mine), f"comparison of {what}")
+    everyone = from_all(ranks, dict(mine), f"comparison of {what}")
     names = dict.fromkeys(name for theirs in everyone for name in theirs)
     differing = [
         f"  {name}: {by_value(values)}"
@@ -207,9 +207,9 @@ def together(ranks: Ranks | None, what: str, fn: Callable[[], T]) -> T:
     try:
         result = fn()
     except Exception as error:
-        _gather(ranks, f"{type(error).__name__}: {error}", what)
+        from_all(ranks, f"{type(error).__name__}: {error}", what)
         raise
-    messages = _gather(ranks, None, what)
+    messages = from_all(ranks, None, what)
     failed = {rank: message for rank, message in enumerate(messages) if message is not None}
     if failed:
         report = "\n".join(f"  {ranks.axes} rank {rank}: {message}" for rank, message in failed.items())
@@ -237,20 +237,16 @@ def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
     Args:
         obj: this rank's. what: is compared or told, for messages.
     """
-    return _gather(ranks, obj, what)
-
-
-def versions() -> dict[str, str]:
-    """The versions that must be equal on every rank, for `agree`."""
-    return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
-
-
-def _gather(ranks: Ranks, obj: object, what: str) -> list[Any]:
     meet(ranks.channel, what)
     everyone: list[Any] = [None] * ranks.tp
     with compat.without_modes():
         dist.all_gather_object(everyone, obj, group=ranks.group)
     return everyone
+
+
+def versions() -> dict[str, str]:
+    """The versions that must be equal on every rank, for `agree`."""
+    return {"python": platform.python_version(), "torch": str(torch.__version__), "autotp": __version__}
 
 
 def _tp_axis(mesh: object) -> DeviceMesh:

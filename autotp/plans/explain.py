@@ -20,6 +20,7 @@ from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.plans.show.report import plain
+from autotp.plans.show.rows import over_tp
 from autotp.text import amount, near
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ class _Explainer:
         """The cost of another degree, in the time of all its devices."""
         other = decide(replace(self.builder, tp=tp)).solution
         assert other is not None
-        own = self.plan.totals.seconds - self.plan.batch.exposed  # tp alone, as the other degree was solved
+        own = over_tp(self.plan)  # tp alone, as the other degree was solved
         change = other.seconds * tp / (own * self.plan.tp) - 1
         word = "cheaper" if change < 0 else "dearer"
         return f"tp {tp} would be {abs(change):.1%} {word} in device time ({1e3 * other.seconds:.3f} ms a step)"

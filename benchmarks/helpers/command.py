@@ -7,7 +7,8 @@ import datetime
 import platform
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import transformers
@@ -65,3 +66,8 @@ def made(command: str, arguments: Sequence[str] | None) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "command": shlex.join(["python", "-m", command, *(sys.argv[1:] if arguments is None else arguments)]),
     }
+
+
+def versions(record: Mapping[str, Any]) -> str:
+    """What a result was made with, in words; `record` has what `made` gives."""
+    return f"torch {record['torch']}, transformers {record['transformers']}, Python {record['python']}"

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import fx
 
 from autotp.comm import conversions
+from autotp.ir.copying import copy_graph
 from autotp.ir.graph import size_hint, tensors
 from autotp.ir.layouts import Partition, Shard
 from autotp.ir.marks import mark
@@ -40,7 +41,10 @@ def mutants(planned: Planned, sharded: Sharded) -> Iterator[Mutant]:
     for node in sharded.graph.nodes:
         if mark(node).conversion is None:
             continue
-        yield from (Mutant(kind, node.name, change(sharded, node)) for kind, change in CHANGES.items())
+        for kind, change in CHANGES.items():
+            copy, nodes = copied(sharded)
+            change(copy, nodes[node])
+            yield Mutant(kind, node.name, copy)
         for name, src, dst in others(planned, sharded, node):
             copy, nodes = copied(sharded)
             nodes[node].target = conversions.FUNCTIONS[name]
@@ -54,39 +58,32 @@ def _name(node: fx.Node) -> str:
 
 
 def copied(sharded: Sharded) -> tuple[Sharded, dict[fx.Node, fx.Node]]:
-    """A copy of a program, and its node for each of the original's."""
-    graph, nodes = fx.Graph(), {}
-    for node in sharded.graph.nodes:
-        nodes[node] = graph.node_copy(node, lambda n: nodes[n])
-    layouts = {nodes[n]: x for n, x in sharded.layouts.items()}
-    origin = {nodes[n]: x for n, x in sharded.origin.items()}
-    ends = {nodes[a]: nodes[b] for a, b in sharded.ends.items()}
-    return Sharded(graph, layouts, origin, ends, sharded.states), nodes
+    """A copy of a program, which may be changed, and its node for each of the original's."""
+    graph, env = copy_graph(sharded.graph.nodes)
+    to: Any = dict(env)
+    layouts = {to[n]: x for n, x in sharded.layouts.items()}
+    origin = {to[n]: x for n, x in sharded.origin.items()}
+    ends = {to[n]: to[x] for n, x in sharded.ends.items()}
+    return replace(sharded, graph=graph, layouts=layouts, origin=origin, ends=ends), to
 
 
-def dropped(sharded: Sharded, node: fx.Node) -> Sharded:
-    """Its readers take what it would convert."""
-    copy, nodes = copied(sharded)
-    gone = nodes[node]
-    gone.replace_all_uses_with(gone.args[0])  # type: ignore[arg-type]
-    copy.graph.erase_node(gone)
-    del copy.layouts[gone], copy.origin[gone]
-    return copy
+def drop(sharded: Sharded, node: fx.Node) -> None:
+    """The readers of a conversion take what it would convert."""
+    node.replace_all_uses_with(node.all_input_nodes[0])
+    sharded.graph.erase_node(node)
+    del sharded.layouts[node], sharded.origin[node]
 
 
-def doubled(sharded: Sharded, node: fx.Node) -> Sharded:
-    """It is applied to its own result."""
-    copy, nodes = copied(sharded)
-    first = nodes[node]
-    with copy.graph.inserting_after(first):
-        again = copy.graph.node_copy(first, lambda n: n)
-    first.replace_all_uses_with(again)
-    again.args = (first, *again.args[1:])
-    copy.layouts[again], copy.origin[again] = copy.layouts[first], copy.origin[first]
-    return copy
+def double(sharded: Sharded, node: fx.Node) -> None:
+    """A conversion is applied to its own result."""
+    with sharded.graph.inserting_after(node):
+        again = sharded.graph.node_copy(node, lambda n: n)
+    node.replace_all_uses_with(again)
+    again.args = (node, *again.args[1:])
+    sharded.layouts[again], sharded.origin[again] = sharded.layouts[node], sharded.origin[node]
 
 
-CHANGES = {"dropped": dropped, "doubled": doubled}
+CHANGES = {"dropped": drop, "doubled": double}
 
 
 def others(planned: Planned, sharded: Sharded, node: fx.Node) -> Iterator[tuple[str, Spec, Spec]]:

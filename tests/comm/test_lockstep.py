@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.errors import RankError
 from tests.helpers.compare import gradients_differ, mesh_of
+from tests.helpers.errors import message_of
 
 
 class Net(nn.Module):
@@ -34,14 +33,6 @@ X = torch.randn(8, 4, 8, generator=torch.Generator().manual_seed(0))
 def made(group: Any, drop: float = 0.0, **options: Any) -> Any:
     torch.manual_seed(0)
     return autotp.compile(Net(drop).train(), example_inputs=X[0], mesh=mesh_of(group), **options)
-
-
-def told_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RankError as error:
-        return str(error)
-    return ""
 
 
 def step(sharded: Any, x: Tensor, optimizer: Any = None, backward: bool = True) -> None:
@@ -98,8 +89,8 @@ def parting(rank: int, world: int, group: Any) -> dict[str, str]:
     sharded.train()
     with torch.autocast("cpu", torch.bfloat16):
         sharded(X[0])
-    found = {what: told_by(partial(odd_step, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
-    return found | {"state": told_by(partial(whole_state, copy.deepcopy(sharded), "state" if rank else ""))}
+    found = {what: message_of(partial(odd_step, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+    return found | {"state": message_of(partial(whole_state, copy.deepcopy(sharded), "state" if rank else ""))}
 
 
 def test_a_step_that_is_another_on_one_rank_is_one_error_on_all(pool):

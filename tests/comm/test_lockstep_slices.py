@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.errors import RankError
+from tests.helpers.errors import message_of
 
 
 class Net(nn.Module):
@@ -56,14 +56,6 @@ def odd(sharded: Any, x: Tensor, optimizer: Any, what: str) -> None:
     step(sharded, x, optimizer)
 
 
-def told_by(call: Any) -> str:
-    try:
-        call()
-    except RankError as error:
-        return str(error)
-    return ""
-
-
 def parting(rank: int, world: int, group: Any) -> dict[str, Any]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     x = X.chunk(2)[mesh["dp"].get_local_rank()]
@@ -82,7 +74,7 @@ def parting(rank: int, world: int, group: Any) -> dict[str, Any]:
     for what in WORDS:
         sharded.zero_grad()
         theirs = rank == 3 if what == "one tp rank" else rank > 1
-        found[what] = told_by(partial(odd, sharded, x, optimizer, what if theirs else ""))
+        found[what] = message_of(partial(odd, sharded, x, optimizer, what if theirs else ""))
         sharded.train()
         sharded.up.weight.requires_grad_()
     return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -16,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import autotp
-from autotp.errors import RankError
 from autotp.runtime import updates
 from tests.helpers.compare import mesh_of
+from tests.helpers.errors import message_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 STEP = "step of SGD on copy of Sequential"
@@ -62,20 +61,12 @@ def odd(sharded: Any, what: str) -> None:
             optimizer.zero_grad()
 
 
-def told_by(call: Callable[[], object]) -> str:
-    try:
-        call()
-    except RankError as error:
-        return str(error)
-    return ""
-
-
 def parting(rank: int, world: int, group: Any) -> dict[str, str]:
     sharded = autotp.compile(model(), example_inputs=X, mesh=mesh_of(group))
-    found = {what: told_by(partial(odd, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
+    found = {what: message_of(partial(odd, copy.deepcopy(sharded), what if rank else "")) for what in WORDS}
     with patch.object(updates, "_compare", lambda *args: None):  # what is compared makes the difference
-        found["control"] = told_by(partial(odd, copy.deepcopy(sharded), "rate" if rank else ""))
-    return found | {"": told_by(partial(odd, copy.deepcopy(sharded), ""))}
+        found["control"] = message_of(partial(odd, copy.deepcopy(sharded), "rate" if rank else ""))
+    return found | {"": message_of(partial(odd, copy.deepcopy(sharded), ""))}
 
 
 def test_an_update_that_is_another_on_one_rank_is_one_error_on_all(pool):
@@ -100,7 +91,7 @@ def late(rank: int, world: int, group: Any) -> str:
                 optimizer.step()
         return X
 
-    return told_by(steps)
+    return message_of(steps)
 
 
 def test_weights_that_are_gathered_are_no_trap(pool):

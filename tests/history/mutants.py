@@ -4,31 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
 from autotp.comm import conversions
-from autotp.ir.copying import copy_graph
 from autotp.ir.layouts import I, Layout, Partition, Segment, Shard
 from autotp.ir.marks import conversion_of, mark, write
 from autotp.ir.op import aten
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
+from benchmarks.helpers import mutants
 
 Mutant = Callable[[Sharded, Planned], None]  # changes a copy of the program
-
-
-def copied(sharded: Sharded) -> Sharded:
-    """A copy of a program, which may be changed."""
-    graph, env = copy_graph(sharded.graph.nodes)
-    to: Any = dict(env)
-    layouts = {to[n]: x for n, x in sharded.layouts.items()}
-    origin = {to[n]: x for n, x in sharded.origin.items()}
-    ends = {to[n]: to[x] for n, x in sharded.ends.items()}
-    return replace(sharded, graph=graph, layouts=layouts, origin=origin, ends=ends)
 
 
 def converting(sharded: Sharded, names: str, value: str) -> fx.Node:
@@ -55,10 +44,7 @@ def drop(names: str, value: str) -> Mutant:
     """A conversion is left out."""
 
     def mutant(sharded: Sharded, planned: Planned) -> None:
-        node = converting(sharded, names, value)
-        node.replace_all_uses_with(node.all_input_nodes[0])
-        sharded.graph.erase_node(node)
-        del sharded.layouts[node], sharded.origin[node]
+        mutants.drop(sharded, converting(sharded, names, value))
 
     return mutant
 
@@ -67,12 +53,7 @@ def twice(names: str, value: str) -> Mutant:
     """A conversion is done to its own result once more."""
 
     def mutant(sharded: Sharded, planned: Planned) -> None:
-        node = converting(sharded, names, value)
-        with sharded.graph.inserting_after(node):
-            again = sharded.graph.node_copy(node, lambda n: n)
-        node.replace_all_uses_with(again)
-        again.args = (node, *again.args[1:])
-        sharded.layouts[again], sharded.origin[again] = sharded.layouts[node], sharded.origin[node]
+        mutants.double(sharded, converting(sharded, names, value))
 
     return mutant
 

@@ -17,10 +17,10 @@ from autotp.passes import schema
 from autotp.proof.compare import compare
 from autotp.proof.report import Report
 from autotp.proof.simulate import Values
+from benchmarks.helpers.mutants import copied
 from tests.fuzz.plans import any_plan
 from tests.helpers.models import redrawn
 
-from .mutants import copied
 from .row import Row
 
 SEQUENCE = (None, True)
@@ -76,6 +76,6 @@ class Proved:
     def mutated(self, tp: int) -> Found:
         """What they say of the mutant."""
         planned, sharded = self.program(tp, self.row.sequence)
-        changed = copied(sharded)
+        changed, _ = copied(sharded)
         self.row.mutant(changed, planned)
         return self.judged(planned, changed)

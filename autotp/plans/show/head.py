@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 SCREEN = 80  # columns of what `print` shows
 BAR = 64  # columns of a bar
 LABEL = 8  # columns before what a line says
-GAP = 1e-6  # of the step: below this a plan is as fast as the bound that the solver proved
 WORTH = 0.01  # of the step: smaller costs are not spoken of
 
 
@@ -89,9 +88,7 @@ def _step(plan: Plan) -> Iterator[Text]:
     t = plan.totals
     if not t.seconds:
         return
-    own = rows.over_tp(plan)
-    least = t.least_seconds or own
-    proved, behind = least - t.bound < GAP * least, own - least > GAP * least
+    least, proved, behind = rows.optimality(plan)
     best = "optimal for this cost model" if proved else f"bound {rows.seconds(t.bound)}"
     if behind:
         near = f"within {t.band:.3g} of"
@@ -106,9 +103,7 @@ def _step(plan: Plan) -> Iterator[Text]:
     if decoded is not None:
         said.append(f"{decoded.share_of_limit:.0%} of the limit")
     if t.megatron_step:
-        sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-        ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
-        said.append(f"{own / t.megatron_step:.2f} of Megatron's step{ratio}")
+        said.append(rows.of_megatron(plan))
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
     if decoded is not None:
         yield from _limit(decoded.limit, decoded.most_tokens_per_second)

@@ -141,23 +141,34 @@ def totals(plan: Plan) -> list[tuple[str, str]]:
     return [*rows, *carried, *_batch_axis(plan.batch), *_memory(plan.memory)]
 
 
-def proof(plan: Plan) -> str:
-    """What is proved of the step over tp: that it is the least, or one within the band of the least."""
+def optimality(plan: Plan) -> tuple[float, bool, bool]:
+    """The least seconds of a step over tp that any plan of this model has; whether they are proved; whether the plan's
+    are more."""
     t, own = plan.totals, over_tp(plan)
     least = t.least_seconds or own
-    gap = max(least - t.bound, 0.0) / least
-    short = f"the least is {seconds(least)}, " if own > least * (1 + SAME) else ""
-    best = "optimal" if gap < SAME else f"bound = {seconds(t.bound)}, gap = {gap:.1%}"
+    return least, least - t.bound < SAME * least, own - least > SAME * least
+
+
+def proof(plan: Plan) -> str:
+    """What is proved of the step over tp: that it is the least, or one within the band of the least."""
+    t, (least, proved, behind) = plan.totals, optimality(plan)
+    short = f"the least is {seconds(least)}, " if behind else ""
+    best = "optimal" if proved else f"bound = {seconds(t.bound)}, gap = {1 - t.bound / least:.1%}"
     return f"{best}: {short}band {t.band:.3g}" if t.band else best
 
 
 def against(plan: Plan) -> str:
-    """Step and bytes beside those of Megatron's plan."""
+    """Step and bytes beside those of Megatron's plan, and what these are."""
+    t = plan.totals
+    return f"{of_megatron(plan, 'its')} ({seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent)"
+
+
+def of_megatron(plan: Plan, whose: str = "Megatron's") -> str:
+    """Step and bytes as parts of those of Megatron's plan."""
     t = plan.totals
     sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
     ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
-    theirs = f"{seconds(t.megatron_step)}, {amount(t.megatron_bytes)} sent"
-    return f"{over_tp(plan) / t.megatron_step:.2f} of its step{ratio} ({theirs})"
+    return f"{over_tp(plan) / t.megatron_step:.2f} of {whose} step{ratio}"
 
 
 def over_tp(plan: Plan) -> float:
