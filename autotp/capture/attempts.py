@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones
+from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones, no_skips
 from .causes import INPUTS, Cause
 from .export import Attempt
-from .skips import no_skips
 
 
 @dataclass(frozen=True)
