@@ -34,7 +34,7 @@ class Inputs:
 
 
 def normalise(example: object) -> Inputs:
-    """`example_inputs`, in any form that is accepted, as `Inputs`.
+    """`example_inputs`, in any form that is accepted, as `Inputs`; plain dataclasses among them are containers then.
 
     Args:
         example: a tensor (one argument), a tuple or list (positional arguments), a mapping (keyword arguments; a
@@ -43,7 +43,10 @@ def normalise(example: object) -> Inputs:
         InputError: for anything else, or where a key of the mapping is not a string.
     """
     if isinstance(example, Inputs):
+        compat.know_records((example.args, dict(example.kwargs)))
         return example
+    if isinstance(example, (tuple, list, Mapping)):
+        compat.know_records(list(example.values()) if isinstance(example, Mapping) else list(example))
     if isinstance(example, Tensor):
         return Inputs(example)
     if isinstance(example, (tuple, list)):

@@ -109,6 +109,16 @@ def _attention(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return 2 * math.prod(q.shape[:-1]) * k.shape[-2] * (q.shape[-1] + v.shape[-1])
 
 
+def _recurrent(out: Sequence[torch.Tensor], x: torch.Tensor, hx: Any, params: Sequence[torch.Tensor], *_: Any) -> int:
+    """At every step every example is multiplied by all weights, of all layers, directions and gates."""
+    return 2 * x.shape[0] * x.shape[1] * sum(w.numel() for w in params if w.dim() == 2)
+
+
+def _cell(out: Any, x: torch.Tensor, hx: Any, w_ih: torch.Tensor, w_hh: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Every example is multiplied by all weights."""
+    return 2 * x.shape[0] * (w_ih.numel() + w_hh.numel())
+
+
 def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], *_: Any, **__: Any) -> int:
     """Products of pairs from left to right; a pair that shares no summed index is an elementwise product, 0."""
     inputs, arrow, result = equation.replace(" ", "").partition("->")
@@ -145,5 +155,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten.conv_transpose1d": _transposed,
     "aten.conv_transpose2d": _transposed,
     "aten.conv_transpose3d": _transposed,
+    **dict.fromkeys(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
+    **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
     "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert
 }

@@ -30,11 +30,12 @@ class EveryIndex(TorchFunctionMode):
 
     Attributes:
         spared: for every such loop whether it left anything out in the original.
+        beyond: how many of the last indices are left out.
     """
 
-    def __init__(self, tracing: bool) -> None:
+    def __init__(self, tracing: bool, beyond: int = 0) -> None:
         super().__init__()
-        self.tracing, self.spared = tracing, []
+        self.tracing, self.spared, self.beyond = tracing, [], beyond
         self.loops: set[Any] = set()  # the code that they are in
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -46,7 +47,7 @@ class EveryIndex(TorchFunctionMode):
             if not self.tracing:
                 self.spared.append(len(found) < len(flags))  # type: ignore[arg-type]
             self.loops.add(_caller())
-            return [torch.tensor([i]) for i in range(flags.shape[0])]
+            return [torch.tensor([i]) for i in range(flags.shape[0] - self.beyond)]
         if func is torch.where and self.tracing and len(args) == 1 and _caller() in self.loops:
             torch._check(found[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
         return found
@@ -62,33 +63,109 @@ def _is_flags(value: Any) -> bool:
     return flags and isinstance(value.shape[0], int)
 
 
-def every_index(attempt: Attempt) -> tuple[str, AssumptionProof]:
+def every_index(attempt: Attempt, beyond: int = 0) -> tuple[str, AssumptionProof]:
     """Loops over the indices that are hit, such as experts with tokens, run over all indices."""
-    attempt.contexts.append(EveryIndex(tracing=True))
+    attempt.contexts.append(EveryIndex(tracing=True, beyond=beyond))
     note = "captured with loops over the indices that are hit (such as experts with tokens) running over all indices"
-    return note, _prove_every_index
+    return note, lambda trial: _prove_every_index(trial, beyond)
 
 
-def _prove_every_index(trial: Trial) -> Trial:
+def all_but_the_last(attempt: Attempt) -> tuple[str, AssumptionProof]:
+    """Likewise where the model itself fails on the last: a class for tokens without an expert, which no call hits."""
+    note, proof = every_index(attempt, beyond=1)
+    return f"{note} but the last, on which the model itself fails", proof
+
+
+def _prove_every_index(trial: Trial, beyond: int) -> Trial:
     """The model computes the same, on inputs for which each of its loops leaves something out."""
+    outside: IndexError | None = None
     for dims in range(3):
-        inputs = trial.mapped(lambda t, dims=dims: _alike(t, dims))
-        every = EveryIndex(tracing=False)
+        inputs = trial.mapped(lambda t, dims=dims: alike(t, dims))
+        every = EveryIndex(tracing=False, beyond=beyond)
         try:
             usual, other = trial.outputs(inputs), trial.outputs(inputs, every)
-        except Exception:  # the model does not take such inputs
+        except Exception as error:  # the model does not take such inputs
+            outside = error if isinstance(error, IndexError) else outside
             continue
         if every.spared and all(every.spared):
             trial.demand_equal(usual, other, "with loops over all indices, not only those that are hit,")
             return trial.on(inputs)
+    if outside is not None:
+        raise outside
     raise CaptureError("it could not be shown that a loop may run over all indices, not only those that are hit")
 
 
-def _alike(tensor: Tensor, dims: int) -> Tensor:
+def alike(tensor: Tensor, dims: int) -> Tensor:
     """The same along the first `dims` dimensions: equal tokens have equal experts."""
     for d in range(min(dims, tensor.ndim)):
         tensor = tensor.narrow(d, 0, min(1, tensor.shape[d])).expand(tensor.shape)
     return tensor
+
+
+# ---- what is skipped -------------------------------------------------------------------------------------------------
+
+# An expert without tokens (`if not len(rows): continue`) is not skipped: work on no rows gives nothing where it adds to
+# what is there. That it does so is proved on inputs for which the model skips at every such line: its results are then
+# those of the graph, which never does.
+ANY = (torch.any, torch.Tensor.any)
+FOUND = (torch.where, torch.nonzero, torch.Tensor.nonzero)
+
+
+class NoSkips(TorchFunctionMode):
+    """Something is always found: by `torch.where(x)` and `x.nonzero()`, and where `x.any()` is asked.
+
+    Attributes:
+        tracing: otherwise answers stay as they are. skipped: file and line -> whether nothing was found there.
+    """
+
+    def __init__(self, tracing: bool) -> None:
+        super().__init__()
+        self.tracing = tracing
+        self.skipped: dict[tuple[str, int], bool] = {}
+        self.asked: list[Tensor] = []  # what `any` gave; held, so that none is taken for another
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.__bool__ and any(args[0] is x for x in self.asked):
+            answer = self.tracing or func(*args)
+            self._note(not answer)
+            return answer
+        found = func(*args, **(kwargs or {}))
+        if func in ANY and isinstance(found, Tensor) and found.ndim == 0:
+            self.asked.append(found)
+        if func in FOUND and len(args) == 1:
+            rows = found if isinstance(found, Tensor) else found[0]
+            if self.tracing:
+                torch._check(rows.shape[0] >= 1)
+            else:
+                self._note(rows.shape[0] == 0)
+        return found
+
+    def _note(self, skipped: bool) -> None:
+        frames = traceback.walk_stack(sys._getframe(1))
+        place = next((f.f_code.co_filename, line) for f, line in frames if the_users(f.f_code.co_filename))
+        self.skipped[place] = self.skipped.get(place, False) or skipped
+
+
+def no_skips(attempt: Attempt) -> tuple[str, AssumptionProof]:
+    """Work for which there may be nothing is never skipped."""
+    attempt.contexts.append(NoSkips(tracing=True))
+    return "captured without skipping what there is nothing for (such as experts without tokens)", _prove_no_skips
+
+
+def _prove_no_skips(trial: Trial) -> Trial:
+    """Inputs for which the model skips wherever it may; the capture is then compared on these."""
+    for dims in range(3):
+        inputs = trial.mapped(lambda t, dims=dims: alike(t, dims))
+        seen = NoSkips(tracing=False)
+        try:
+            trial.outputs(inputs, seen)
+        except Exception:  # the model does not take such inputs
+            continue
+        if seen.skipped and all(seen.skipped.values()):
+            return trial.on(inputs)
+    raise CaptureError(
+        "it could not be shown that work may be done where it is skipped because there is nothing for it"
+    )
 
 
 # ---- masks -----------------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .assumptions import AssumptionProof, every_index, masks_of_ones
+from .assumptions import AssumptionProof, all_but_the_last, every_index, masks_of_ones, no_skips
 from .causes import INPUTS, Cause
 from .export import Attempt
 
@@ -153,6 +153,9 @@ STATIC = Change("fixed sizes", lambda cause: True, _static, leaves=_no_sizes_dec
 DRAFT = Change("draft_export", _branch, _draft, leaves=_beyond_inputs)
 DECIDE = Change("draft_export", _kind("value"), _draft, leaves=_beyond_inputs)
 EVERY = Change("loops over all indices", _kind("loop"), every_index)
+LOOPS = Change("loops over indices", _kind("loop"), lambda attempt: ("", None))  # only where there are any
+BUT_LAST = Change("all of them but the last", _kind("index"), all_but_the_last)
+NONE_SKIPPED = Change("nothing skipped", _kind("skip"), no_skips)
 ONES = Change("masks of ones", _kind("none"), masks_of_ones)
 GROUPED, BATCHED = _experts("grouped_mm"), _experts("batched_mm")
 
@@ -165,6 +168,8 @@ ATTEMPTS: tuple[tuple[Change, ...], ...] = (
     (BATCHED, FLAT),
     (EVERY,),
     (EVERY, FLAT),
+    (LOOPS, BUT_LAST),
+    (LOOPS, BUT_LAST, FLAT),
     (ONES,),
     (ONES, FLAT),
     (ONES, GROUPED),
@@ -176,9 +181,15 @@ ATTEMPTS: tuple[tuple[Change, ...], ...] = (
     (STATIC,),
     (STATIC, FLAT),
     (DRAFT,),
+    (NONE_SKIPPED,),
+    (NONE_SKIPPED, FLAT),
     (STATIC, DECIDE),
     (STATIC, EVERY),
     (STATIC, EVERY, FLAT),
+    (STATIC, LOOPS, BUT_LAST),
+    (STATIC, LOOPS, BUT_LAST, FLAT),
+    (STATIC, NONE_SKIPPED),
+    (STATIC, NONE_SKIPPED, FLAT),
     (STATIC, ONES),
     (STATIC, ONES, FLAT),
     (STATIC, ONES, DECIDE),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .copies import copied
-from .stacks import FEWEST, kinds
+from .stacks import FEWEST, kinds, place_in
 
 FEWEST_KEPT = 2  # blocks of a stack: one that follows what is before the stack, and one that follows a block
 RATIOS = (128, 64, 32, 16, 8, 4, 2)  # by which layers are made narrower: the first that leaves `NARROW`
@@ -33,16 +33,12 @@ def cuts(model: nn.Module) -> dict[str, int]:
     """
     found: dict[str, int] = {}
     for name, module in model.named_modules():
-        gone = any(name.startswith(f"{stack}.") and _place(name, stack) >= kept for stack, kept in found.items())
+        gone = any((place_in(stack, name) or 0) >= kept for stack, kept in found.items())
         if not gone and isinstance(module, Stack) and len(module) >= FEWEST and len(set(module)) == len(module):
             kept = _needed(kinds(module))
             if kept < len(module):
                 found[name] = kept
     return found
-
-
-def _place(name: str, stack: str) -> int:
-    return int(name.removeprefix(f"{stack}.").split(".")[0])
 
 
 def _needed(found: list[Hashable | None]) -> int:

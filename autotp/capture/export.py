@@ -29,7 +29,7 @@ from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
 from .plain_types import files_of, plain_types
-from .refusals import refuse_hooks, unvalidated
+from .refusals import refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
 
 
@@ -65,7 +65,7 @@ class Attempt:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
             around = subclass_calls(self.bare), _named(self.bare, self.kwargs), _records(self.bare)
-            for context in (*self.contexts, *around):
+            for context in (_restored(self.bare), *self.contexts, *around):
                 stack.enter_context(context)
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
@@ -78,6 +78,7 @@ class Attempt:
                 self.asked.answered(files_of(self.bare)),
                 plain_types(self.bare),
                 refuse_hooks(),
+                refuse_gradients(),
                 unvalidated(),
             )
             for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
@@ -182,6 +183,22 @@ def _records(bare: nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _restored(bare: nn.Module) -> Iterator[None]:
+    """What a trace leaves in attributes of modules is gone afterwards: the next attempt is to meet the model as it is.
+
+    Torch puts back those that an object has itself, and not those that its class had for it.
+    """
+    before = [(module, dict(vars(module))) for module in bare.modules()]
+    try:
+        yield
+    finally:
+        for module, held in before:
+            for name in vars(module).keys() - held.keys():
+                del vars(module)[name]
+            vars(module).update(held)
 
 
 @contextmanager

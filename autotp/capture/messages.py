@@ -27,6 +27,8 @@ STANDARD = f"{sysconfig.get_paths()['stdlib']}/"  # the interpreter's own; insta
 KINDS: dict[str, str] = {
     "value": r"GuardOnDataDependentSymNode|[Dd]ata.dependent|DynamicOutputShape|PendingUnbacked",
     "loop": r"(?s)(GuardOnDataDependentSymNode|[Dd]ata.dependent).*\n\s*(async )?for ",
+    "skip": r"(?s)([Dd]ata.dependent).*((Eq|Ne)\(u\d+, 0\).*\n\s*if\b|\n\s*if\b[^\n]*\.any\(\))",
+    "index": r"^IndexError",
     "none": r"^(AttributeError|TypeError).*NoneType",
 }
 # The first row that fits says what to do; it is searched in the same text.
@@ -66,12 +68,19 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     (
         r"writes to the parameter",
         "A parameter is changed by the optimizer alone. Compute the changed value and use that (`weight.clamp(...)` in "
-        "place of `weight.clamp_(...)`), or change the weights outside the forward, before they are sharded.",
+        "place of `weight.clamp_(...)`), or change the weights before they are sharded; a model that does it once, in "
+        "its first call in eval mode, has done it after that call.",
     ),
     (
         r"takes a function, which cannot be split",
         "Use torch.where in place of torch.cond, torch.nn.functional.scaled_dot_product_attention with a mask in place "
         "of flex_attention, or shard the submodules around it.",
+    ),
+    (
+        r"takes a gradient itself",
+        "Return what it is the gradient of (the energy), and take the gradient outside: "
+        "`torch.autograd.grad(sharded(x).sum(), x)`, with x.requires_grad_() in the example inputs too; or write the "
+        "derivative with torch operators.",
     ),
     (
         r"hooks a gradient",
@@ -85,8 +94,7 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"a fake tensor in the exported program constant's list",
-        "The forward reads `.data`, or takes a gradient itself (torch.autograd.grad), which tracing does not see. Use "
-        "`.detach()`, or `torch.no_grad()` around the line; take gradients of the sharded module's outputs.",
+        "The forward reads `.data`, which tracing does not see. Use `.detach()`, or `torch.no_grad()` around the line.",
     ),
     (
         r"self-check",

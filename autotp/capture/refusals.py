@@ -21,6 +21,22 @@ OWN = "autotp.runtime."
 HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 
 
+def refuse_scripted(model: nn.Module) -> None:
+    """Refuse modules that are TorchScript, which no export sees through.
+
+    Raises:
+        CaptureError: it names the first one.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            where = f"{name}, a {module.original_name}," if name else f"the model, a {module.original_name},"
+            raise CaptureError(
+                f"{where} is TorchScript (torch.jit.script, torch.jit.trace or torch.jit.load), which a capture cannot "
+                "look into. Give the module that it was made from, without torch.jit, and load the same state dict; "
+                "functions under torch.jit.script may stay."
+            )
+
+
 def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
     """Refuse weights, inputs and hooks that a graph of plain tensors does not have.
 
@@ -71,6 +87,24 @@ def refuse_hooks() -> Iterator[None]:
         return mock.patch.object(Tensor, name, register)
 
     with refusing("register_hook"), refusing("register_post_accumulate_grad_hook"):
+        yield
+
+
+@contextmanager
+def refuse_gradients() -> Iterator[None]:
+    """Within this context a forward may not take gradients itself: a trace has no backward."""
+
+    def refusing(owner: Any, name: str) -> Any:
+        own = getattr(owner, name)
+
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp"):
+                return own(*args, **kwargs)
+            raise CaptureError(f"the forward takes a gradient itself ({owner.__name__}.{name}), which no graph has")
+
+        return mock.patch.object(owner, name, taken)
+
+    with refusing(torch.autograd, "grad"), refusing(torch.autograd, "backward"), refusing(Tensor, "backward"):
         yield
 
 

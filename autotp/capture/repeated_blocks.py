@@ -22,7 +22,7 @@ from autotp.ir.graph import resolve, tensors
 from autotp.ir.op import expression
 from autotp.passes.canonicalise.functionalise import memory, mutates, written
 
-from .stacks import PLAIN, kinds, stacks, unread
+from .stacks import PLAIN, kinds, path_of, stacks, unread
 
 _library = torch.library.Library("autotp_blocks", "DEF")
 _library.define("enter(Tensor[] xs, int kind) -> Tensor[]")
@@ -82,7 +82,7 @@ class Repeats:
                 stack.enter_context(unread(modules))
                 for i, (block, kind) in enumerate(zip(modules, found, strict=True)):
                     if kind is not None and found.count(kind) > 1:
-                        self.blocks.append((f"{name}.{i}", block))
+                        self.blocks.append((path_of(name, i), block))
                         stack.enter_context(self._called(block, len(self.blocks) - 1, kind, numbers))
             try:
                 yield

@@ -27,6 +27,8 @@ from autotp.ir.op import aten, expression
 from autotp.ir.scopes import module_path
 from autotp.ir.sizes import substitute
 
+from .stacks import path_of, place_in
+
 COPIES = (aten.contiguous.default, aten.clone.default)  # which there are depends on how equal blocks were traced
 CLOSE = 1e-6  # of two literals' logarithms
 
@@ -91,10 +93,9 @@ def _runs(program: Capture, stacks: Mapping[str, int]) -> list[_Run]:
 def _block(name: str, stacks: Mapping[str, int]) -> tuple[str, int] | None:
     """The block of one of the stacks that this is, or lies in."""
     for stack in stacks:
-        if name.startswith(f"{stack}."):
-            place = name.removeprefix(f"{stack}.").split(".")[0].split("@")[0].split("#")[0]
-            if place.isdigit():
-                return stack, int(place)
+        place = place_in(stack, name)
+        if place is not None:
+            return stack, place
     return None
 
 
@@ -189,7 +190,7 @@ class _Reader:
         place = _block(name, self.stacks)
         if place is None or place != run.place:
             return name
-        return name.removeprefix(f"{place[0]}.{place[1]}")
+        return name.removeprefix(path_of(*place))
 
     def _written(self, node: fx.Node, run: _Run) -> Hashable:
         """Which buffers or inputs take this value afterwards."""

@@ -7,6 +7,7 @@ by a number that must not be read; a forward that reads it all the same is trace
 
 from __future__ import annotations
 
+import re
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -43,13 +44,25 @@ for _name in READING.split():
 
 
 def stacks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
-    """The outermost lists of at least `FEWEST` modules, by name."""
+    """The outermost lists of at least `FEWEST` modules, by name; the model itself may be one, and hides no others."""
     found: dict[str, nn.ModuleList | nn.Sequential] = {}
     for name, module in model.named_modules():
-        inner = any(name.startswith(f"{outer}.") for outer in found)
+        inner = any(outer and name.startswith(f"{outer}.") for outer in found)
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= FEWEST and not inner:
             found[name] = module
     return found
+
+
+def path_of(stack: str, index: int) -> str:
+    """The name of a block, by that of its stack, which is "" where that is the model."""
+    return f"{stack}.{index}".removeprefix(".")
+
+
+def place_in(stack: str, name: str) -> int | None:
+    """Which block of a stack a module, or what lies in it, belongs to, by their names; None where it is in none."""
+    inside = name.removeprefix(f"{stack}.") if stack else name
+    place = re.split("[.@#]", inside)[0]
+    return int(place) if place.isdigit() and name.startswith(stack) and (not stack or inside != name) else None
 
 
 def kinds(stack: nn.ModuleList | nn.Sequential) -> list[Hashable | None]:

@@ -93,7 +93,7 @@ def _candidates(model: nn.Module) -> Iterator[Small]:
     """With fewer blocks where it has stacks, then narrower too."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
-    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name}" for name, kept in stacks.items())
+    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name or 'the model'}" for name, kept in stacks.items())
     random = "random weights" if on_meta(model) else "its own weights"
     if stacks:
         with cut(model, stacks):

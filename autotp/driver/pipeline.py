@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.grad_mode import GRAD, grad_mode
 from autotp.capture.model_key import Untold, model_key
-from autotp.capture.refusals import refuse_unsaid
+from autotp.capture.refusals import refuse_scripted, refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
@@ -51,6 +51,7 @@ def example(model: nn.Module, example: Any) -> Inputs | None:
     """The example inputs, checked against `forward`; None where none were given and the config does not say enough."""
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
+    refuse_scripted(model)
     inputs = for_model(model) if example is None else normalise(example)
     if inputs is not None:
         bind(model.forward, inputs)

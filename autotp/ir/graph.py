@@ -224,7 +224,7 @@ def draws(node: fx.Node) -> bool:
     if torch.Tag.nondeterministic_seeded not in getattr(node.target, "tags", ()):
         return False
     args = Op.of(node).args
-    live = args.get("dropout_p", args.get("p", 1.0)) if args.get("train", True) else 0.0
+    live = args.get("dropout_p", args.get("p", args.get("dropout", 1.0))) if args.get("train", True) else 0.0
     return live is None or live > 0
 
 

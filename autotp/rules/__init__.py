@@ -2,11 +2,25 @@
 
 from autotp.ir.op import Carry, Factor, Op, Rule
 
-from . import experts, factories, images, lookup, losses, matmul, pointwise, random, reductions, updates, views
+from . import (
+    bags,
+    experts,
+    factories,
+    images,
+    lookup,
+    losses,
+    matmul,
+    pointwise,
+    random,
+    recurrent,
+    reductions,
+    updates,
+    views,
+)
 from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "experts", "factories", "images", "lookup", "losses", "matmul", "pointwise", "random", "reductions", "updates",
-    "views",
+    "bags", "experts", "factories", "images", "lookup", "losses", "matmul", "pointwise", "random", "recurrent",
+    "reductions", "updates", "views",
 ]  # fmt: skip

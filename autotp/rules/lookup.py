@@ -72,6 +72,15 @@ def index_select(op: Op) -> Rule:
     return loops(op, [labels, ["i"]], [[x if x is not None else "i" for x in labels]], linear=(frozenset({0}),))
 
 
+@rule(aten.repeat_interleave.self_Tensor)
+def repeats(op: Op) -> Rule:
+    """How often each element comes is data, so their dimension stays whole."""
+    if op.args["dim"] is None:
+        return Rule()
+    labels = [i if i != op.dim() else None for i in range(len(op.ins[0]))]
+    return loops(op, [labels, [None] * len(op.ins[1])], [labels], linear=(frozenset({0}),))
+
+
 @rule(aten.gather.default, aten.take_along_dim.default)
 def gather(op: Op) -> Rule:
     """Dimensions other than the looked-up one split where operand and index have the same length."""

@@ -85,6 +85,7 @@ def largest(op: Op) -> Rule:
     aten.std_mean,
     aten.aminmax,
     aten.mode,
+    aten.nanmean,
     aten.nanmedian.dim,
 )
 def whole_reduction(op: Op) -> Rule:
@@ -149,9 +150,14 @@ def instance_norm(op: Op) -> Rule:
 
 @rule(aten.batch_norm.default)
 def batch_norm(op: Op) -> Rule:
-    """With running statistics every channel is on its own; in training they are shared state, so it runs whole."""
+    """With running statistics every channel is on its own; in training they are shared state, so it runs whole.
+
+    Without any, as where a weight is standardised, a channel's statistics are of all examples.
+    """
     if op.args["training"]:
-        return Rule()
+        own = op.slot("running_mean") is None and op.slot("running_var") is None
+        space = "_" * (len(op.ins[0]) - 2)
+        return einsum(op, f"_c{space}{',c' * len(op.ins[1:])}->_c{space}", empty=False) if own else Rule()
     return einsum(op, f"bc...{',c' * len(op.ins[1:])}->bc...", empty=False)
 
 
@@ -177,6 +183,21 @@ def weight_norm(op: Op) -> Rule:
     d = op.dim()
     labels = [[i if i == d else None for i in range(len(s))] for s in (*op.ins, *op.outs)]
     return loops(op, labels[:2], labels[2:], empty=False)
+
+
+@rule(aten.matrix_exp, aten.linalg_matrix_exp)
+def matrices(op: Op) -> Rule:
+    """Of many matrices each is on its own."""
+    return einsum(op, "...__->...__", empty=False)
+
+
+@rule(aten.stft)
+def short_fourier(op: Op) -> Rule:
+    """Signals are on their own; of one, every frequency needs all samples of its window."""
+    window = ",_" * (len(op.ins) - 1)
+    return einsum(
+        op, f"..._{window}->...{'_' * (len(op.outs[0]) - len(op.ins[0]) + 1)}", linear=(frozenset({0}),), empty=False
+    )
 
 
 @rule(aten.fft_fft, aten.fft_fft2, aten.fft_fftn, aten.fft_ifft, aten.fft_ifft2, aten.fft_ifftn)

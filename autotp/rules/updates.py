@@ -20,6 +20,13 @@ def scatter(op: Op) -> Rule:
     return loops(op, [free, *[parts] * (len(op.ins) - 1)], [free], linear=linear, addends=addends)
 
 
+@rule(aten.scatter_reduce.two)
+def scatter_reduce(op: Op) -> Rule:
+    """As `scatter`, but that no reduction, of sums or of others, is done in parts."""
+    free = [i if i != op.dim() and len({s[i] for s in op.ins}) == 1 else None for i in range(len(op.ins[0]))]
+    return loops(op, [free] * 3, [free])
+
+
 @rule(aten.index_add.default, aten.index_copy.default)
 def index_add(op: Op) -> Rule:
     d, adds = op.dim(), op.target is aten.index_add.default

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import einsum, loops, rule
+from .core import broadcast, einsum, loops, rule
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -113,7 +113,7 @@ def _local_expand(op: Op, local: ShardCall):
 
 @rule(
     aten.permute, aten.transpose.int, aten.t, aten.movedim, aten.moveaxis, aten.swapaxes, aten.numpy_T, aten.swapdims,
-    aten.adjoint, aten.mT,
+    aten.adjoint, aten.mT, aten.mH,
 )  # fmt: skip
 def permute(op: Op) -> Rule:
     """The same dimensions in another order."""
@@ -295,6 +295,21 @@ def repeat_interleave(op: Op) -> Rule:
 def _local_repeat_interleave(op: Op, local: ShardCall):
     args = local.named(op)
     return local.call(op, args if not local.split else {**args, "output_size": None})
+
+
+@rule(aten.broadcast_tensors)
+def broadcast_tensors(op: Op) -> Rule:
+    n = max(map(len, op.ins))
+    together = (frozenset(range(len(op.ins))),)
+    return loops(op, broadcast(op, n), [list(range(n))] * len(op.outs), linear=together)
+
+
+@rule(aten.pad_sequence)
+def pad_sequence(op: Op) -> Rule:
+    """Sequences of several lengths: what each step holds splits."""
+    step = list(range(1, len(op.ins[0])))
+    linear = () if op.args["padding_value"] else (frozenset(range(len(op.ins))),)
+    return loops(op, [[None, *step]] * len(op.ins), [[None, None, *step]], linear=linear)
 
 
 @rule(aten.constant_pad_nd, aten.pad)

@@ -16,7 +16,7 @@ from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_path
 
-INDEXED = re.compile(r"\.\d+(@\d+)?$")
+INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
 
 def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | None = None) -> dict[fx.Node, fx.Node]:

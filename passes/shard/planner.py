@@ -176,15 +176,19 @@ class Builder:
             self._seed_view(n)
 
     def _seed_view(self, node: fx.Node) -> None:
-        """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size.
+        """A dimension that a view splits off (heads off a hidden size) may be dealt by itself, whatever its size, and
+        one that a weight has several times over (the units of a cell, for each of its gates).
 
         The innermost part (the head size) is not seeded: dealing it out would cut every head.
         """
         rule = self.rules[node]
         assert rule is not None
         for factor in rule.factors:
-            split, new = factor.ins[0] if factor.ins else None, factor.outs[0] if len(factor.outs) == 1 else None
-            if split is None or new is None or split.unit == 1 or new.unit != 1 or new.repeat != 1:
+            split, new = factor.ins[0] if factor.ins else None, factor.outs[0]
+            carries = zip(self.ops[node].slots, factor.ins, strict=True)
+            gates = any(c is not None and c.repeat != 1 and x in self.leaves for x, c in carries)
+            view = split is not None and split.unit != 1 and len(factor.outs) == 1
+            if new is None or new.unit != 1 or new.repeat != 1 or not (view or gates):
                 continue
             if isinstance(factor.size, int) and factor.size > 1:
                 self.candidates.add(((node, 0), new.dim), Partition.plain(factor.size, self.tp))

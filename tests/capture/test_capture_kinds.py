@@ -78,6 +78,37 @@ def test_plain_dataclasses_as_outputs():
     assert report and report.capture_error == 0
 
 
+class Recorded(Net):
+    """Takes a record, of which a field is a number and another one more record."""
+
+    def forward(self, given: Answer, scale: int = 2) -> Answer:
+        return Answer(self.up(given.x) * scale, [Inner(given.more[0].y * given.x)])
+
+
+def test_plain_dataclasses_as_inputs():
+    model = Recorded()
+
+    @dataclass
+    class Mine(Answer):
+        pass
+
+    given = Mine(X, [Inner(X * 2)])
+    sharded: Any = autotp.compile(model, 1, example_inputs=(given,))
+    for call in (given, Mine(X[:2], [Inner(X[:2])])):
+        found, wanted = sharded(call), model(call)
+        assert torch.equal(found.x, wanted.x) and torch.equal(found.more[0].y, wanted.more[0].y)
+    assert autotp.verify(
+        model,
+        2,
+        {
+            "given": Mine(
+                X,
+                [Inner(X)],
+            )
+        },
+    )
+
+
 class ComplexParts(Net):
     """Writes to parts of complex values: rows, a slice, a diagonal, with a conjugate and a real number."""
 

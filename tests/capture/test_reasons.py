@@ -143,7 +143,7 @@ class Force(Net):
         (Hooks, "y.register_hook(", "by a torch.autograd.Function"),
         (Cond, "takes a function", "torch.where in place of torch.cond"),
         (Flex, "takes a function", "scaled_dot_product_attention"),
-        (Force, "", "takes a gradient itself"),
+        (Force, "torch.autograd.grad(self.up(x)", "Return what it is the gradient of"),
     ],
 )
 def test_it_is_refused_with_the_way_out(kind, told, way_out):
@@ -151,6 +151,52 @@ def test_it_is_refused_with_the_way_out(kind, told, way_out):
     with pytest.raises(CaptureError) as caught:
         autotp.plan(model, 2, example_inputs=X, check_capture=False)
     assert told in str(caught.value) and way_out in str(caught.value)
+
+
+def test_a_gradient_is_taken_outside_as_the_way_out_says():
+    model, outside = Force(), Net()
+    sharded: Any = autotp.compile(outside, 1, example_inputs=X.clone().requires_grad_())
+    x = X.clone().requires_grad_()
+    (force,) = torch.autograd.grad(sharded(x).square().sum(), x, create_graph=True)
+    torch.testing.assert_close(force, model(X), rtol=1e-5, atol=1e-5)
+    gradients = [
+        torch.autograd.grad(y.square().sum(), list(m.parameters()), allow_unused=True)
+        for y, m in ((force, sharded), (model(X), model))
+    ]
+    torch.testing.assert_close(gradients[0][0], gradients[1][0], rtol=1e-4, atol=1e-4)
+
+
+class Rescaled(Net):
+    """Halves its weight in the first call in eval mode."""
+
+    scaled = False
+
+    def forward(self, x: Tensor) -> Any:
+        if not self.training and not self.scaled:
+            with torch.no_grad():
+                self.up.weight.div_(2)
+            self.scaled = True
+        return self.up(x)
+
+
+def test_weights_that_the_forward_rescales_are_rescaled_before():
+    model = Rescaled().eval()
+    with pytest.raises(CaptureError, match=r"writes to the parameter up.weight(.|\n)*has done it after that call"):
+        autotp.plan(model, 2, example_inputs=X)
+    wanted = model(X)
+    torch.testing.assert_close(autotp.compile(model, 1, example_inputs=X)(X), wanted)
+    assert autotp.verify(model, 2, X)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.:DeprecationWarning")
+def test_scripted_modules_are_refused_and_their_functions_are_not():
+    part, rest = nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 8)
+    scripted = torch.jit.script(part)
+    for model, what in ((scripted, "the model, a Sequential,"), (nn.Sequential(rest, scripted), "1, a Sequential,")):
+        with pytest.raises(CaptureError, match=f"{what} is TorchScript.*without torch.jit, and load the same"):
+            autotp.plan(model, 2, example_inputs=X)
+    part.load_state_dict(scripted.state_dict())
+    assert autotp.verify(nn.Sequential(rest, part), 2, X)
 
 
 def test_hooks_on_gradients_that_were_there_before_are_refused():

@@ -203,3 +203,17 @@ def test_a_forward_of_the_blocks_own_is_put_back():
     with repeated_blocks.Repeats(model).tracing():
         assert all(block.forward is not own for block in model), "they are not called as repeats"
     assert all(vars(block).get("forward") is own for block in model)
+
+
+def lists_of_blocks(depth: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Block(i) for i in range(depth)))
+
+
+def test_a_model_that_is_itself_the_list_of_its_blocks():
+    plans = [autotp.plan(lists_of_blocks(depth), 2, example_inputs=X) for depth in (5, 9)]
+    few, many = (len({block.first for block in plan.blocks}) for plan in plans)
+    assert few == many, "the blocks share their decisions"
+    captured, _ = capture_model(lists_of_blocks(DEPTH), normalise(X), torch.device("cpu"))
+    inner = {path for node in captured.graph.nodes for path in module_path(node)}
+    assert inner == {*map(str, range(DEPTH)), *(f"{i}.{x}" for i in range(DEPTH) for x in ("up", "down"))}

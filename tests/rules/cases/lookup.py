@@ -6,11 +6,17 @@ import torch
 
 from tests.rules.cases.draw import aten, case, f, flags, ints
 
+STARTS, BAGS = torch.tensor([0, 3, 3, 6]), aten.embedding_bag.padding_idx
 LOOKUP = [
     case(aten.embedding, f(7, 6), ints(7, 4, 3)),
     case(aten.embedding, f(8, 6), ints(8, 4, 3), 2),
     case(aten.embedding, f(4, 6), ints(4, 5), -1, True),
     case(aten.index_select, f(4, 6, 5), 1, ints(6, 3)),
+    *(case(BAGS, f(7, 6), ints(7, 10), STARTS, False, mode, False, None, False, 2) for mode in range(3)),
+    case(BAGS, f(7, 6), ints(7, 10), STARTS, False, 0, False, f(10), False, None),
+    case(BAGS, f(7, 6), ints(7, 10), STARTS, False, 1, False, None, True, None),
+    case(aten.embedding_bag, f(7, 6), ints(7, 10), STARTS, True, 0),
+    case(aten.repeat_interleave.self_Tensor, f(4, 3, 5), torch.tensor([2, 0, 3]), 1, output_size=5),
     case(aten.gather, f(4, 6, 5), 1, ints(6, 4, 3, 2)),
     case(aten.gather, f(4, 6), -1, ints(6, 4, 6)),
     case(aten.take_along_dim, f(4, 6), ints(6, 4, 3), 1),
@@ -28,6 +34,8 @@ UPDATES = [
     case(aten.scatter.value, f(4, 6, 5), 1, ints(6, 4, 3, 5), 2.0),
     case(aten.scatter_add, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5)),
     case(aten.scatter_add, ints(9, 4, 6, 5), 0, ints(4, 3, 6, 4), ints(9, 5, 6, 5)),
+    case(aten.scatter_reduce.two, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5), "amax"),
+    case(aten.scatter_reduce.two, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5), "mean", include_self=False),
     case(aten.index_add, f(4, 6, 5), 1, ints(6, 8), f(4, 8, 5), alpha=2),
     case(aten.index_copy, f(4, 6, 5), 1, torch.tensor([3, 1]), f(4, 2, 5)),
     case(aten.index_fill.int_Scalar, f(4, 6, 5), 1, torch.tensor([3, 1]), 2.0),

@@ -1,0 +1,115 @@
+"""Recurrent networks: the hidden units of a cell with all their gates, and the examples of whole sequences.
+
+A cell reads all units of the state before; a sequence is one operator, within which no rank could ask the others.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.ir.runs import Runs
+
+from .core import einsum, rule
+
+if TYPE_CHECKING:
+    from .local import ShardCall
+
+
+@rule(aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input)
+def sequence(op: Op) -> Rule:
+    """Examples are on their own."""
+    if op.args["dropout"] and op.args["train"]:
+        return Rule()
+    batch = "b__" if op.args["batch_first"] else "_b_"
+    terms = {"input": batch, "hx": "_b_"}
+    ins = [terms.get(name, "_" * len(shape)) for name, shape in zip(op.names, op.ins, strict=True)]
+    return einsum(op, f"{','.join(ins)}->{','.join([batch, *['_b_'] * (len(op.outs) - 1)])}", empty=False)
+
+
+@rule(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)
+def cell(op: Op) -> Rule:
+    """Units split in the rows of all gates; the state before is whole, a cell's own part of it is not."""
+    states = op.names.count("hx")
+    gates = {2: 4}.get(states, 3 if op.target is aten.gru_cell.default else 1)
+    weights = len(op.ins) - 1 - states
+    rows, units = Carry(0, repeat=gates), [Carry(1)] * len(op.outs)
+    hidden = Factor(op.outs[0][1], (None, None, *units[1:], *[rows] * weights), tuple(units), label="n")
+    examples = Factor(
+        op.outs[0][0], (*[Carry(0)] * (1 + states), *[None] * weights), tuple([Carry(0)] * len(units)), label="b"
+    )
+    return Rule((hidden, examples), localise=_local_cell, empty=False)
+
+
+def _local_cell(op: Op, local: ShardCall):
+    units = local.out_partition(0, 1)
+    args = local.named(op)
+    weights = [args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
+    if units is None:
+        return local.unchanged(op)
+    if "rnn" in str(op.target):
+        return rnn_units, ("tanh" in str(op.target), args["input"], args["hx"], *weights), {}
+    if len(op.outs) == 2:
+        return lstm_units, (args["input"], *args["hx"], *weights), {}
+    return local.ranked(gru_units, args["input"], args["hx"], *weights, local.runs(units))
+
+
+def rnn_units(
+    tanh: bool, x: Tensor, h: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> Tensor:
+    """A step of some units of a plain cell.
+
+    Args:
+        tanh: its nonlinearity, otherwise the positive part. x: input, [examples, k]. h: of all units, [examples, n].
+        w_ih, w_hh, b_ih, b_hh: rows of these units.
+
+    Returns: h of these units, [examples, units here].
+    """
+    summed = aten.linear(x, w_ih, b_ih) + aten.linear(h, w_hh, b_hh)
+    return summed.tanh() if tanh else summed.relu()
+
+
+def lstm_units(
+    x: Tensor, h: Tensor, c: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None, b_hh: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """A step of some units of an LSTM cell.
+
+    Args:
+        x: input, [examples, k]. h: of all units, [examples, n]. c: of these, [examples, units here].
+        w_ih, w_hh, b_ih, b_hh: rows of these units in each of four gates.
+
+    Returns: h and c of these units.
+    """
+    i, f, g, o = (aten.linear(x, w_ih, b_ih) + aten.linear(h, w_hh, b_hh)).chunk(4, 1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    return o.sigmoid() * c.tanh(), c
+
+
+def gru_units(
+    x: Tensor,
+    h: Tensor,
+    w_ih: Tensor,
+    w_hh: Tensor,
+    b_ih: Tensor | None,
+    b_hh: Tensor | None,
+    units: Runs,
+    *,
+    rank: int,
+    tp: int,
+) -> Tensor:
+    """A step of some units of a GRU cell.
+
+    Args:
+        x: input, [examples, k]. h: of all units, [examples, n].
+        w_ih, w_hh, b_ih, b_hh: rows of these units in each of three gates.
+        units: how they are dealt. rank, tp: this rank, of how many.
+
+    Returns: h of these units, [examples, units here].
+    """
+    own = torch.cat([h.narrow(1, start, length) for start, length in units.spans(rank, tp)], 1)
+    given, before = aten.linear(x, w_ih, b_ih).chunk(3, 1), aten.linear(h, w_hh, b_hh).chunk(3, 1)
+    r, z = (given[0] + before[0]).sigmoid(), (given[1] + before[1]).sigmoid()
+    return z * own + (1 - z) * (given[2] + r * before[2]).tanh()

@@ -1,0 +1,86 @@
+"""Layers of torch that other libraries build on: what a rank holds of them, and that it computes the same."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autotp
+from autotp.rules.core import RULES
+
+IDS = torch.randint(0, 64, (8, 5), generator=torch.Generator().manual_seed(0))
+X = torch.randn(8, 4, 16, generator=torch.Generator().manual_seed(0))
+IMAGE = torch.randn(2, 4, 9, 9, generator=torch.Generator().manual_seed(0))
+aten: Any = torch.ops.aten
+
+
+class Layers(nn.Module):
+    """Layers, and what is done with them."""
+
+    def __init__(self, function: Callable[..., Tensor], **layers: nn.Module) -> None:
+        super().__init__()
+        self.layers, self.function = nn.ModuleDict(layers), function
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.function(x, **self.layers)
+
+
+def stepped(x: Tensor, cell: nn.Module) -> Tensor:
+    """A recurrent cell over the steps of x."""
+    state: Any = None
+    for step in x.unbind(1):
+        state = cell(step, state)
+    return state[0] if isinstance(state, tuple) else state
+
+
+def standardised(x: Tensor, up: nn.Conv2d, down: nn.Conv2d) -> Tensor:
+    """Convolutions whose weights have mean 0 and variance 1 for each channel."""
+    for conv in (up, down):
+        weight = F.batch_norm(conv.weight.flatten(1)[None], None, None, training=True).view_as(conv.weight)
+        x = F.conv2d(x, weight, conv.bias).relu()
+    return x
+
+
+def bags(mode: str) -> nn.Module:
+    return Layers(lambda x, bag, up: up(bag(x)), bag=nn.EmbeddingBag(64, 32, mode=mode), up=nn.Linear(32, 8))
+
+
+PLANS = {
+    "a sum of rows": (lambda: bags("sum"), IDS, aten.embedding_bag.padding_idx, 0.51),
+    "a mean of rows": (lambda: bags("mean"), IDS, aten.embedding_bag.padding_idx, 0.51),
+    "a cell of an LSTM": (lambda: Layers(stepped, cell=nn.LSTMCell(16, 32)), X, aten.lstm_cell.default, 0.51),
+    "a cell of a GRU": (lambda: Layers(stepped, cell=nn.GRUCell(16, 32)), X, aten.gru_cell.default, 0.51),
+    "weights with statistics": (
+        lambda: Layers(standardised, up=nn.Conv2d(4, 64, 3), down=nn.Conv2d(64, 8, 3)),
+        IMAGE, aten.batch_norm.default, 0.52,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", PLANS)
+def test_a_rank_holds_its_part(what, monkeypatch):
+    torch.manual_seed(0)
+    make, example, target, most = PLANS[what]
+    model = make()
+    report = autotp.verify(model, 2, example)
+    assert report, report
+    totals = autotp.plan(model, 2, example_inputs=example).totals
+    assert totals.local_parameters <= most * totals.parameters
+    monkeypatch.delitem(RULES, target)
+    totals = autotp.plan(model, 2, example_inputs=example).totals
+    assert totals.local_parameters > 0.6 * totals.parameters, "the negative control"
+
+
+def test_a_sequence_is_split_by_examples_and_its_flops_count():
+    torch.manual_seed(0)
+    model = Layers(lambda x, recurrent: recurrent(x)[0], recurrent=nn.LSTM(16, 32, batch_first=True))
+    plan = autotp.plan(model, 2, example_inputs=X)
+    weights = sum(p.numel() for p in model.parameters() if p.ndim == 2)
+    assert plan.totals.flops >= 2 * X.shape[0] * X.shape[1] * weights
+    assert not any("random" in note for note in plan.notes)
+    assert autotp.verify(model, 2, X)
