@@ -180,7 +180,7 @@ def compile(
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
         carried: {1: "past_k"}: output 1 comes back as the input past_k. Each rank gets, and passes, its part of it.
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
-        optimise: switches by name, such as {"overlap": False}; True, False: all; None: each as it sees fit.
+        optimise: switches by name: {"overlap": False}, "measured"; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call. check_capture: see `plan`.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.

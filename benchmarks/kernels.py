@@ -32,8 +32,8 @@ COPIED = 2**30  # bytes of the copy that bandwidths are compared with
 UNMEASURED = """\
 `python -m benchmarks.kernels --write`, on a machine with a CUDA device. No such machine was at hand: the kernels are
 tested against float64 under Triton's interpreter and compiled for sm_90, but **they have run on no device, and their
-speed has not been measured**. They are off unless `optimise={"kernels": True}` asks for them
-([kernels](kernels.md)).
+speed has not been measured**. A run measures them on its own device before it uses them
+([measured](compiled.md#measured-on-your-device)).
 """
 
 

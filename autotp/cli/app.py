@@ -13,6 +13,7 @@ from .command import CommandGroup, PlainCommand, command
 from .doctor import doctor
 from .explain import explain
 from .plan import plan, sweep
+from .tune import tune
 from .verify import calibrate, verify
 
 app = typer.Typer(
@@ -26,8 +27,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (plan, sweep, explain, verify, calibrate, doctor, cache):
-    app.command(cls=PlainCommand)(command(function, everywhere=function is calibrate))
+for function in (plan, sweep, explain, verify, calibrate, tune, doctor, cache):
+    app.command(cls=PlainCommand)(command(function, everywhere=function in (calibrate, tune)))
 
 
 def _version(wanted: bool) -> None:

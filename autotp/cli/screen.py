@@ -66,26 +66,28 @@ class Screen:
             print(as_json({"error": {"kind": kind, "message": text, "code": code}}), file=self.out)
 
     @contextmanager
-    def working(self, what: str) -> Iterator[None]:
+    def working(self, what: str) -> Iterator[Callable[[str], None]]:
         """Shows on a terminal that work goes on, once it takes longer than a second, and goes away.
 
         Args:
             what: is going on.
+
+        Yields: what says another thing that goes on now.
         """
         console = _stderr()
         if rank() != 0 or not console.is_terminal:
-            yield
+            yield lambda text: None
             return
         from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn  # noqa: PLC0415  on terminals
 
         columns = (SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         progress = Progress(*columns, console=console, transient=True)
-        progress.add_task(what, total=None)
+        task = progress.add_task(what, total=None)
         late = threading.Timer(PATIENCE, progress.start)
         late.daemon = True
         late.start()
         try:
-            yield
+            yield lambda text: progress.update(task, description=text)
         finally:
             late.cancel()
             late.join()

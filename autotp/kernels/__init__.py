@@ -7,7 +7,7 @@ and the entries in torch's operator library, made by `common.register`:
     differentiable("name", backward, setup)
 
 `torch.ops.autotp.<name>` runs `launch` on CUDA and `twin` elsewhere. Triton is optional: without it the twin runs on
-CUDA too. A rank's program calls them only where `optimise={"kernels": True}` asks for it. What holds for every kernel:
+CUDA too. A rank's program calls those that were measured to be faster on its device. What holds for every kernel:
 
 - It takes float32, bfloat16 and float16 of any size, contiguous or not, without rows too; `check` refuses the rest.
 - It computes in float32 and rounds once, to the dtype of its input.

@@ -93,7 +93,9 @@ class Finds:
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
         source, key = self._source, self._programs_made.key()
         places = source.places()
-        graph, fired = source.lowering.program(sharded, places, self._shards.device, self._plan.memory.peak)
+        device = self._shards.place
+        judges = source.lowering.judges(source.ranks, source.tp, device)
+        graph, fired = source.lowering.program(sharded, places, device, self._plan.memory.peak, judges)
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads)

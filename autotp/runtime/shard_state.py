@@ -56,6 +56,16 @@ class ShardState:
         return self.ranks.device if self.ranks is not None else torch.device("cpu")
 
     @property
+    def place(self) -> torch.device:
+        """Where its parameters are now, or will be: in one process they go where the user sends them."""
+        if self.ranks is not None:
+            return self.ranks.device
+        kind = next((piece.device for piece, _ in self.pieces()), torch.device("cpu"))
+        if kind.type != "meta":
+            return kind
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+    @property
     def root(self) -> nn.Module:
         """The sharded module."""
         return self.parts[""]

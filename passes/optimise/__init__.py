@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from .base import Optimisation, RankProgram, Setting
-from .table import OPTIMISATIONS, Fired, Switches, read_switches
+from .alternatives import Alternative
+from .base import Judge, Optimisation, RankProgram, Setting, Verdict
+from .table import MEASURED, OPTIMISATIONS, Fired, Switches, read_switches
 
-__all__ = ["OPTIMISATIONS", "Fired", "Optimisation", "RankProgram", "Setting", "Switches", "read_switches"]
+__all__ = [
+    "MEASURED", "OPTIMISATIONS", "Alternative", "Fired", "Judge", "Optimisation", "RankProgram", "Setting", "Switches",
+    "Verdict", "read_switches",
+]  # fmt: skip

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import fx
@@ -13,6 +14,18 @@ from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
 from autotp.passes.base import Pass
 from autotp.passes.schema import verify
+
+from .alternatives import Alternative
+
+
+class Verdict(NamedTuple):
+    """Whether what an optimisation would put in is used, and why: "1.31 of torch's speed"."""
+
+    used: bool
+    why: str
+
+
+Judge = Callable[[Alternative], Verdict]
 
 
 @dataclass(frozen=True)
@@ -26,6 +39,8 @@ class Setting:
         device: where the rank computes.
         backend: name of what runs the program: "eager", or a backend of `torch.compile`.
         held: bytes that the fullest rank holds, by the memory model.
+        judges: name of an optimisation -> what compares and times each thing that it would put in, for all ranks
+            together. Without one nothing is measured: it is on or off whatever it takes.
     """
 
     place: MeshPlace
@@ -34,6 +49,7 @@ class Setting:
     device: torch.device
     backend: str = "eager"
     held: float = 0.0
+    judges: Mapping[str, Judge] = field(default_factory=dict)
 
     @property
     def compiled(self) -> bool:
@@ -55,7 +71,15 @@ class RankProgram:
 
 
 class Optimisation(Pass[RankProgram]):
-    """A rewrite of one rank's graph that keeps its numbers; it says where it fired, with figures, or why nowhere."""
+    """A rewrite of one rank's graph that keeps its numbers; it says where it fired, with figures, or why nowhere.
+
+    Attributes:
+        measurable: whether it asks `Setting.judges` of each thing that it would put in.
+        sends: whether these are about what is sent, so that ranks run them together.
+    """
+
+    measurable: ClassVar[bool] = False
+    sends: ClassVar[bool] = False
 
     def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
         """Refuse marks that the optimisation forgot on what it put in."""

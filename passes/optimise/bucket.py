@@ -7,9 +7,10 @@ rank (f on the parameter). Sent one by one these take a collective's start each,
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 from torch import fx
@@ -22,9 +23,12 @@ from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram, Setting
+from .judged import Change, Judged, Position
 from .products import over_tp
 
 Scope = tuple[str, ...]
+WHAT = "one all-reduce of small gradients"
+NOWHERE = "nowhere: no block has two small parameters whose gradients are summed"
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,8 @@ class Bucket(Optimisation):
     """One conversion for the small parameters of a block that are read whole."""
 
     name: ClassVar[str] = "bucket"
+    measurable: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
 
     def idle(self, program: RankProgram) -> str:
         """There is nothing to send in one process, or without gradients."""
@@ -42,18 +48,26 @@ class Bucket(Optimisation):
 
     def run(self, program: RankProgram) -> Changes:
         """How many all-reduces became how many."""
-        graph, setting = program.graph, program.setting
-        units: dict[Scope, list[fx.Node]] = defaultdict(list)
-        for node in graph.nodes:
-            if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
-                units[unit_of(node)].append(node)
-        merged = {unit: nodes for unit, nodes in units.items() if len(nodes) > 1}
-        for unit, nodes in merged.items():
-            _merge(graph, unit, nodes)
+        setting = program.setting
+        judged = Judged(program, self, partial(_merged, setting=setting))
+        merged = [x.new for x in _merged(program.graph, judged.refused, setting)]
         if not merged:
-            return Changes(0, "nowhere: no block has two small parameters whose gradients are summed")
-        sums = sum(map(len, merged.values()))
-        return Changes(len(merged), f"{sums} all-reduces of parameters' gradients became {len(merged)}")
+            return Changes(0, ", ".join(judged.told(Counter())) or NOWHERE)
+        sums = sum(len(call.all_input_nodes) for call in merged)
+        why = judged.why.get((WHAT, True), "")
+        text = f"{sums} all-reduces of parameters' gradients became {len(merged)}"
+        return Changes(len(merged), f"{text} ({why})" if why else text)
+
+
+def _merged(graph: fx.Graph, refused: Container[Position], setting: Setting) -> Iterator[Change]:
+    """Merge the small parameters of every unit that has several."""
+    units: dict[Scope, list[fx.Node]] = defaultdict(list)
+    for node in graph.nodes:
+        if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
+            units[unit_of(node)].append(node)
+    for unit, nodes in units.items():
+        if len(nodes) > 1 and (nodes[0], 0) not in refused:
+            yield Change(WHAT, (nodes[0], 0), _merge(graph, unit, nodes))
 
 
 def _small(node: fx.Node, setting: Setting) -> bool:
@@ -70,7 +84,7 @@ def unit_of(node: fx.Node) -> Scope:
     return path[: max(region, block) + 1]
 
 
-def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> None:
+def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> fx.Node:
     """One call in the place of these, where the unit begins: their operands are there from the start."""
     with graph.inserting_before(_entry(nodes[0], len(unit))):
         call = graph.call_function(f_bucket, ([n.args[0] for n in nodes],), dict(nodes[0].kwargs))
@@ -82,6 +96,7 @@ def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> None:
             node.replace_all_uses_with(item)
     for node in nodes:
         graph.erase_node(node)
+    return call
 
 
 def _entry(node: fx.Node, depth: int) -> fx.Node:

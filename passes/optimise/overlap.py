@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
 from .base import Optimisation, RankProgram, Setting
+from .judged import Change, Judged, Position
 from .products import GatheredProducts, Product, ScatteredProduct, dealt, fuse, fuse_dealt, groups
 
 
@@ -36,6 +38,8 @@ class Overlap(Optimisation):
     """
 
     name: ClassVar[str] = "overlap"
+    measurable: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
     chunks: int = 0
     least: float = LEAST
 
@@ -49,30 +53,40 @@ class Overlap(Optimisation):
 
     def run(self, program: RankProgram) -> Changes:
         """Where it fired, in how many chunks, and what it is predicted to save."""
-        graph, setting = program.graph, program.setting
-        fired: Counter[str] = Counter()
-        saved = left = 0.0
-        model = _Model(setting)
+        setting = program.setting
+        judged = Judged(program, self, lambda graph, refused: self._fused(graph, refused, _Model(setting)))
+        model, fired = _Model(setting), Counter[str]()
+        for change in self._fused(program.graph, judged.refused, model):
+            fired[change.name] += 1
+        program.graph.eliminate_dead_code()
+        said = ", ".join(f"{name} {why}" for (name, used), why in sorted(judged.why.items()) if used)
+        refused = [x for x in judged.told(Counter()) if "not used" in x]
+        text = "; ".join(x for x in (_told(fired, model), said and f"measured: {said}", *refused) if x)
+        return Changes(sum(fired.values()), text)
+
+    def _fused(self, graph: fx.Graph, refused: Container[Position], model: _Model) -> Iterator[Change]:
+        """Fuse every group that saves enough by the model and is not refused."""
+        least = self.least * model.cluster.launch_overhead
         for found in chain(groups(graph), dealt(graph)):  # each is found in what the one before has left
-            chosen = (
-                model.dealing(found, self.chunks)
-                if isinstance(found, ScatteredProduct)
-                else model.group(found, self.chunks)
-            )
-            if chosen.saved <= self.least * setting.cluster.launch_overhead:
-                fired["left"] += 1
-                left += chosen.saved
+            position = found.conversion, 0
+            if position in refused:
                 continue
-            least = model.rows(found.conversion) // chosen.number // 2  # a call of much fewer rows goes in one piece
-            if isinstance(found, ScatteredProduct):
-                done = fuse_dealt(found, chosen.number, least)
+            scattered = isinstance(found, ScatteredProduct)
+            chosen = model.dealing(found, self.chunks) if scattered else model.group(found, self.chunks)
+            if chosen.saved <= least:
+                model.small += 1
+                model.left += chosen.saved
+                continue
+            rows = model.rows(found.conversion) // chosen.number // 2  # a call of much fewer rows goes in one piece
+            if scattered:
+                call: fx.Node | None = fuse_dealt(found, chosen.number, rows)
             else:
-                done = fuse(found, chosen.number, least=least)
-            fired[_what(found, chosen.number) if done is not None else "made too late"] += 1
-            saved += chosen.saved if done is not None else 0.0
-        graph.eliminate_dead_code()
-        done = sum(n for what, n in fired.items() if what not in ("left", "made too late"))
-        return Changes(done, _told(fired, saved, left))
+                call = fuse(found, chosen.number, least=rows)
+            if call is None:
+                model.late += 1
+                continue
+            model.saved += chosen.saved
+            yield Change(_what(found, chosen.number), position, call)
 
 
 def _what(found: ScatteredProduct | GatheredProducts, chunks: int) -> str:
@@ -83,12 +97,11 @@ def _what(found: ScatteredProduct | GatheredProducts, chunks: int) -> str:
     return f"{'g' if found.gathers else 'f'} with its products, sent under the weights' gradients"
 
 
-def _told(fired: Counter[str], saved: float, left: float) -> str:
-    small, late = fired.pop("left", 0), fired.pop("made too late", 0)
+def _told(fired: Counter[str], model: _Model) -> str:
     parts = [f"{n} {what}" for what, n in sorted(fired.items())]
-    text = f"{', '.join(parts)}: {told(saved)} of a step by the cost model" if parts else "nowhere"
-    rest = [f"{small} too small to gain ({told(left)} in all)"] if small else []
-    rest += [f"{late} with weights that are made too late"] if late else []
+    text = f"{', '.join(parts)}: {told(model.saved)} of a step by the cost model" if parts else "nowhere"
+    rest = [f"{model.small} too small to gain ({told(model.left)} in all)"] if model.small else []
+    rest += [f"{model.late} with weights that are made too late"] if model.late else []
     if not parts and not rest:
         return "nowhere: no product reads or makes what is converted alone"
     between = "; " if parts else ": "
@@ -96,9 +109,17 @@ def _told(fired: Counter[str], saved: float, left: float) -> str:
 
 
 class _Model:
-    """What the alternatives take, at the example inputs' sizes."""
+    """What the alternatives take, at the example inputs' sizes.
+
+    Attributes:
+        saved, left: seconds that are saved by what was fused, and not saved by what was too small.
+        small, late: how many were too small, and how many read a weight that is made too late.
+    """
 
     def __init__(self, setting: Setting) -> None:
+        self.saved = self.left = 0.0
+        self.small = self.late = 0
+        self.cluster = setting.cluster
         self.tp = setting.place.size
         self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
 

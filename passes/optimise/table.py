@@ -19,23 +19,28 @@ OPTIMISATIONS: tuple[Optimisation, ...] = (
 )  # fmt: skip
 
 Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
-Switches = bool | Mapping[str, bool] | None
+Switches = bool | Mapping[str, bool | str] | None
+MEASURED = "measured"  # a switch: on where it was measured faster
 
 
-def read_switches(given: Switches) -> dict[str, bool]:
+def read_switches(given: Switches) -> dict[str, bool | str]:
     """What is switched on or off by name; what is not named decides by itself.
 
     Args:
-        given: a mapping from names to on or off; True or False for all; None for none.
+        given: a mapping from names to on or off, or "measured" for what can be; True or False for all; None for none.
 
     Raises:
-        InputError: a name is not known, or a switch is no bool.
+        InputError: a name is not known, or a switch is none.
     """
     names = [x.name for x in OPTIMISATIONS]
     if given is None or isinstance(given, bool):
         return {} if given is None else dict.fromkeys(names, given)
-    if not isinstance(given, Mapping) or not all(isinstance(on, bool) for on in given.values()):
-        raise InputError(f"optimise={given!r}: give True or False, or a mapping such as {{'overlap': False}}.")
+    if not isinstance(given, Mapping) or not all(isinstance(on, bool) or on == MEASURED for on in given.values()):
+        raise InputError(
+            f"optimise={given!r}: give True or False, or a mapping such as {{'overlap': False, 'kernels': 'measured'}}."
+        )
     if odd := [name for name in given if name not in names]:
         raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
+    if unmeasured := [x.name for x in OPTIMISATIONS if given.get(x.name) == MEASURED and not x.measurable]:
+        raise InputError(f"optimise: {unmeasured[0]!r} is not measured; give True or False.")
     return dict(given)

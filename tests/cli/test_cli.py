@@ -263,7 +263,7 @@ def test_calibrate_refuses_before_it_measures(run, monkeypatch):
 def test_help_and_version(run):
     done = run("--help", columns=80)
     assert done.exit_code == 0 and max(map(len, done.stdout.splitlines())) <= 80
-    for name in ("plan", "sweep", "explain", "verify", "calibrate", "doctor", "cache"):
+    for name in ("plan", "sweep", "explain", "verify", "calibrate", "tune", "doctor", "cache"):
         assert name in done.stdout and run(name, "--help").exit_code == 0
     assert run("--version").stdout.strip() == f"autotp {autotp.__version__}"
     assert "Exit codes" in done.stdout
@@ -286,3 +286,16 @@ def test_pins_are_torch_placements():
     assert read_pins(["a=b=shard:-1"]) == {"a=b": Shard(-1)}
     with pytest.raises(autotp.AutoTPError, match="given twice"):
         read_pins(["x=shard:0", "x=replicate"])
+
+
+def test_tune_measures_what_a_model_has_and_keeps_it(run, monkeypatch, tmp_path):
+    monkeypatch.setenv("AUTOTP_CACHE", str(tmp_path))
+    done = run("tune", SMALL, "--tp", 2, "--seq", 8, "--json")
+    found = json.loads(done.stdout)
+    assert done.exit_code == 0 and found["file"] == str(tmp_path / "measured.json")
+    assert {row["name"] for row in found["measured"]} == {"bias_gelu"}
+    kept = (tmp_path / "measured.json").read_text()
+    assert len(json.loads(kept)["devices"]) == 1 and "bias_gelu" in kept
+    shown = run("tune", SMALL, "--tp", 2, "--seq", 8)  # from the file
+    assert all(row["why"] in shown.stdout for row in found["measured"])
+    assert (tmp_path / "measured.json").read_text() == kept

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import fx
 
 from autotp import compat
 from autotp.comm import symmetric
+from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.cost.objective import TRAINING, Objective
 from autotp.driver.schedule import schedule
@@ -18,9 +21,11 @@ from autotp.errors import InputError
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.log import dump
 from autotp.passes.base import run_passes
-from autotp.passes.optimise import Fired, RankProgram, Setting, read_switches
+from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
 
+from .measured import Measures
 from .regional import Compiler
+from .verdicts import Verdicts, device_key, path_of
 
 EAGER = "eager"
 
@@ -31,13 +36,13 @@ class Lowering:
 
     Attributes:
         backend: "eager", or what `torch.compile` takes as its backend; `options`: what it takes as its options.
-        switches: optimisations that are switched on or off by name.
+        switches: optimisations that are switched on or off, or to be measured, by name.
         cluster, objective: what they are priced by.
     """
 
     backend: str | Callable[..., Any] = EAGER
     options: Mapping[str, Any] | None = None
-    switches: Mapping[str, bool] = field(default_factory=dict)
+    switches: Mapping[str, bool | str] = field(default_factory=dict)
     cluster: Cluster = field(default_factory=lambda: Cluster.resolve(None))
     objective: Objective = TRAINING
 
@@ -70,8 +75,30 @@ class Lowering:
         """The same, for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
+    def judges(self, ranks: Ranks | None, tp: int, device: torch.device) -> dict[str, Judge]:
+        """What measures optimisations before they are used, by name: on CUDA devices those that are not switched.
+
+        Where there is one process for several ranks, what they send cannot be measured, and the rest only if asked for.
+        """
+        alone = ranks is None and tp > 1
+        wish = {x.name: self.switches.get(x.name) for x in OPTIMISATIONS if x.measurable and not (alone and x.sends)}
+        default = device.type == "cuda" and not alone
+        names = [name for name, on in wish.items() if on == MEASURED or (on is None and default)]
+        planners = ranks and ranks.planners
+        if not names or (planners is not None and dist.get_backend(planners.group) == "fake"):
+            return {}
+        compiled = None if self.backend == EAGER else partial(compat.compile_whole, backend=self.backend, options=None)
+        verdicts = Verdicts(path_of(), device_key(device))
+        judge = Measures(planners, device, self.objective.training, verdicts, compiled)
+        return dict.fromkeys(names, judge)
+
     def program(
-        self, sharded: Sharded, axes: Mapping[str, MeshPlace], device: torch.device, held: float
+        self,
+        sharded: Sharded,
+        axes: Mapping[str, MeshPlace],
+        device: torch.device,
+        held: float,
+        judges: Mapping[str, Judge] | None = None,
     ) -> tuple[fx.Graph, Fired]:
         """The program of one rank, optimised, and what became of each optimisation.
 
@@ -80,11 +107,12 @@ class Lowering:
             axes: this rank's place on each mesh axis.
             device: where it computes.
             held: bytes that the fullest rank holds by the plan.
+            judges: as `judges` gives them, the same on every rank.
         """
-        setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, held)
+        setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, held, judges or {})
         program = RankProgram(sharded.graph, setting, axes)
         specialise, *optimisations = schedule().rank
         run_passes(program, (specialise,))
-        results = run_passes(program, optimisations, self.switches)
+        results = run_passes(program, optimisations, {name: bool(on) for name, on in self.switches.items()})
         dump("optimised", program.graph)
         return program.graph, tuple((name, changes.what) for name, changes in results)

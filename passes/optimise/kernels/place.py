@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -11,8 +11,10 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
+from autotp.kernels.common import available
 from autotp.passes.base import Changes
 from autotp.passes.optimise.base import Optimisation, RankProgram
+from autotp.passes.optimise.judged import Change, Judged, Position
 
 from .norm import norm, norm_of_sum
 from .pointwise import bias_then_gelu, gate, gate_of_halves
@@ -53,31 +55,38 @@ class Kernels(Optimisation):
     """Put kernels into a rank's graph; an expression with a conversion in it, or read in its middle, stays."""
 
     name: ClassVar[str] = "kernels"
+    measurable: ClassVar[bool] = True
 
     def idle(self, program: RankProgram) -> str:
-        """On no device by themselves, compiled or not: none has been measured and compared on one."""
-        return "off (optimise={'kernels': True} turns them on)"
+        """Where nobody measures them."""
+        setting = program.setting
+        if setting.device.type != "cuda" or not available():
+            return "nowhere: without Triton on a CUDA device they are plain PyTorch (optimise={'kernels': True})"
+        return "" if self.name in setting.judges else "nowhere: not measured (optimise={'kernels': True})"
 
     def run(self, program: RankProgram) -> Changes:
-        """Which were put in, and how often."""
-        fired: Counter[str] = Counter()
-        node = program.graph.output_node().prev
-        while node.op != "root":  # from the end, so that a longer expression comes before those within it
-            node = _rewritten(node, fired).prev
-        times = [_times(kernel, n) for kernel, n in sorted(fired.items())]
+        """Which were put in, and how often; and which were slower than what is there."""
+        judged = Judged(program, self, applied)
+        fired = Counter(x.name for x in applied(program.graph, judged.refused))
         program.graph.eliminate_dead_code()
-        return Changes(sum(fired.values()), ", ".join(times) or "nowhere: no pattern was found")
+        return Changes(sum(fired.values()), ", ".join(judged.told(fired)) or "nowhere: no pattern was found")
 
 
-def _rewritten(node: fx.Node, fired: Counter[str]) -> fx.Node:
-    """What stands in the node's place: a kernel that a pattern put in, or the node."""
-    for kernel, pattern in PATTERNS:
-        new = pattern(node)
-        if new is not None:
-            fired[kernel] += 1
-            return new
-    return node
+def applied(graph: fx.Graph, refused: Container[Position] = ()) -> Iterator[Change]:
+    """Put in every kernel that is not refused, one after another."""
+    node = graph.output_node().prev
+    while node.op != "root":  # from the end, so that a longer expression comes before those within it
+        change = _apply(node, refused)
+        if change is not None:
+            yield change
+        node = (node if change is None else change.new).prev
 
 
-def _times(kernel: str, n: int) -> str:
-    return kernel if n == 1 else f"{kernel} {n} times"
+def _apply(node: fx.Node, refused: Container[Position]) -> Change | None:
+    """The first kernel that stands for an expression which ends in this node, put in its place."""
+    for number, (kernel, pattern) in enumerate(PATTERNS):
+        if (node, number) not in refused:
+            new = pattern(node)
+            if new is not None:
+                return Change(kernel, (node, number), new)
+    return None

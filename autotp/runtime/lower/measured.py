@@ -1,0 +1,198 @@
+"""What claims to be faster, measured: it is used where it gives the same numbers in less time on this very device.
+
+Both ways of an `Alternative` run on the same random operands, forward and backward. They are compared in value, then
+timed in turns, warm. All ranks take one verdict, that of the rank which gains least, and keep it in a file
+(`autotp.runtime.lower.verdicts`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm.ranks import Ranks, from_all
+from autotp.log import log
+from autotp.passes.optimise import Alternative, Verdict
+from autotp.passes.optimise.alternatives import Value
+
+from .verdicts import Speed, Verdicts
+
+Outputs = tuple[Tensor, ...]
+Clock = Callable[[Callable[[], object]], float]
+GAIN = 1.02  # how much faster it must be: a lead of less may be noise
+LIMIT, LEAST, MOST = 0.2, 5, 50  # seconds for both ways together, and rounds
+CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value of a result
+EXACT = 1e-10  # in float64
+
+
+def clock_of(device: torch.device) -> Clock:
+    """What measures the seconds of one call on a device."""
+    if device.type != "cuda":
+
+        def on_cpu(call: Callable[[], object]) -> float:
+            began = time.perf_counter()
+            call()
+            return time.perf_counter() - began
+
+        return on_cpu
+
+    def on_device(call: Callable[[], object]) -> float:
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+    return on_device
+
+
+Watcher = Callable[[Alternative, Verdict, torch.device], None]
+_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
+
+
+@contextlib.contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Every verdict is told, as soon as it is there."""
+    token = _watcher.set(watcher)
+    try:
+        yield
+    finally:
+        _watcher.reset(token)
+
+
+@dataclass
+class Measures:
+    """The judge of a rank's program.
+
+    Attributes:
+        ranks: those that take one verdict; None in one plain process.
+        device: where both ways run.
+        training: whether the backward is measured too.
+        verdicts: what was measured before.
+        compile: of a function, for what runs through `torch.compile`; None runs it as it is.
+        clock: seconds of a call; by default of the device.
+    """
+
+    ranks: Ranks | None
+    device: torch.device
+    training: bool
+    verdicts: Verdicts
+    compile: Callable[[Any], Any] | None = None
+    clock: Clock | None = None
+    said: dict[str, Speed] = field(default_factory=dict)
+
+    def __call__(self, alternative: Alternative) -> Verdict:
+        """Measure where some rank has not yet, and agree. A collective call."""
+        link = f" over {self._link}" if alternative.sends else ""
+        key = f"{alternative.key}{' trained' if self.training else ''}{' compiled' if self.compile else ''}{link}"
+        known = self.said.get(key) or self.verdicts.read(key)
+        if any(x is None for x in self._everyone(known, alternative.name)):
+            known = self.measure(alternative)
+            self.verdicts.write(key, known)
+        assert known is not None
+        self.said[key] = known
+        worst = min(self._everyone(known, alternative.name), key=lambda x: (not x.fault, x.ratio))
+        verdict = Verdict(not worst.fault and worst.ratio >= GAIN, worst.told)
+        log.info("%s on %s: %s", alternative.name, self.device, verdict.why)
+        if (watcher := _watcher.get()) is not None:
+            watcher(alternative, verdict, self.device)
+        return verdict
+
+    @property
+    def _link(self) -> str:
+        """How the ranks send: what times of conversions depend on beside the device."""
+        if self.ranks is None:
+            return "nothing"
+        hosts = len(set(from_all(self.ranks, socket.gethostname(), "where the ranks are")))
+        return f"{dist.get_backend(self.ranks.group)}, {self.ranks.tp} ranks on {hosts} hosts"
+
+    def _everyone(self, mine: Any, name: str) -> list[Any]:
+        return [mine] if self.ranks is None else from_all(self.ranks, mine, f"the speed of {name}")
+
+    def measure(self, alternative: Alternative) -> Speed:
+        """What fails or gives other numbers is a fault, never an error. A collective call where both ways send."""
+        forked = [self.device] if self.device.type == "cuda" else []
+        with compat.without_modes(), torch.random.fork_rng(forked):
+            ways, fault = self._prepared(alternative)
+            faults = self._everyone(fault, alternative.name) if alternative.sends else [fault]
+            if any(faults):
+                return Speed(0.0, fault or "failed on another rank")
+            return Speed(self._ratio(*ways, sends=alternative.sends))
+
+    def _prepared(self, alternative: Alternative) -> tuple[list[Callable[[], Outputs]], str]:
+        """Calls of both ways, which ran once; and what is wrong with them."""
+        try:
+            torch.manual_seed(0)
+            operands = [self._draw(x, alternative.operands) for x in alternative.operands]
+            ways = [self._way(f, operands) for f in (alternative.plain, alternative.other)]
+            return ways, differs(*(way() for way in ways))
+        except Exception as error:  # of Triton, of Inductor, of the device: training goes on without it
+            log.warning("%s cannot be used on %s", alternative.name, self.device, exc_info=True)
+            return [], f"failed: {type(error).__name__}"
+
+    def _way(self, function: fx.GraphModule, operands: list[Any]) -> Callable[[], Outputs]:
+        """A call: results, and in training the gradients of operands from random gradients of the results."""
+        run = function if self.compile is None else self.compile(function)
+        graded = [x for x in operands if isinstance(x, Tensor) and x.requires_grad] if self.training else []
+        grads: list[Tensor] = []
+
+        def call() -> Outputs:
+            with torch.set_grad_enabled(bool(graded)):
+                results = run(*operands)
+            sums = [x for x in results if x.requires_grad]
+            if not sums:
+                return tuple(results)
+            if not grads:
+                draw = torch.Generator(self.device).manual_seed(
+                    1
+                )  # operands are of seed 0: a norm's gradient along them is 0
+                grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
+            found = torch.autograd.grad(sums, graded, grads, allow_unused=True)
+            return (*(x.detach() for x in results), *(torch.zeros(()) if x is None else x for x in found))
+
+        return call
+
+    def _ratio(self, plain: Callable[[], Outputs], other: Callable[[], Outputs], *, sends: bool) -> float:
+        """How many times as long the plain way takes: medians of rounds in which both run."""
+        clock = self.clock or clock_of(self.device)
+        once = clock(plain) + clock(other)
+        if sends:  # as many rounds on every rank
+            once = max(self._everyone(once, "a round"))
+        rounds = max(LEAST, min(MOST, int(LIMIT / max(once, 1e-9))))
+        times = [(clock(plain), clock(other)) for _ in range(rounds)]
+        return statistics.median(a for a, _ in times) / max(statistics.median(b for _, b in times), 1e-12)
+
+    def _draw(self, value: Value, among: tuple[Value, ...]) -> Any:
+        """A random operand. Whole numbers are below every length of the others, so that they may be indices."""
+        if value.shape is None:
+            return value.number
+        if value.dtype.is_floating_point or value.dtype.is_complex:
+            made = torch.randn(value.shape, dtype=value.dtype, device=self.device)
+            return made.requires_grad_(value.graded)
+        if value.dtype == torch.bool:
+            return torch.rand(value.shape, device=self.device) < 0.5
+        lengths = [n for x in among if x.dtype.is_floating_point for n in x.shape or () if n > 1]
+        return torch.randint(min(lengths, default=2), value.shape, dtype=value.dtype, device=self.device)
+
+
+def differs(found: Outputs, wanted: Outputs) -> str:
+    """How far results are apart, where that is more than rounding; "" where it is not."""
+    if [(a.shape, a.dtype) for a in found] != [(b.shape, b.dtype) for b in wanted]:
+        return "differs in shape or type"
+    for a, b in zip(found, wanted, strict=True):
+        apart = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30) if a.numel() else 0.0
+        if not float(apart) <= CLOSE.get(a.dtype, EXACT):  # nan too
+            return f"differs by {float(apart):.1e} of the largest value"
+    return ""

@@ -1,0 +1,107 @@
+"""Which of an optimisation's changes are used: those that were measured to be faster, with the same numbers."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Container, Hashable, Iterator
+from typing import Any, NamedTuple
+
+from torch import fx
+
+from autotp.ir.copying import copy_graph
+from autotp.ir.marks import mark
+
+from .alternatives import alternative
+from .base import Optimisation, RankProgram, Verdict
+from .matching import value_of
+
+Position = tuple[fx.Node, int]  # where a change begins or ends, and which of those that could be there
+
+
+class Change(NamedTuple):
+    """What was put into a graph: its name in words, where, and its call."""
+
+    name: str
+    position: Position
+    new: fx.Node
+
+
+Changing = Callable[[fx.Graph, Container[Position]], Iterator[Change]]  # makes all changes that are not refused
+
+
+class _AllBut:
+    def __init__(self, position: Position) -> None:
+        self.position = position
+
+    def __contains__(self, position: object) -> bool:
+        return position != self.position
+
+
+class Judged:
+    """What measuring says of every change.
+
+    Attributes:
+        refused: places in which what is there stays.
+        why: of changes that are used somewhere (True) or not used somewhere, in words.
+    """
+
+    def __init__(self, program: RankProgram, of: Optimisation, changing: Changing) -> None:
+        """Ask the program's judge, where the optimisation is to be measured. A collective call then.
+
+        Args:
+            program: which stays as it is.
+            of: the optimisation. changing: what it does.
+        """
+        self.refused: set[Position] = set()
+        self.why: dict[tuple[str, bool], str] = {}
+        self._program, self._changing, self._sends = program, changing, of.sends
+        self._verdicts: dict[Hashable, Verdict] = {}
+        self._judge = program.setting.judges.get(of.name)
+        while self._judge is not None and (bad := self._round() - self.refused):
+            self.refused |= bad  # which may leave another change its place
+
+    def told(self, fired: Counter[str]) -> list[str]:
+        """What fired, how often and how much faster, and what was refused."""
+        parts = [_times(name, n, self.why.get((name, True), "")) for name, n in sorted(fired.items())]
+        return parts + [f"{name} not used ({why})" for (name, used), why in sorted(self.why.items()) if not used]
+
+    def _round(self) -> set[Position]:
+        """Places of changes that are refused, of all that would be made now."""
+        graph = self._program.graph
+        copy, into = copy_graph(graph.nodes)
+        back = {c: g for g, c in into.items()}
+        bad: set[Position] = set()
+        for name, (node, number), new in self._changing(copy, {(into[g], k) for g, k in self.refused}):
+            if node not in back:  # made by another change
+                continue
+            position = back[node], number
+            literals = str(fx.map_arg((new.args, dict(new.kwargs)), lambda _: None))
+            kind = name, new.target, literals, tuple(map(_kind, new.all_input_nodes))
+            if kind not in self._verdicts:
+                self._verdicts[kind] = self._verdict(name, position)
+            used, why = self._verdicts[kind]
+            self.why[name, used] = why
+            if not used:
+                bad.add(position)
+        return bad
+
+    def _verdict(self, name: str, position: Position) -> Verdict:
+        graph, place = self._program.graph, self._program.setting.place
+
+        def rewrite(copy: fx.Graph, into: Any) -> None:
+            node, number = position
+            for _ in self._changing(copy, _AllBut((into[node], number))):
+                pass
+
+        found = alternative(name, graph, rewrite, place, self._sends)
+        assert self._judge is not None
+        return Verdict(False, "it cannot be run by itself") if found is None else self._judge(found)
+
+
+def _kind(node: fx.Node) -> tuple[Any, ...]:
+    value = value_of(node)
+    return str(tuple(getattr(value, "shape", ()))), getattr(value, "dtype", None), mark(node).layout
+
+
+def _times(name: str, n: int, why: str) -> str:
+    return (name if n == 1 else f"{name} {n} times") + (f" ({why})" if why else "")

@@ -1,0 +1,191 @@
+"""What claims to be faster is used where it was measured: fakes that lie, crash, are slow, and ranks that disagree."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import fx
+
+import autotp
+from autotp.errors import InputError
+from autotp.passes.optimise.alternatives import Alternative, Value
+from autotp.runtime.lower import lower, measured
+from autotp.runtime.lower.measured import Measures
+from autotp.runtime.lower.verdicts import Speed, Verdicts, device_key
+from tests.helpers.compare import gradients_differ, mesh_of
+from tests.helpers.models import inputs_of, transformer
+from tests.helpers.overlapped import called, made
+
+CPU = torch.device("cpu")
+MEASURED: Any = {"kernels": "measured"}
+FREE = dataclasses.replace(  # of machines without latencies: all that could overlap is measured
+    autotp.Cluster.preset("h100"), name="free", launch_overhead=1e-15, intra_latency=1e-15, collective_overhead=1e-15
+)
+OPERAND = Value((4, 8), torch.float32, graded=True)
+FORMULAS: dict[str, Callable[[Any], Any]] = {
+    "plain": lambda x: x * torch.sigmoid(x),
+    "equal": torch.nn.functional.silu,
+    "lies": lambda x: x * torch.sigmoid(1.001 * x),
+    "lies in the gradient": lambda x: x.detach() * torch.sigmoid(x),
+    "another shape": lambda x: x.flatten(),
+    "crashes": lambda x: x @ x,
+    "not a number": lambda x: x / 0 * 0,
+}
+
+
+def clock_by_turns(plain: float, other: float) -> Callable[[torch.device], measured.Clock]:
+    """A clock that gives the plain way and the other so many seconds."""
+
+    def of(device: torch.device) -> measured.Clock:
+        turns = [0]
+
+        def clock(call: Callable[[], object]) -> float:
+            call()
+            turns[0] += 1
+            return plain if turns[0] % 2 else other
+
+        return clock
+
+    return of
+
+
+def timed(plain: float, other: float) -> Any:
+    """Every measurement takes so long, and is kept in no file."""
+    return patch.multiple(measured, clock_of=clock_by_turns(plain, other)), patch.object(lower, "path_of", lambda: None)
+
+
+def alternative(other: str) -> Alternative:
+    def graph(formula: Callable[[Any], Any]) -> fx.GraphModule:
+        traced = fx.symbolic_trace(lambda x: (formula(x),))
+        return fx.GraphModule({}, traced.graph)
+
+    return Alternative(other, graph(FORMULAS["plain"]), graph(FORMULAS[other]), (OPERAND,))
+
+
+def judge(path: Path | None = None, clock: Any = None) -> Measures:
+    return Measures(None, CPU, True, Verdicts(path, device_key(CPU)), clock=clock or clock_by_turns(2.0, 1.0)(CPU))
+
+
+@pytest.mark.parametrize(
+    "other, why",
+    [
+        ("equal", ""),
+        ("lies", "differs by"),
+        ("lies in the gradient", "differs by"),
+        ("another shape", "differs in shape"),
+        ("crashes", "failed: RuntimeError"),
+        ("not a number", "differs by"),
+    ],
+)
+def test_only_what_gives_the_same_numbers_is_used(other, why):
+    used, said = judge()(alternative(other))
+    assert used == (not why) and (why or "2.00 of torch's speed") in said
+
+
+@pytest.mark.parametrize("seconds, used", [(2.0, True), (1.01, False), (0.5, False)])
+def test_only_what_is_faster_is_used(seconds, used):
+    assert judge(clock=clock_by_turns(seconds, 1.0)(CPU))(alternative("equal")).used == used
+
+
+def test_a_verdict_is_kept_for_this_device_versions_and_kernels(tmp_path):
+    path, count = tmp_path / "of mine" / "measured.json", [0]
+
+    def clock(call: Callable[[], object]) -> float:
+        count[0] += 1
+        return 1.0
+
+    first = judge(path, clock)(alternative("equal"))
+    measurements = count[0]
+    assert measurements and judge(path, clock)(alternative("equal")) == first and count[0] == measurements
+    kept = json.loads(path.read_text())
+    kept["devices"] = {"another device": kept["devices"][device_key(CPU)]}
+    path.write_text(json.dumps(kept))
+    judge(path, clock)(alternative("equal"))
+    assert count[0] == 2 * measurements and "another device" in path.read_text()  # measured again, and nothing is lost
+    path.write_text("{")
+    judge(path, clock)(alternative("equal"))
+    assert count[0] == 3 * measurements
+    for part in ("torch", "triton", "kernels"):
+        assert part in device_key(CPU)
+
+
+def test_measuring_draws_nothing_from_the_users_generators():
+    state = torch.get_rng_state()
+    judge()(alternative("equal"))
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def kernels_of(name: str, plain: float, other: float) -> tuple[str, str]:
+    """The line of the plan, and the program."""
+    model = transformer(name)
+    with timed(plain, other)[0], timed(plain, other)[1]:
+        sharded: Any = autotp.compile(model, 1, example_inputs=inputs_of(model), optimise=MEASURED)
+    for m in (model, sharded):
+        m(**inputs_of(model)).logits.float().square().mean().backward()
+    assert gradients_differ(sharded, model) < 1e-5
+    return next(line for line in sharded.plan.fired if line.startswith("kernels: ")), sharded.graph
+
+
+def test_kernels_stand_where_they_were_faster_and_the_plan_says_so():
+    told, graph = kernels_of("llama", 2.0, 1.0)
+    assert "add_norm 2 times (2.00 of torch's speed), gated 2 times" in told and "add_norm" in graph
+    told, graph = kernels_of("llama", 1.0, 2.0)
+    assert "add_norm not used (0.50 of torch's speed), gated not used" in told and "norm not used" in told
+    assert not any(name in graph for name in ("add_norm", "gated("))
+
+
+def test_a_kernel_that_lies_stays_out_of_the_program():
+    right = torch.ops.autotp.gated.default
+    wrong = patch.object(measured, "differs", lambda a, b: "differs by 1.0e+00" if len(b) == 3 else "")
+    with wrong:  # gated alone has one result and two operands with gradients
+        told, graph = kernels_of("llama", 2.0, 1.0)
+    assert "gated not used (differs by 1.0e+00)" in told and str(right.name()).split("::")[1] + "(" not in graph
+
+
+def test_on_a_cpu_nothing_is_measured_by_itself():
+    model = transformer("llama")
+    with patch.object(Measures, "__call__", side_effect=AssertionError):
+        sharded: Any = autotp.compile(model, 1, example_inputs=inputs_of(model))
+    assert any("kernels: nowhere: without Triton on a CUDA device" in line for line in sharded.plan.fired)
+    with pytest.raises(InputError, match="'regather' is not measured"):
+        autotp.compile(model, 1, optimise={"regather": "measured"})
+
+
+def disagreeing(rank: int, world: int, group: Any) -> list[Any]:
+    """Rank 1 finds every kernel slower, rank 0 faster; then sums and products that send, on both faster or slower."""
+    model, found = transformer("llama", num_hidden_layers=1), []
+    with timed(1.0, 2.0 if rank else 0.5)[0], timed(1.0, 1.0)[1]:
+        sharded: Any = autotp.compile(model, example_inputs=inputs_of(model), mesh=mesh_of(group), optimise=MEASURED)
+    found.append(next(line for line in sharded.plan.fired if line.startswith("kernels: ")))
+    model, inputs = made("plain")
+    for name, cluster in (("bucket", None), ("overlap", FREE)):
+        for seconds in (0.5, 2.0):
+            with timed(1.0, seconds)[0], timed(1.0, 1.0)[1]:
+                options: Any = {"sequence_parallel": True, "optimise": {name: "measured"}, "cluster": cluster}
+                sharded = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), **options)
+            model.zero_grad()
+            called(model, inputs).square().mean().backward()
+            called(sharded, inputs).square().mean().backward()
+            assert gradients_differ(sharded, model) < 1e-12
+            found += [x for x in sharded.plan.fired if x.startswith(f"{name}: ")]
+    return found
+
+
+def test_ranks_take_one_verdict_that_of_the_slowest(pool):
+    one, other = pool.run(disagreeing, world=2)
+    assert one == other
+    kernels, bucketed, apart, overlapped, plain = one
+    assert "gated not used (0.50 of torch's speed)" in kernels and "times" not in kernels
+    assert "became 3 (2.00 of torch's speed)" in bucketed and "not used (0.50 of torch's speed)" in apart
+    assert "weights' gradients 2.00 of torch's speed" in overlapped and "not used (0.50 of torch's speed)" in plain
+
+
+def test_a_speed_in_words():
+    assert Speed(1.314).told == "1.31 of torch's speed" and Speed(0.0, "failed: OSError").told == "failed: OSError"
