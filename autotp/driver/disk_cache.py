@@ -32,9 +32,12 @@ def wish() -> Path | None:
     value = os.environ.get(NAME, "").strip()
     if value.lower() in OFF:
         return None
-    if value.lower() in ON:
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autotp"
-    return Path(value).expanduser()
+    return usual() if value.lower() in ON else Path(value).expanduser()
+
+
+def usual() -> Path:
+    """The user's own cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autotp"
 
 
 def own_folder() -> Folder | None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from autotp import kernels
+from autotp.driver import disk_cache
 from autotp.errors import AutoTPError
 from autotp.kernels.common import triton
 from autotp.log import log
@@ -110,10 +111,6 @@ def _checked(speed: Any) -> dict[str, Any]:
 
 
 def path_of() -> Path | None:
-    """The file in the folder that `AUTOTP_CACHE` names, or in the user's own cache folder; None where that is "0"."""
-    named = os.environ.get("AUTOTP_CACHE", "").strip()
-    if named.lower() in ("0", "off", "false", "no"):
-        return None
-    if named.lower() in ("", "1", "on", "true", "yes"):
-        return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "autotp" / "measured.json"
-    return Path(named).expanduser() / "measured.json"
+    """The file in the folder that `AUTOTP_CACHE` names, by default the user's own; None where that is off."""
+    folder = disk_cache.wish() or (None if os.environ.get(disk_cache.NAME) else disk_cache.usual())
+    return None if folder is None else folder / "measured.json"
