@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 
 from . import plans
@@ -10,6 +12,7 @@ from .check import Failure, InvalidModule
 from .modules import Module
 
 TRIES = 200
+PLANS = 2  # that are drawn for a smaller module
 
 
 def shrink(
@@ -27,7 +30,7 @@ def shrink(
     again = True
     while again and tries > 0:
         again = False
-        for candidate in module.smaller():
+        for candidate in chain.from_iterable(map(_drawn_again, module.smaller())):
             if candidate == module:
                 continue
             tries -= 1
@@ -41,6 +44,13 @@ def shrink(
             if tries <= 0:
                 break
     return module, failure
+
+
+def _drawn_again(module: Module) -> Iterator[Module]:
+    """The module, and where its plan is drawn others of its plans: one seed draws another plan of a smaller graph."""
+    yield module
+    if module.plan == "any":
+        yield from (replace(module, seed=module.seed + i) for i in range(1, PLANS))
 
 
 def script(module: Module, failure: Failure) -> str:
