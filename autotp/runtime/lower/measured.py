@@ -32,6 +32,7 @@ Outputs = tuple[Tensor, ...]
 Clock = Callable[[Callable[[], object]], float]
 GAIN = 1.02  # how much faster it must be: a lead of less may be noise
 LIMIT, LEAST, MOST = 0.2, 5, 50  # seconds for both ways together, and rounds
+PATIENCE = 120.0  # seconds for the first call, in which a kernel is compiled
 CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value of a result
 EXACT = 1e-10  # in float64
 
@@ -137,7 +138,10 @@ class Measures:
             torch.manual_seed(0)
             operands = [self._draw(x, alternative.operands) for x in alternative.operands]
             ways = [self._way(f, operands) for f in (alternative.plain, alternative.other)]
-            return ways, differs(*(way() for way in ways))
+            wanted, began = ways[0](), time.monotonic()
+            fault = differs(ways[1](), wanted)
+            took = time.monotonic() - began
+            return ways, fault or (f"its first call took {took:.0f} s" if took > PATIENCE else "")
         except Exception as error:  # of Triton, of Inductor, of the device: training goes on without it
             log.warning("%s cannot be used on %s", alternative.name, self.device, exc_info=True)
             return [], f"failed: {type(error).__name__}"

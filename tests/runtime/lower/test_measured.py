@@ -89,6 +89,11 @@ def test_only_what_gives_the_same_numbers_is_used(other, why):
     assert used == (not why) and (why or "2.00 of torch's speed") in said
 
 
+def test_what_takes_too_long_to_compile_is_left_out():
+    with patch.object(measured, "PATIENCE", -1.0):
+        assert judge()(alternative("equal")) == (False, "its first call took 0 s")
+
+
 @pytest.mark.parametrize("seconds, used", [(2.0, True), (1.01, False), (0.5, False)])
 def test_only_what_is_faster_is_used(seconds, used):
     assert judge(clock=clock_by_turns(seconds, 1.0)(CPU))(alternative("equal")).used == used
