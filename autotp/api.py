@@ -222,7 +222,7 @@ def _plan(capture: tuple[Any, ...], solve: partial[Plan]) -> Plan:
     cached = Cached.of(*capture)
     tp, options, steering, like, name = solve.args
     anew = like is not None or tp == "auto"
-    asked = (tp, steering, like and like.to_json(), name) if anew else (options, name)
+    asked = (tp, steering, like.to_json() if isinstance(like, Plan) else like, name) if anew else (options, name)
     return cached.plan(asked, lambda: cached.capture(lambda: capture_model(*capture)), solve)
 
 

@@ -14,6 +14,8 @@ from unittest import mock
 import torch
 from torch import Tensor
 
+from autotp import compat
+
 GRAD, NO_GRAD, INFERENCE = "grad", "no_grad", "inference"
 
 
@@ -59,6 +61,7 @@ class Asked:
         enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
         inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
         with ExitStack() as stack:
+            stack.enter_context(compat.tables_of_dynamo())
             for each in [*enabled, *inference, mock.patch.object(Tensor, "requires_grad", self._of_tensors())]:
                 stack.enter_context(each)
             yield

@@ -57,6 +57,7 @@ from .running import (
     local_of,
     operator_handlers,
     replicate,
+    tables_of_dynamo,
     use_symmetric_memory,
     without_modes,
     without_saved_hooks,
@@ -86,7 +87,7 @@ __all__ = [
     "know_records", "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "operator",
     "operator_handlers", "operators_named", "packed_graph", "quiet_export", "read_shape_env", "recorded_guards",
     "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one",
-    "sym_size", "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten",
-    "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped", "without_modes",
-    "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "sym_size", "tables_of_dynamo", "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten", "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped",
+    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -161,3 +161,24 @@ def around_backward(failed: Callable[[Exception], None]) -> None:
 
     for module in (torch.autograd, torch.autograd.graph):
         vars(module)["_engine_run_backward"] = run
+
+
+@contextlib.contextmanager
+def tables_of_dynamo() -> Iterator[None]:
+    """Functions of torch are replaced within this context: tables that Dynamo makes of them are not kept."""
+    before = {id(table) for table in _tables() if table.cache_info().currsize}
+    try:
+        yield
+    finally:
+        for table in _tables():
+            if id(table) not in before:
+                table.cache_clear()
+
+
+def _tables() -> list[Any]:
+    """Dynamo's tables by function of torch, of those of its modules that are loaded."""
+    variables, rules = (sys.modules.get(f"torch._dynamo.{name}") for name in ("variables.torch", "trace_rules"))
+    kind = getattr(variables, "TorchInGraphFunctionVariable", None)
+    places = (kind, "_get_handlers"), (rules, "get_torch_obj_rule_map"), (rules, "get_tensor_method")
+    tables = [getattr(place, name, None) for place, name in places]
+    return [table for table in tables if hasattr(table, "cache_clear")]

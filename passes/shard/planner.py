@@ -80,13 +80,15 @@ class Builder:
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         marks |= placed_apart(self.leaves, self.pinned, alike)
+        sequence = self.sequence if self.user.sequence is None else self.user.sequence
+        if sequence:  # what leaves the model may be gathered, and it alone
+            marks = {n: "output" for _, n in placed_outputs(self.program)} | marks
         self.same = fold(self.program, self.grads, marks) if marks else alike
         self.states = States(self.program, self.tp, self.same, self.grads, self.carried, self.axis.ignores_states)
         self.calls = [n for n in self.calls if self.axis.decides(n)]
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
-        sequence = self.sequence if self.user.sequence is None else self.user.sequence
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(),

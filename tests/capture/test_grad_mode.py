@@ -5,9 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch._dynamo.variables.torch  # where its tables are
 from torch import Tensor, is_grad_enabled, nn
 
 import autotp
+from autotp import compat
+from autotp.capture.grad_mode import GRAD, Asked
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -73,3 +76,15 @@ def test_what_is_trained_counts_where_tensors_are_asked():
             for x in (X, graded):
                 assert torch.equal(sharded(x), model(x)), (kind, trained, x.requires_grad)
         assert len(sharded._programs_made) == programs
+
+
+def test_dynamo_knows_torch_after_a_capture():
+    """Its tables may be made while a capture stands in for functions of torch."""
+    tables = compat.running._tables()
+    for table in tables:
+        table.cache_clear()
+    with Asked(GRAD).answered():
+        for table in tables:
+            table()
+    step = torch.compile(lambda x: x + 1 if torch.is_grad_enabled() else x, backend="eager", fullgraph=True)
+    assert torch.equal(step(torch.zeros(2)), torch.ones(2))

@@ -224,7 +224,8 @@ def kept_per_layer(tp: int, sequence: bool | None = None, dropped: float = 0.0, 
     given = {"sequence_parallel": sequence, "random": random, "band": 0.0}
     for depth in (2, 4):
         with torch.device("meta"):
-            model = nn.Sequential(*(Layer(dropped, dropped) for _ in range(depth))).half().train()
+            layers = (Layer(dropped, dropped) for _ in range(depth))
+            model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), *layers, nn.Linear(HIDDEN, HIDDEN)).half().train()
         x = torch.empty(BATCH, LENGTH, HIDDEN, dtype=torch.half, requires_grad=True)
         plan = make_plan(model, tp, example_inputs=x, check_capture=False, **given)
         kept.append(plan.memory.activations)

@@ -96,8 +96,9 @@ class Measures:
 
     def __call__(self, alternative: Alternative) -> Verdict:
         """Measure where some rank has not yet, and agree. A collective call."""
-        link = f" over {self._link}" if alternative.sends else ""
-        key = f"{alternative.key}{' trained' if self.training else ''}{' compiled' if self.compile else ''}{link}"
+        parts = [alternative.key, "trained" * self.training, "compiled" * (self.compile is not None)]
+        parts += [self._link] if alternative.sends else []
+        key = " ".join(filter(None, parts))
         known = self.said.get(key) or self.verdicts.read(key)
         if any(x is None for x in self._everyone(known, alternative.name)):
             known = self.measure(alternative)
@@ -149,7 +150,7 @@ class Measures:
     def _way(self, function: fx.GraphModule, operands: list[Any]) -> Callable[[], Outputs]:
         """A call: results, and in training the gradients of operands from random gradients of the results."""
         run = function if self.compile is None else self.compile(function)
-        graded = [x for x in operands if isinstance(x, Tensor) and x.requires_grad] if self.training else []
+        graded = [x for x in operands if self.training and isinstance(x, Tensor) and x.requires_grad]
         grads: list[Tensor] = []
 
         def call() -> Outputs:
@@ -164,7 +165,8 @@ class Measures:
                 )  # operands are of seed 0: a norm's gradient along them is 0
                 grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
             found = torch.autograd.grad(sums, graded, grads, allow_unused=True)
-            return (*(x.detach() for x in results), *(torch.zeros(()) if x is None else x for x in found))
+            none = torch.zeros(())
+            return tuple(none if x is None else x.detach() for x in (*results, *found))
 
         return call
 
@@ -176,7 +178,8 @@ class Measures:
             once = max(self._everyone(once, "a round"))
         rounds = max(LEAST, min(MOST, int(LIMIT / max(once, 1e-9))))
         times = [(clock(plain), clock(other)) for _ in range(rounds)]
-        return statistics.median(a for a, _ in times) / max(statistics.median(b for _, b in times), 1e-12)
+        theirs, ours = map(statistics.median, zip(*times, strict=True))
+        return theirs / max(ours, 1e-12)
 
     def _draw(self, value: Value, among: tuple[Value, ...]) -> Any:
         """A random operand. Whole numbers are below every length of the others, so that they may be indices."""
@@ -193,10 +196,14 @@ class Measures:
 
 def differs(found: Outputs, wanted: Outputs) -> str:
     """How far results are apart, where that is more than rounding; "" where it is not."""
-    if [(a.shape, a.dtype) for a in found] != [(b.shape, b.dtype) for b in wanted]:
+    if list(map(_form, found)) != list(map(_form, wanted)):
         return "differs in shape or type"
     for a, b in zip(found, wanted, strict=True):
         apart = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30) if a.numel() else 0.0
         if not float(apart) <= CLOSE.get(a.dtype, EXACT):  # nan too
             return f"differs by {float(apart):.1e} of the largest value"
     return ""
+
+
+def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return x.shape, x.dtype

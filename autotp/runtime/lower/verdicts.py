@@ -100,14 +100,14 @@ class Verdicts:
                 raise AutoTPError("too large")
             data = json.loads(self.path.read_text(encoding="utf-8"))
             devices = data["devices"] if data["format"] == FORMAT else {}
-            return {str(d): {str(k): asdict(Speed(**_checked(v))) for k, v in x.items()} for d, x in devices.items()}
+            return {str(device): _checked(speeds) for device, speeds in devices.items()}
         except (OSError, ValueError, TypeError, KeyError, AttributeError, AutoTPError) as error:
             log.warning("%s is not read (%s: %s)", self.path, type(error).__name__, error)
             return {}
 
 
-def _checked(speed: Any) -> dict[str, Any]:
-    return {"ratio": float(speed["ratio"]), "fault": str(speed["fault"])}
+def _checked(speeds: Any) -> dict[str, Any]:
+    return {str(key): asdict(Speed(float(x["ratio"]), str(x["fault"]))) for key, x in speeds.items()}
 
 
 def path_of() -> Path | None:
