@@ -160,13 +160,12 @@ class Measures:
             if not sums:
                 return tuple(results)
             if not grads:
-                draw = torch.Generator(self.device).manual_seed(
-                    1
-                )  # operands are of seed 0: a norm's gradient along them is 0
+                draw = torch.Generator(self.device).manual_seed(1)  # another: along operands a norm's gradient is 0
                 grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
             found = torch.autograd.grad(sums, graded, grads, allow_unused=True)
             none = torch.zeros(())
-            return tuple(none if x is None else x.detach() for x in (*results, *found))
+            every = (*results, *(none if x is None else x for x in found))
+            return tuple(x.detach() for x in every)
 
         return call
 
