@@ -264,8 +264,11 @@ def _ready(captured: Capture, tp: int) -> Capture:
 
 
 def _sharded(planned: Planned, builder: Builder, outputs: str = "full") -> Sharded:
-    """The program of all ranks."""
-    program = ShardedProgram(planned, builder.prices.convert)
+    """The program of all ranks. What forces or forbids sequence parallelism has decided the plan, and is no part of it:
+    the program of a loaded plan has the same conversions.
+    """
+    prices = builder.prices if builder.prices.sequence is None else replace(builder.prices, sequence=None)
+    program = ShardedProgram(planned, prices.convert)
     run_passes(program, schedule(CaptureRequest(outputs=outputs)).sharded)
     assert program.sharded is not None
     return program.sharded

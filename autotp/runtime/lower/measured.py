@@ -163,9 +163,7 @@ class Measures:
                 draw = torch.Generator(self.device).manual_seed(1)  # another: along operands a norm's gradient is 0
                 grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
             found = torch.autograd.grad(sums, graded, grads, allow_unused=True)
-            none = torch.zeros(())
-            every = (*results, *(none if x is None else x for x in found))
-            return tuple(x.detach() for x in every)
+            return tuple(map(_detached, (*results, *found)))
 
         return call
 
@@ -206,3 +204,8 @@ def differs(found: Outputs, wanted: Outputs) -> str:
 
 def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
     return x.shape, x.dtype
+
+
+def _detached(x: Tensor | None) -> Tensor:
+    """Without its graph; 0 for no gradient."""
+    return torch.zeros(()) if x is None else x.detach()
