@@ -201,6 +201,8 @@ def no_dp() -> bool:
 LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs/training.md": "What is not supported"}
 LISTS |= {"docs/generation.md": "What is not there"}
 INTEROP = "tests/runtime/interop"
+TRAINER = f"{INTEROP}/test_trainer.py::test_all_of_the_trainer_is_that_of_one_process"
+GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_refused_with_a_sentence"
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
 # A few words of each item -> whether it is still so; or the test that says so; None for amounts, and what takes a GPU.
 STILL: dict[str, Callable[[], bool] | str | None] = {
@@ -217,8 +219,8 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
     "autotp makes no pipeline stages": no_stages,
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
-    "by themselves: the classes of [integrations]": f"{INTEROP}/test_trainer.py::test_all_of_the_trainer_is_that_of_one_process",
-    "`create_graph=True` is refused with dp": f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_refused_with_a_sentence",
+    "by themselves: the classes of [integrations]": TRAINER,
+    "`create_graph=True` is refused with dp": GRADIENTS,
     "Continuous batching (`generate_batch`)": no_batching,
     "Caches that move between devices": None,
     "`compare=` of a call with a cache": None,
