@@ -49,7 +49,7 @@ def tune(
             rows.append(_row(alternative, verdict, device))
             working(f"measured {len(rows)}: {alternative.name}")
 
-        switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable}
+        switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares}
         with watched(see):
             autotp.compile(
                 source.model, example_inputs=source.inputs, backend=backend, optimise=switches, check=False, **asked

@@ -76,10 +76,12 @@ class Optimisation(Pass[RankProgram]):
     Attributes:
         measurable: whether it asks `Setting.judges` of each thing that it would put in.
         sends: whether these are about what is sent, so that ranks run them together.
+        shares: whether ranks read each other's memory in it, so that only some machines can run it.
     """
 
     measurable: ClassVar[bool] = False
     sends: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
         """Refuse marks that the optimisation forgot on what it put in."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -19,11 +19,12 @@ Position = tuple[fx.Node, int]  # where a change begins or ends, and which of th
 
 
 class Change(NamedTuple):
-    """What was put into a graph: its name in words, where, and its call."""
+    """What was put into a graph: its name in words, where, and its call; `beside`: calls that are measured with it."""
 
     name: str
     position: Position
     new: fx.Node
+    beside: tuple[fx.Node, ...] = ()
 
 
 Changing = Callable[[fx.Graph, Container[Position]], Iterator[Change]]  # makes all changes that are not refused
@@ -71,21 +72,21 @@ class Judged:
         copy, into = copy_graph(graph.nodes)
         back = {c: g for g, c in into.items()}
         bad: set[Position] = set()
-        for name, (node, number), new in self._changing(copy, {(into[g], k) for g, k in self.refused}):
+        for name, (node, number), new, beside in self._changing(copy, {(into[g], k) for g, k in self.refused}):
             if node not in back:  # made by another change
                 continue
             position = back[node], number
             literals = str(fx.map_arg((new.args, dict(new.kwargs)), lambda _: None))
-            kind = name, new.target, literals, tuple(map(_kind, new.all_input_nodes))
+            kind = name, new.target, literals, tuple(map(_kind, (*new.all_input_nodes, *beside)))
             if kind not in self._verdicts:
-                self._verdicts[kind] = self._verdict(name, position)
+                self._verdicts[kind] = self._verdict(name, position, [back[x] for x in beside])
             used, why = self._verdicts[kind]
             self.why[name, used] = why
             if not used:
                 bad.add(position)
         return bad
 
-    def _verdict(self, name: str, position: Position) -> Verdict:
+    def _verdict(self, name: str, position: Position, beside: Sequence[fx.Node]) -> Verdict:
         graph, place = self._program.graph, self._program.setting.place
 
         def rewrite(copy: fx.Graph, into: Any) -> None:
@@ -93,7 +94,7 @@ class Judged:
             for _ in self._changing(copy, _AllBut((into[node], number))):
                 pass
 
-        found = alternative(name, graph, rewrite, place, self._sends)
+        found = alternative(name, graph, rewrite, place, self._sends, beside)
         assert self._judge is not None
         return Verdict(False, "it cannot be run by itself") if found is None else self._judge(found)
 
