@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -25,7 +25,16 @@ class Verdict(NamedTuple):
     why: str
 
 
-Judge = Callable[[Alternative], Verdict]
+class Judge(Protocol):
+    """Compares and times what an optimisation would put in."""
+
+    def __call__(self, alternative: Alternative) -> Verdict:
+        """Whether it is used."""
+        ...
+
+    def ahead(self, count: int) -> None:
+        """So many alternatives are about to come."""
+        ...
 
 
 @dataclass(frozen=True)
