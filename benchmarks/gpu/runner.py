@@ -47,6 +47,7 @@ def work(part: str, device: str, folder: Path, limit: float) -> None:
             state.faults[name] = f"{type(error).__name__}: {str(error).strip()[:500]}"
         state.running, state.seconds[name] = "", round(time.monotonic() - began, 1)
         save(path, state)
+        torch.compiler.reset()  # torch compiles one function for a few sizes only, and then refuses
         if device == "cuda":
             torch.cuda.empty_cache()
     return None
