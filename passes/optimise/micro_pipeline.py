@@ -62,6 +62,7 @@ def _rewritten(graph: fx.Graph, refused: Container[Position]) -> Iterator[Change
     for node in list(graph.nodes):
         if over_tp(node, *symmetric.FORMS) and (node, 0) not in refused:
             products = beside.get(node, ())
-            name = f"{'g' if node.target is g else 'g*'} with {len(products)} products"
+            kind, count = "g" if node.target is g else "g*", len(products)
+            name = f"{kind} with {count} product{'s' * (count != 1)}"
             node.target = symmetric.FORMS[node.target]
             yield Change(name, (node, 0), node, products)
