@@ -69,9 +69,11 @@ def _copy(moved: int, device: str) -> Callable[[], object]:
     return lambda: target.copy_(source)
 
 
-def used(record: Record, way: str) -> bool:
-    """Whether a program that would run `way` takes the kernel instead, by the rule of what is measured on a device."""
-    return all(record[what]["ratios"][way] >= GAIN for what in (FORWARD, BOTH))
+def used(record: Record, way: str) -> str:
+    """For what a program that would run `way` takes the kernel instead, by the rule of what is measured on a device."""
+    names = {FORWARD: "inference", BOTH: "training"}
+    found = [name for what, name in names.items() if record[what]["ratios"][way] >= GAIN]
+    return " and ".join(found) or "nowhere"
 
 
 def section(results: Mapping[str, Record]) -> str:
@@ -86,15 +88,11 @@ def section(results: Mapping[str, Record]) -> str:
             ratios = r[what]["ratios"]
             cells += [f"{1e6 * r[what]['seconds'][KERNEL]:.1f}", f"{ratios[EAGER]:.2f}", f"{ratios[COMPILED]:.2f}"]
             cells.append(f"{ratios[COPY]:.2f}{' missed' * (ratios[COPY] < SHARE)}")
-        rows.append([*cells, _word(used(r, EAGER)), _word(used(r, COMPILED))])
+        rows.append([*cells, used(r, EAGER), used(r, COMPILED)])
     head += ["used eagerly", "used under Inductor"]
     return f"""\
 Microseconds of the kernel; how many times as long torch's operators and Inductor's code take; and the time of a copy
 of the same bytes over the kernel's (asked: {SHARE}). A kernel is used where it is at least {GAIN} times as fast as what
-it stands for, forward and with its backward; so none that is slower than Inductor's code is used under that backend.
+it stands for, in inference forward, in training with its backward: none that is slower than Inductor's code under it.
 
 {table(head, rows)}"""
-
-
-def _word(yes: bool) -> str:
-    return "yes" if yes else "no"

@@ -163,7 +163,7 @@ def test_kernels_and_products_at_tiny_sizes():
         assert f"| {name} |" in fused.section(found)
     record = {"seconds": {fused.KERNEL: 1e-6}, "ratios": {fused.EAGER: 1.5, fused.COMPILED: 1.01, fused.COPY: 0.8}}
     told = fused.section({"x": {fused.FORWARD: record, fused.BOTH: record}})
-    assert "0.80 missed" in told and told.rstrip().endswith("| yes | no |")
+    assert "0.80 missed" in told and told.rstrip().endswith("| inference and training | nowhere |")
     [name, *_], found = list(products.items(TINY)), {}
     found[name] = products.items(TINY)[name]()
     for way in (products.TENSORWISE, products.ROWWISE):
