@@ -11,8 +11,9 @@ import heapq
 import itertools
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
+
+from .highs import highspy
 
 Fixed = dict[int, int]  # column -> 0 or 1
 ITERATIONS = 20_000  # of the simplex, from a basis that is near: ten times what the largest programs have taken
