@@ -20,7 +20,7 @@ from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 
-from .options import Options, Steering
+from .options import CaptureRequest, Options, Steering
 from .pipeline import Staged, capture_model, needed, plan_stages
 
 DEGREES = (1, 2, 4, 8, 16, 32)
@@ -39,12 +39,13 @@ def sweep(
     pins: Any = None,
     band: float = BAND,
     check_capture: bool | None = None,
+    precision: Any = None,
 ) -> Sweep:
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
-        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture: see
-            `autotp.plan`.
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture,
+            precision: see `autotp.plan`.
         tps: the degrees.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
@@ -61,7 +62,7 @@ def sweep(
                         sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
     inputs = needed(model, example_inputs, "autotp.sweep")
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, CaptureRequest.read(precision=precision))
     return sweep_captured(captured, notes, options, type(model).__name__)
 
 
