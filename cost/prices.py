@@ -239,7 +239,7 @@ class Prices:
             return None
         size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
         ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
-        taken = [self.one_way(x, y, size * self._narrow(node, x, y)) for x, y in ways[:1]]
+        taken = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
         taken += [self.one_way(x, y, size) for x, y in ways[1:]]
         if any(seconds is None for seconds in taken):
             return None
@@ -264,11 +264,11 @@ class Prices:
             ways.append((b.dual, a.dual))
         called = [conversions.primitive(*way) for way in ways]
         nbytes = self.bytes(tensors(node)[i])
-        sizes = [nbytes * self._narrow(node, a, b), nbytes]
+        sizes = [nbytes * self.narrow(node, a, b), nbytes]
         sent = [collective_bytes(p, size, self.tp) for p, size in zip(called, sizes, strict=False) if p is not None]
         return Traffic(sum(sent), len(sent))
 
-    def _narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
+    def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""
         wire = sent_as(node.target, conversions.primitive(a, b)) if conversions.key(a, b) in conversions.KINDS else None
         return 1.0 if wire is None else wire.itemsize / tensors(node)[0].element_size()

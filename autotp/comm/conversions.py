@@ -166,9 +166,7 @@ def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
     return FUNCTIONS[kind_of(src, dst).name]
 
 
-def _alone(
-    x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None = None
-) -> Tensor:
+def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None = None) -> Tensor:
     """The same algorithm on one rank, between processes."""
     kind = kind_of(src, dst)
     if kind.pre is not nothing:

@@ -16,7 +16,9 @@ from .options import CaptureRequest, Options
 from .pipeline import apply_plan, capture_model, needed
 
 
-def certify(model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None) -> Certificate:
+def certify(
+    model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None
+) -> Certificate:
     """Have meta-pytorch's spmd_types check the program that a plan makes of a model, on meta tensors.
 
     The types of leaves, of pending sums and of outputs are the plan's; every other type is inferred from them by the

@@ -62,7 +62,9 @@ def sweep(
                         sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
     inputs = needed(model, example_inputs, "autotp.sweep")
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture, CaptureRequest.read(precision=precision))
+    captured, notes = capture_model(
+        model, inputs, torch.device("cpu"), check_capture, CaptureRequest.read(precision=precision)
+    )
     return sweep_captured(captured, notes, options, type(model).__name__)
 
 

@@ -37,9 +37,9 @@ class Factor:
 
     `contracted` says whether the loop may be split where results lack it; they are then partial, by `reduction`: sums,
     or maxima, which carry no gradient. `label` is its letter in an einsum string, or its name. `copies`: how often
-    operands and results are copied to split it, beside what the operator itself reads and writes. `alike`: results that
-    lack the loop and are no summands, for every rank has them whole. `maxima`: operand slots that lack the loop and whose
-    gradients are the largest over the ranks, not the sum.
+    operands and results are copied to split it, beside what the operator itself reads and writes. `alike`: results
+    that lack the loop and are no summands: every rank has them whole. `maxima`: operand slots that lack the loop, and
+    whose gradients are the largest over the ranks, not the sum.
     """
 
     size: Size

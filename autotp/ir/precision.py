@@ -66,7 +66,9 @@ def _patterns(given: Any) -> tuple[str, ...]:
 
 def _checked(precision: Precision) -> Precision:
     if precision.recipe not in (TENSORWISE, ROWWISE):
-        raise InputError(f"precision: the recipe {precision.recipe!r} is not known: give {TENSORWISE!r} or {ROWWISE!r}.")
+        raise InputError(
+            f"precision: the recipe {precision.recipe!r} is not known: give {TENSORWISE!r} or {ROWWISE!r}."
+        )
     size = precision.smallest
     if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
         raise InputError(f"precision: smallest={size!r}: give a number of elements, or None for torchao's sizes.")

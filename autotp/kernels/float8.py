@@ -58,7 +58,8 @@ def float8_linear(x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor
         x: what `float8_cast` gave, [..., k]. weight: [n, k], not cast yet.
         x_amax, weight_amax: largest absolute values, [].
 
-    Returns: the product, [..., n], and a zero, [], whose gradient is to be the largest absolute value of the product's.
+    Returns: the product, [..., n], and a zero, [], whose gradient is to be the largest absolute value of the
+    product's gradient.
     """
     a, scale = x.flatten(0, -2).to(INPUT), _inverse(x_amax, INPUT)
     b = cast(weight, weight_amax, INPUT)
@@ -97,8 +98,8 @@ def float8_rows(
         x_rows, weight_rows: largest absolute values over k, [..., 1] and [n, 1].
         x_columns, weight_columns: over the rest, which the backward sums over, [k].
 
-    Returns: the product, [..., n], and zeros, [..., 1] and [n], whose gradients are to be the largest absolute values of
-    the product's rows and columns.
+    Returns: the product, [..., n], and zeros, [..., 1] and [n], whose gradients are to be the largest absolute values
+    of the gradient's rows and columns.
     """
     a, rows = x.flatten(0, -2), x_rows.flatten(0, -2)
     y = _scaled(a, rows, weight, weight_rows, x.dtype)
