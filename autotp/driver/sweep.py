@@ -50,7 +50,8 @@ def sweep(
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
     Returns:
-        The `Sweep`, with the plan of every degree.
+        The `Sweep`, with the plan of every degree; with a `precision` the figures in the model's own beside it
+        (`Sweep.own`).
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -61,11 +62,15 @@ def sweep(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
-    inputs = needed(model, example_inputs, "autotp.sweep")
-    captured, notes = capture_model(
-        model, inputs, torch.device("cpu"), check_capture, CaptureRequest.read(precision=precision)
-    )
-    return sweep_captured(captured, notes, options, type(model).__name__)
+    inputs, name = needed(model, example_inputs, "autotp.sweep"), type(model).__name__
+    request = CaptureRequest.read(precision=precision)
+    found = [
+        sweep_captured(*capture_model(model, inputs, torch.device("cpu"), check_capture, each), options, name)
+        for each in ([CaptureRequest(), request] if request.precision is not None else [request])
+    ]
+    if request.precision is None:
+        return found[0]
+    return replace(found[1], precision=f"float8 {request.precision.recipe}", own=found[0])
 
 
 def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:

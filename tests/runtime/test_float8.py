@@ -286,9 +286,3 @@ def test_a_history_that_is_reduced_over_a_wrong_group_is_refused_by_the_types():
     graph.erase_node(reduced)
     refused = certificate(staged.planned, staged.sharded)
     assert not refused and "cat" in str(refused)
-
-
-def test_the_types_of_a_program_in_float8_are_certified():
-    model, ids = words(torch.float32), torch.arange(16).view(2, 8)
-    plan = autotp.plan(model, 2, example_inputs=ids, precision=SMALL, cluster=SLOW, sequence_parallel=True)
-    assert autotp.certify(model, plan, ids, precision=SMALL)
