@@ -42,8 +42,9 @@ def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power: bool = False) -> Te
 
 
 def float8_amax(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
-    """Largest absolute values over these dimensions."""
-    return x.abs().amax(dim, keepdim)
+    """Largest absolute values over these dimensions; 0 where a rank has no elements."""
+    size, dims = x.abs(), list(dim)
+    return size.amax(dims, keepdim) if x.numel() else size.sum(dims, keepdim)
 
 
 def float8_cast(x: Tensor, amax: Tensor) -> Tensor:
@@ -141,6 +142,8 @@ def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
     if dtype == torch.float64:
         return (a.double() @ b.double().t()) * (a_scale.double() * b_scale.double())
     m, n = a.shape[0], b.shape[0]
+    if not m * n * a.shape[1]:
+        return a.new_zeros((m, n), dtype=dtype)
     if a.is_cuda:
         a, b, b_scale = _aligned(a, b, b_scale)
     if b_scale.ndim:
@@ -162,7 +165,7 @@ def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Ten
 
 
 def _amax_fake(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
-    return torch.amax(x, dim, keepdim)
+    return torch.amax(x, list(dim), keepdim)
 
 
 def _same_fake(x: Tensor, *_: Tensor) -> Tensor:
@@ -227,7 +230,7 @@ def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | No
 
 
 def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-    return grad, grad.abs().amax()
+    return grad, float8_amax(grad, range(grad.ndim), False)
 
 
 def _keep_rows(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
@@ -240,8 +243,8 @@ def _rows_gradients(ctx: Any, grad: Tensor, rows: Tensor, columns: Tensor) -> tu
 
 
 def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    size = grad.abs()
-    return grad, size.amax(-1, True), size.flatten(0, -2).amax(0)
+    last = grad.ndim - 1
+    return grad, float8_amax(grad, [last], True), float8_amax(grad, range(last), False)
 
 
 for _name, _backward, _setup in (

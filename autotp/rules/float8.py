@@ -11,7 +11,11 @@ from autotp.kernels.operators import OPS
 from .core import einsum, rule
 from .reductions import largest
 
-rule(OPS.float8_amax.default)(largest)
+
+@rule(OPS.float8_amax.default)
+def float8_amax(op: Op) -> Rule:
+    """As a maximum, to which a rank without elements adds nothing."""
+    return replace(largest(op), empty=True)
 
 
 @rule(OPS.float8_cast.default)
@@ -23,25 +27,25 @@ def float8_cast(op: Op) -> Rule:
 @rule(OPS.float8_linear.default)
 def float8_linear(op: Op) -> Rule:
     """As a linear layer, but that its gradient is rounded: it is never given as summands."""
-    return _known_to_all(einsum(op, "...k,nk,,->...n,", summed=False, empty=False))
+    return _known_to_all(einsum(op, "...k,nk,,->...n,", summed=False))
 
 
 @rule(OPS.float8_rows.default)
 def float8_rows(op: Op) -> Rule:
     """The same with a scale for each row of what is summed over: those lie as the rows do."""
-    return _known_to_all(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False, empty=False))
+    return _known_to_all(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
 
 
 @rule(OPS.float8_seen.default)
 def float8_seen(op: Op) -> Rule:
     """Where the gradient is split, each rank has the largest value of its part."""
-    return _candidates(einsum(op, "...,->...", linear=(frozenset({0, 1}),), summed=False, empty=False))
+    return _candidates(einsum(op, "...,->...", linear=(frozenset({0, 1}),), summed=False))
 
 
 @rule(OPS.float8_rows_seen.default)
 def float8_rows_seen(op: Op) -> Rule:
     """The same of each row and each column."""
-    return _candidates(einsum(op, "...n,..._,n->...n", linear=(frozenset({0, 1, 2}),), summed=False, empty=False))
+    return _candidates(einsum(op, "...n,..._,n->...n", linear=(frozenset({0, 1, 2}),), summed=False))
 
 
 def _known_to_all(found: Rule) -> Rule:

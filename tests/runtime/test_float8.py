@@ -148,7 +148,7 @@ class Everywhere(torch.autograd.Function):
         return xs[0].clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         return (grad,) * ctx.ranks
 
 
@@ -173,28 +173,30 @@ def test_it_learns_and_not_as_without():
 def test_in_float32_it_is_as_near_as_one_device_that_sums_in_another_order(recipe):
     """One number that is rounded to its neighbour is a whole step of float8: runs part as those of any other order."""
     wanted = one_device(recipe, torch.float32)
-    spread = max(apart(one_device(recipe, torch.float32, reorder), wanted) for reorder in (1, 2, 3))
+    spread = max(apart(one_device(recipe, torch.float32, reorder), wanted) for reorder in (1, 2))
     assert 1e-3 < spread < 0.1
     assert apart(train(Simulated(words(torch.float32), recipe, 2)), wanted) <= 2 * spread
 
 
-def on_ranks(rank: int, world: int, group: Any, recipe: str) -> tuple[float, float, float]:
-    """How far one step's gradients are from one device's; the bytes that were counted, and those of the plan."""
-    model, ids = words(torch.bfloat16).double(), torch.arange(16).view(2, 8)
-    ours = sharded(model, recipe, mesh=mesh_of(group), sequence_parallel=True, cluster=SLOW)
-    alone = sharded(model, recipe, tp=1)
-    alone(ids).pow(2).sum().backward()
+def step(model: Any) -> dict[str, Tensor]:
+    """The gradients of one step."""
+    model(torch.arange(16).view(2, 8)).pow(2).sum().backward()
+    return model.full_grad_dict()
+
+
+def on_ranks(rank: int, world: int, group: Any, recipe: str) -> tuple[dict[str, Tensor], float, float]:
+    """One step's gradients; the bytes that were counted, and those of the plan."""
+    model = sharded(words(torch.float64), recipe, mesh=mesh_of(group), sequence_parallel=True, cluster=SLOW)
     with Counted(world) as counted:
-        ours(ids).pow(2).sum().backward()
-    wanted, found = alone.full_grad_dict(), ours.full_grad_dict()
-    far = max(float((found[n] - g).abs().max() / g.abs().max()) for n, g in wanted.items())
-    return far, counted.bytes, ours.plan.totals.sent
+        model(torch.arange(16).view(2, 8)).pow(2).sum().backward()
+    return model.full_grad_dict(), counted.bytes, model.plan.totals.sent
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_on_ranks_it_is_the_same_and_sends_what_the_plan_says(pool, recipe):
-    for far, counted, planned in pool.run(on_ranks, recipe, world=2):
-        assert far < 1e-10
+    wanted = step(sharded(words(torch.float64), recipe, tp=1))
+    for found, counted, planned in pool.run(on_ranks, recipe, world=2):
+        assert all((found[n] - g).abs().max() < 1e-10 * g.abs().max() for n, g in wanted.items())
         assert counted == planned
 
 
@@ -225,9 +227,10 @@ def test_unsharded_it_is_torchaos():
         assert torch.equal(y, theirs(a)) and not torch.equal(y, model(x))
         theirs(a).backward(gradient)
         y.backward(gradient)
-        assert torch.equal(a.grad, b.grad)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
         gradients = ours.full_grad_dict()
-        assert all(torch.equal(gradients[n], p.grad) for n, p in theirs.named_parameters())
+        wanted = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+        assert len(wanted) == 5 and all(torch.equal(gradients[n], g) for n, g in wanted.items())
 
 
 def unreduced(op: Op) -> Rule:
