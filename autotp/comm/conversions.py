@@ -205,9 +205,10 @@ class _Real(torch.autograd.Function):
     # Fixed arity: Dynamo does not trace a forward that takes *args.
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None
-    ) -> Tensor:
-        ctx.conversion = src, dst, rank, tp, group
+        ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None,
+        reduces: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.conversion, ctx.reduces = (src, dst, rank, tp, group), reduces
         # Detached, it is no view in autograd's eyes: users may change what a model returns in place.
         return _alone(x, src, dst, rank, tp, group, wire).detach()
 
@@ -215,21 +216,25 @@ class _Real(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst, rank, tp, group = ctx.conversion
         convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
-        return convert(grad, dst.dual, src.dual, rank, tp, group, None), None, None, None, None, None, None
+        none = (None,) if convert is _alone else (None, None)
+        wide = grad if ctx.reduces is None else grad.to(ctx.reduces)
+        made = convert(wide, dst.dual, src.dual, rank, tp, group, *none).to(grad.dtype)
+        return made, None, None, None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:
     name = KINDS[src, dst].name
 
     def convert(
-        x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str, wire: torch.dtype | None = None
-    ) -> Tensor:
+        x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str, wire: torch.dtype | None = None,
+        reduces: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         if kind_of(src, dst).name != name:
             raise PlanError(f"{name} does not convert {src} to {dst}; {kind_of(src, dst).name} does.")
         if tp == 1:
             return x
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return _Real.apply(x, src, dst, rank, tp, group, wire)  # type: ignore[return-value]
+            return _Real.apply(x, src, dst, rank, tp, group, wire, reduces)  # type: ignore[return-value]
         y = _alone(x, src, dst, rank, tp, group, wire)  # in inference a step has no time for what records nothing
         return y.detach() if y._is_view() else y
 
@@ -243,6 +248,7 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
         tp: number of ranks on the axis; with one rank `x` itself is returned.
         group: name of the functional process group, `ProcessGroup.group_name`.
         wire: type in which the numbers of `x` are sent forward, where they are numbers of that; None for its own.
+        reduces: type in which the gradient is sent and added up; None for its own.
 
     Returns:
         What this rank holds under `dst`.

@@ -20,6 +20,7 @@ from .operators import OPS
 
 INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
 LEAST = 1e-12  # a smaller largest value counts as this one, as torchao's EPS
+_scaled_mm = torch.ops.aten._scaled_mm.default
 ALIGNED = 16  # elements, of every dimension that a kernel for CUDA multiplies along
 
 
@@ -149,8 +150,8 @@ def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
     if b_scale.ndim:
         a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
         if a.is_cuda and dtype != torch.bfloat16:  # all that kernel gives
-            return torch._scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16)[:m, :n].to(dtype)
-    return torch._scaled_mm(a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
+            return _scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16)[:m, :n].to(dtype)
+    return _scaled_mm(a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
 
 
 def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:

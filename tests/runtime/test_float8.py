@@ -289,3 +289,11 @@ def test_a_history_that_is_reduced_over_a_wrong_group_is_refused_by_the_types():
     graph.erase_node(reduced)
     refused = certificate(staged.planned, staged.sharded)
     assert not refused and "cat" in str(refused)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_types_of_a_program_in_float8_are_certified(recipe):
+    model, ids, precision = words(torch.float32), torch.arange(16).view(2, 8), {**SMALL, "recipe": recipe}
+    plan = autotp.plan(model, 2, example_inputs=ids, precision=precision, cluster=SLOW, sequence_parallel=True)
+    found = autotp.certify(model, plan, ids, precision=precision)
+    assert found, found
