@@ -20,7 +20,7 @@ def read_reduce_dtype(given: Any) -> torch.dtype | None:
     Raises:
         InputError: it is none that gradients are added up in.
     """
-    found = WIDE.get(given, given) if isinstance(given, str) else given
+    found: Any = WIDE.get(given, given) if isinstance(given, str) else given
     if found is not None and found not in WIDE.values():
         raise InputError(
             f"reduce_dtype={given!r}: give torch.float32 or torch.float64, or None for the parameters' own."

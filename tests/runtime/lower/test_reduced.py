@@ -52,6 +52,11 @@ def gradients(model: nn.Module, more: int = 1) -> tuple[dict[str, Tensor], set[t
     return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, reduced.types
 
 
+def local(x: Any) -> Tensor:
+    """The rank's part of a DTensor."""
+    return x.to_local()
+
+
 def on_ranks(rank: int, world: int, group: Any) -> None:
     # 256 + 1 is 256 in bfloat16, so that a sum of four numbers shows in what it is added up.
     for reduces, total in ((None, 256.0), (torch.float32, 260.0)):
@@ -74,11 +79,11 @@ def on_ranks(rank: int, world: int, group: Any) -> None:
         wide.zero_grad()
         x = torch.randn(2, 8, 16, generator=torch.Generator().manual_seed(i)).bfloat16()
         wide(x).float().pow(2).sum().backward()
-        steps.append({n: p.grad.to_local().clone() for n, p in wide.named_parameters()})
+        steps.append({n: local(p.grad).clone() for n, p in wide.named_parameters()})
     wide.zero_grad()
     together, _ = gradients(wide, 3)
     for n, g in together.items():
-        assert torch.equal(g.to_local(), steps[0][n] + steps[1][n] + steps[2][n]), n
+        assert torch.equal(local(g), steps[0][n] + steps[1][n] + steps[2][n]), n
 
 
 def test_gradients_are_reduced_and_accumulated_in_float32(pool):
