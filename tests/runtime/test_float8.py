@@ -25,6 +25,7 @@ from autotp.proof.certificate.certificate import certificate
 from autotp.rules.core import RULES
 from benchmarks.hand_plans import Counted
 from tests.helpers.compare import mesh_of
+from tests.helpers.quantised import torchao
 
 STEPS, WIDTH, WORDS, RATE = 100, 32, 64, 0.3
 OPS: Any = torch.ops.autotp
@@ -213,13 +214,14 @@ def test_what_is_cast_is_gathered_in_a_byte_an_element():
 
 
 def test_unsharded_it_is_torchaos():
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415  ranks need none of it
-
+    float8 = torchao("torchao.float8")
     for recipe, dtype in (("tensorwise", torch.float32), ("tensorwise", torch.bfloat16), ("rowwise", torch.bfloat16)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False), nn.Linear(32, 32)).to(dtype)
-        config = Float8LinearConfig.from_recipe_name(recipe)
-        theirs = convert_to_float8_training(copy.deepcopy(model), config=config, module_filter_fn=lambda _, n: n != "3")
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        theirs = float8.convert_to_float8_training(
+            copy.deepcopy(model), config=config, module_filter_fn=lambda _, n: n != "3"
+        )
         x, gradient = torch.randn(2, 4, 16, 32).to(dtype)
         a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
         ours = autotp.compile(model, 1, example_inputs=b, precision={**SMALL, "recipe": recipe}, check_capture=False)
