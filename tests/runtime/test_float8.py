@@ -297,5 +297,6 @@ def test_a_history_that_is_reduced_over_a_wrong_group_is_refused_by_the_types():
 def test_the_types_of_a_program_in_float8_are_certified(recipe):
     model, ids, precision = words(torch.float32), torch.arange(16).view(2, 8), {**SMALL, "recipe": recipe}
     plan = autotp.plan(model, 2, example_inputs=ids, precision=precision, cluster=SLOW, sequence_parallel=True)
+    assert autotp.Plan.from_json(plan.to_json()) == plan
     found = autotp.certify(model, plan, ids, precision=precision)
     assert found, found
