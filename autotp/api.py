@@ -55,7 +55,7 @@ def plan(
     like: Plan | None = None,
     outputs: str = "full",
     random: str = "counter",
-    carried: CarriedNames | None = None, check_capture: bool | None = None,
+    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
 ) -> Plan:  # fmt: skip
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
@@ -82,7 +82,7 @@ def plan(
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
-        outputs, random, carried: see `autotp.compile`.
+        outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
             plan's notes say what was compared, or why nothing was.
@@ -95,7 +95,7 @@ def plan(
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
     options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    request = CaptureRequest.read(dp, outputs, random, carried)
+    request = CaptureRequest.read(dp, outputs, random, carried, precision)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
@@ -114,6 +114,8 @@ def parallelize(
     optimise: Switches = None,
     check: bool | None = None,
     compare: Literal["first", "every"] | None = None,
+    precision: Any = None,
+    reduce_dtype: Any = None,
 ) -> ShardedModule:
     """Shard a model by a plan: every rank keeps its part of the parameters, and the module answers like the original.
 
@@ -122,15 +124,15 @@ def parallelize(
         plan: from `autotp.plan`, or `Plan.load`.
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         example_inputs: captured at once instead of at the first call.
-        outputs, random, carried, backend, options, optimise: see `compile`.
+        outputs, random, carried, backend, options, optimise, precision, reduce_dtype: see `compile`.
         check, compare: compare values between the ranks, and with the original; see `compile`.
 
     Raises:
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
-    request = CaptureRequest.read(plan.batch.size, outputs, random, carried)
-    lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
+    request = CaptureRequest.read(plan.batch.size, outputs, random, carried, precision)
+    lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
@@ -154,15 +156,13 @@ def compile(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False, band: float = BAND,
-    dp: int | None = None,
-    fully_shard: bool = False,
-    outputs: str = "full",
-    loss: Callable[[Any, Any], Tensor] | None = None,
+    dp: int | None = None, fully_shard: bool = False,
+    outputs: str = "full", loss: Callable[[Any, Any], Tensor] | None = None,
     random: str = "counter", carried: CarriedNames | None = None,
-    backend: str | Callable[..., Any] = "eager",
-    options: Mapping[str, Any] | None = None,
+    backend: str | Callable[..., Any] = "eager", options: Mapping[str, Any] | None = None,
     optimise: Switches = None,
     check: bool | None = None, check_capture: bool | None = None, compare: Literal["first", "every"] | None = None,
+    precision: str | Mapping[str, Any] | None = None, reduce_dtype: torch.dtype | str | None = None,
 ) -> ShardedModule:  # fmt: skip
     """Shard a model over `tp` ranks: `parallelize(model, plan(model, tp, ...))`. Run it by torchrun, alike on all.
 
@@ -182,6 +182,8 @@ def compile(
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name: {"overlap": False}, "measured"; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call. check_capture: see `plan`.
+        precision: "float8", "float8-rowwise": large products in that, scaled as they come (docs/float8.md).
+        reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.
     Raises: AutoTPError: its subclasses say what is wrong, where, why, and what to do; all ranks raise together.
@@ -189,10 +191,10 @@ def compile(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
     _refuse(plan, steering, tp, mesh)
-    lowering, kind = Lowering.read(backend, options, optimise), kind_of(compare)
+    lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     model = with_loss(model, loss) if loss is not None else model
     axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
-    request, captured = CaptureRequest.read(axis.size, outputs, random, carried), None
+    request, captured = CaptureRequest.read(axis.size, outputs, random, carried, precision), None
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
     ranks, chosen = _ranks(plan, tp, mesh, axis, steering)

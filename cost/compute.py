@@ -157,5 +157,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten.conv_transpose3d": _transposed,
     **dict.fromkeys(("aten.lstm", "aten.gru", "aten.rnn_tanh", "aten.rnn_relu"), _recurrent),
     **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
+    "autotp.float8_linear": lambda out, *operands, **_: _matmul(out[0], *operands),
+    "autotp.float8_rows": lambda out, *operands, **_: _matmul(out[0], *operands),
     "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert
 }

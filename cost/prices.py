@@ -17,6 +17,7 @@ from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
+from autotp.ir.wire import ARITHMETIC, sent_as
 
 from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost
 from .objective import TRAINING, Objective
@@ -175,7 +176,7 @@ class Prices:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         moved = sum(sides)
         part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split is not None else 1.0
-        dtype = str(results[0].dtype if results else "int64").removeprefix("torch.")
+        dtype = ARITHMETIC.get(str(op.target), str(results[0].dtype if results else "int64").removeprefix("torch."))
         if split is not None:
             moved *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
@@ -238,7 +239,8 @@ class Prices:
             return None
         size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
         ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
-        taken = [self.one_way(x, y, size) for x, y in ways]
+        taken = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
+        taken += [self.one_way(x, y, size) for x, y in ways[1:]]
         if any(seconds is None for seconds in taken):
             return None
         both = zip(ways, taken, strict=True) if self.objective.training else [(ways[0], taken[0])]
@@ -260,9 +262,16 @@ class Prices:
         ways = [(a, b)]
         if node in self.grads and self.objective.training:
             ways.append((b.dual, a.dual))
-        called = [p for way in ways if (p := conversions.primitive(*way)) is not None]
+        called = [conversions.primitive(*way) for way in ways]
         nbytes = self.bytes(tensors(node)[i])
-        return Traffic(sum(collective_bytes(p, nbytes, self.tp) for p in called), len(called))
+        sizes = [nbytes * self.narrow(node, a, b), nbytes]
+        sent = [collective_bytes(p, size, self.tp) for p, size in zip(called, sizes, strict=False) if p is not None]
+        return Traffic(sum(sent), len(sent))
+
+    def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
+        """The part of a value's bytes that its conversion sends forward."""
+        wire = sent_as(node.target, conversions.primitive(a, b)) if conversions.key(a, b) in conversions.KINDS else None
+        return 1.0 if wire is None else wire.itemsize / tensors(node)[0].element_size()
 
     def _forbidden(self, node: fx.Node, a: Layout, b: Layout) -> bool:
         """Whether `sequence` rules a conversion out: False those to a shard, True those to whole values."""

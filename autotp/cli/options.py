@@ -103,6 +103,14 @@ class SteeringOptions:
             rich_help_panel=STEERING,
         ),
     ] = 0.02
+    precision: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="Of large products: float8 or float8-rowwise. Default: the model's.",
+            rich_help_panel=STEERING,
+        ),
+    ] = None
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -116,10 +124,11 @@ class SteeringOptions:
 
     def arguments(self) -> dict[str, Any]:
         """The arguments of `autotp.plan` that say the same."""
+        precise = {} if self.precision is None else {"precision": self.precision}
         return {
             "cluster": self.cluster, "objective": self.objective, "optimizer": self.optimizer, "memory": self.memory,
             "sequence_parallel": self.sequence_parallel, "pins": read_pins(self.pin or []) or None,
-            "band": self.band,
+            "band": self.band, **precise,
         }  # fmt: skip
 
 

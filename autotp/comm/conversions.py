@@ -18,6 +18,7 @@ from torch import Tensor
 from autotp.errors import PlanError
 from autotp.ir.layouts import Layout
 from autotp.ir.specs import Spec
+from autotp.ir.wire import packed, unpacked
 
 from . import collectives
 from .collectives import Exchange, Primitive
@@ -147,17 +148,17 @@ def kind_of(src: Spec | Layout, dst: Spec | Layout) -> ConversionKind:
     return kind
 
 
-def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec) -> list[Tensor]:
+def simulate(xs: Sequence[Tensor], src: Spec, dst: Spec, wire: torch.dtype | None = None) -> list[Tensor]:
     """The conversion on all ranks at once, in one process, differentiable (twice too).
 
     Args:
         xs: what each rank holds under `src`, in rank order; their number is tp.
-        src, dst: run-time layouts.
+        src, dst: run-time layouts. wire: see the functions of the table.
 
     Returns:
         What each rank holds under `dst`.
     """
-    return list(_Simulated.apply(src, dst, *xs))  # type: ignore[arg-type]
+    return list(_Simulated.apply(src, dst, wire, *xs))  # type: ignore[arg-type]
 
 
 def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
@@ -165,63 +166,76 @@ def function_for(src: Spec, dst: Spec) -> Callable[..., Tensor]:
     return FUNCTIONS[kind_of(src, dst).name]
 
 
-def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
+def _alone(x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None = None) -> Tensor:
     """The same algorithm on one rank, between processes."""
     kind = kind_of(src, dst)
     if kind.pre is not nothing:
         x = kind.pre(x, src, dst, rank, tp)
     if kind.primitive is not None:
-        x = collectives.real(kind.primitive, x, src.reduction, tp=tp, group=group)
+        y = collectives.real(kind.primitive, packed(x, wire), src.reduction, tp=tp, group=group)
+        x = unpacked(y, wire, x.dtype)
     return x if kind.post is nothing else kind.post(x, src, dst, rank, tp)
 
 
-def _run(xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, exchange: Exchange) -> list[Tensor]:
+def _run(
+    xs: list[Tensor], src: Spec, dst: Spec, ranks: Sequence[int], tp: int, exchange: Exchange, wire: torch.dtype | None
+) -> list[Tensor]:
     """The one algorithm, for the ranks that are present."""
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
     if kind.primitive is not None:
-        ys = exchange(kind.primitive, ys, src.reduction)
+        sent = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction)
+        ys = [unpacked(y, wire, xs[0].dtype) for y in sent]
     return [kind.post(y, src, dst, rank, tp) for y, rank in zip(ys, ranks, strict=True)]
 
 
 class _Simulated(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, src: Spec, dst: Spec, *xs: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, src: Spec, dst: Spec, wire: torch.dtype | None, *xs: Tensor) -> tuple[Tensor, ...]:
         ctx.layouts = src, dst
-        return tuple(_run(list(xs), src, dst, range(len(xs)), len(xs), collectives.simulated))
+        return tuple(_run(list(xs), src, dst, range(len(xs)), len(xs), collectives.simulated, wire))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst = ctx.layouts
-        return None, None, *simulate(grads, dst.dual, src.dual)
+        return None, None, None, *simulate(grads, dst.dual, src.dual)
 
 
 class _Real(torch.autograd.Function):
     # Fixed arity: Dynamo does not trace a forward that takes *args.
     @staticmethod
-    def forward(ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str) -> Tensor:
-        ctx.conversion = src, dst, rank, tp, group
+    def forward(
+        ctx: Any, x: Tensor, src: Spec, dst: Spec, rank: int, tp: int, group: str, wire: torch.dtype | None,
+        reduces: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        ctx.conversion, ctx.reduces = (src, dst, rank, tp, group), reduces
         # Detached, it is no view in autograd's eyes: users may change what a model returns in place.
-        return _alone(x, src, dst, rank, tp, group).detach()
+        return _alone(x, src, dst, rank, tp, group, wire).detach()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst, rank, tp, group = ctx.conversion
         convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
-        return convert(grad, dst.dual, src.dual, rank, tp, group), None, None, None, None, None
+        none = (None,) if convert is _alone else (None, None)
+        wide = grad if ctx.reduces is None else grad.to(ctx.reduces)
+        made = convert(wide, dst.dual, src.dual, rank, tp, group, *none).to(grad.dtype)
+        return made, None, None, None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:
     name = KINDS[src, dst].name
 
-    def convert(x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str) -> Tensor:
+    def convert(
+        x: Tensor, src: Spec, dst: Spec, *, rank: int, tp: int, group: str, wire: torch.dtype | None = None,
+        reduces: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
         if kind_of(src, dst).name != name:
             raise PlanError(f"{name} does not convert {src} to {dst}; {kind_of(src, dst).name} does.")
         if tp == 1:
             return x
         if torch.compiler.is_compiling() or torch.is_grad_enabled():
-            return _Real.apply(x, src, dst, rank, tp, group)  # type: ignore[return-value]
-        y = _alone(x, src, dst, rank, tp, group)  # in inference a step has no time for what records nothing
+            return _Real.apply(x, src, dst, rank, tp, group, wire, reduces)  # type: ignore[return-value]
+        y = _alone(x, src, dst, rank, tp, group, wire)  # in inference a step has no time for what records nothing
         return y.detach() if y._is_view() else y
 
     convert.__name__ = convert.__qualname__ = name
@@ -233,6 +247,8 @@ def _function(src: str, dst: str) -> Callable[..., Tensor]:
         rank: of this process on the axis, 0 to tp-1.
         tp: number of ranks on the axis; with one rank `x` itself is returned.
         group: name of the functional process group, `ProcessGroup.group_name`.
+        wire: type in which the numbers of `x` are sent forward, where they are numbers of that; None for its own.
+        reduces: type in which the gradient is sent and added up; None for its own.
 
     Returns:
         What this rank holds under `dst`.

@@ -16,7 +16,9 @@ from .options import CaptureRequest, Options
 from .pipeline import apply_plan, capture_model, needed
 
 
-def certify(model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None) -> Certificate:
+def certify(
+    model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None
+) -> Certificate:
     """Have meta-pytorch's spmd_types check the program that a plan makes of a model, on meta tensors.
 
     The types of leaves, of pending sums and of outputs are the plan's; every other type is inferred from them by the
@@ -26,7 +28,7 @@ def certify(model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried
     Args:
         model: with its weights, or on the meta device.
         plan: of this model.
-        example_inputs, carried: as for `autotp.compile`.
+        example_inputs, carried, precision: as for `autotp.compile`.
 
     Returns:
         A `Certificate`, true where nothing is refused; it names the first operator that is.
@@ -37,6 +39,6 @@ def certify(model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried
     """
     spmd_types()  # before minutes of capture
     inputs = needed(model, example_inputs, "autotp.certify")
-    request = CaptureRequest.read(1, "full", "counter", carried)
+    request = CaptureRequest.read(carried=carried, precision=precision)
     captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
     return certificate(*apply_plan(captured, plan, Options.of_plan(plan)))

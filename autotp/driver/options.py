@@ -11,6 +11,7 @@ from autotp.cost.objective import TRAINING, Objective
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.ir.named_states import Names, read_carried
+from autotp.ir.precision import Precision
 from autotp.passes.shard.pins import Dims, Pins, read_pins
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
@@ -117,12 +118,14 @@ class CaptureRequest:
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
         random: what draws random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
+        precision: of large products; None for the model's own.
     """
 
     dp: int = 1
     outputs: str = "full"
     random: str = "counter"
     carried: Names = ()
+    precision: Precision | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -130,11 +133,13 @@ class CaptureRequest:
         return tuple(name for _, name in self.carried)
 
     @classmethod
-    def read(cls, dp: int, outputs: str, random: str, carried: Any = None) -> CaptureRequest:
+    def read(
+        cls, dp: int = 1, outputs: str = "full", random: str = "counter", carried: Any = None, precision: Any = None
+    ) -> CaptureRequest:
         """The request that a public function's arguments make, checked."""
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        return cls(dp, outputs, random, read_carried(carried))
+        return cls(dp, outputs, random, read_carried(carried), Precision.read(precision))
 
 
 DEFAULT_CAPTURE = CaptureRequest()

@@ -14,6 +14,7 @@ from autotp.passes.base import Pass
 from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
 from autotp.passes.decompose.counter_random import CountedRandom
+from autotp.passes.decompose.float8 import Float8Products
 from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram, table
 from autotp.passes.shard.batch_program import BatchAxis
@@ -47,7 +48,12 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
     return Schedule(
         exported=EXPORTED,
         canonical=(*CANONICAL, ExplicitCasts()),
-        requested=(BatchAxis(request.dp), LossAlone(request.outputs), CountedRandom(request.random)),
+        requested=(
+            BatchAxis(request.dp),
+            LossAlone(request.outputs),
+            Float8Products(request.precision),
+            CountedRandom(request.random),
+        ),
         planned=(DecomposeLosses(),),
         sharded=(ShardOperators(request.outputs),),
         rank=(Specialise(), *table.OPTIMISATIONS),

@@ -20,7 +20,7 @@ from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 
-from .options import Options, Steering
+from .options import CaptureRequest, Options, Steering
 from .pipeline import Staged, capture_model, needed, plan_stages
 
 DEGREES = (1, 2, 4, 8, 16, 32)
@@ -39,17 +39,19 @@ def sweep(
     pins: Any = None,
     band: float = BAND,
     check_capture: bool | None = None,
+    precision: Any = None,
 ) -> Sweep:
     """Plan a model for several degrees, captured once. Needs no devices, weights or process group.
 
     Args:
-        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture: see
-            `autotp.plan`.
+        model, example_inputs, cluster, objective, optimizer, sequence_parallel, pins, band, check_capture,
+            precision: see `autotp.plan`.
         tps: the degrees.
         memory: what a rank may hold, in bytes or as "80GB"; default: the memory of the cluster's device.
 
     Returns:
-        The `Sweep`, with the plan of every degree.
+        The `Sweep`, with the plan of every degree; with a `precision` the figures in the model's own beside it
+        (`Sweep.own`).
 
     Raises:
         InputError, CaptureError, PlanError.
@@ -60,9 +62,15 @@ def sweep(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
-    inputs = needed(model, example_inputs, "autotp.sweep")
-    captured, notes = capture_model(model, inputs, torch.device("cpu"), check_capture)
-    return sweep_captured(captured, notes, options, type(model).__name__)
+    inputs, name = needed(model, example_inputs, "autotp.sweep"), type(model).__name__
+    request = CaptureRequest.read(precision=precision)
+    found = [
+        sweep_captured(*capture_model(model, inputs, torch.device("cpu"), check_capture, each), options, name)
+        for each in ([CaptureRequest(), request] if request.precision is not None else [request])
+    ]
+    if request.precision is None:
+        return found[0]
+    return replace(found[1], precision=f"float8 {request.precision.recipe}", own=found[0])
 
 
 def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:

@@ -38,18 +38,26 @@ class Invariant(Layout):
 
 @dataclass(frozen=True)
 class Replicate(Layout):
-    """The whole value, the same on every rank; each rank's gradient is one summand."""
+    """The whole value, the same on every rank; each rank's gradient is one summand (or, for `max`, one candidate)."""
 
+    gradients: Reduction = "sum"
     mark: ClassVar[str] = "R"
 
     @property
     def dual(self) -> Layout:
-        return P
+        return Partial(self.gradients)
 
     def to_runtime(self, size: ToSize = lambda s: s) -> Spec:
-        from .specs import ReplicateSpec  # noqa: PLC0415  a plan is read without torch
+        from .specs import ReplicateMaxSpec, ReplicateSpec  # noqa: PLC0415  a plan is read without torch
 
-        return ReplicateSpec()
+        return ReplicateSpec() if self.gradients == "sum" else ReplicateMaxSpec()
+
+    @classmethod
+    def from_json(cls, data: Any) -> Layout | None:
+        return {"R": R, "R(max)": Replicate("max")}.get(data) if isinstance(data, str) else None
+
+    def __str__(self) -> str:
+        return "R" if self.gradients == "sum" else f"R({self.gradients})"
 
 
 @dataclass(frozen=True)

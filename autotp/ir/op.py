@@ -37,7 +37,9 @@ class Factor:
 
     `contracted` says whether the loop may be split where results lack it; they are then partial, by `reduction`: sums,
     or maxima, which carry no gradient. `label` is its letter in an einsum string, or its name. `copies`: how often
-    operands and results are copied to split it, beside what the operator itself reads and writes.
+    operands and results are copied to split it, beside what the operator itself reads and writes. `alike`: results
+    that lack the loop and are no summands: every rank has them whole. `maxima`: operand slots that lack the loop, and
+    whose gradients are the largest over the ranks, not the sum.
     """
 
     size: Size
@@ -48,11 +50,13 @@ class Factor:
     label: str = field(default="", compare=False)
     copies: int = 0
     reduction: Reduction = "sum"
+    alike: frozenset[int] = frozenset()
+    maxima: frozenset[int] = frozenset()
 
     @property
     def contracts(self) -> bool:
         """Whether some result lacks the loop: split, that result is partial."""
-        return any(c is None for c in self.outs)
+        return any(c is None and i not in self.alike for i, c in enumerate(self.outs))
 
 
 # Takes the call and its `autotp.rules.local.ShardCall`; returns target and arguments for a rank's shards, or a node.

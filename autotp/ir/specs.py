@@ -109,6 +109,23 @@ class ReplicateSpec(NamedTuple):
     split, recombine = InvariantSpec.split, InvariantSpec.recombine
 
 
+class ReplicateMaxSpec(NamedTuple):
+    """`layouts.Replicate` of whose gradients the largest is the value's."""
+
+    gradients: str = "max"
+    mark: str = "R"
+    whole = True
+    dim = sharded_dim = None
+    reduction = "sum"
+
+    @property
+    def dual(self) -> Spec:
+        return PartialSpec(self.gradients)
+
+    take = own = InvariantSpec.take
+    split, recombine = InvariantSpec.split, InvariantSpec.recombine
+
+
 class PartialSpec(NamedTuple):
     """`layouts.Partial`."""
 

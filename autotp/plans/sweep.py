@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from autotp.errors import PlanError
-from autotp.plans.show.report import plain, sweep_table
+from autotp.plans.show.report import plain, precisions_table, sweep_table
 from autotp.text import amount
 
 from .estimates import Degree
@@ -26,6 +26,7 @@ class Sweep:
         batch: examples in the batch that was priced: the first dimension of the example inputs.
         limit: bytes that a rank may hold.
         rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
+        precision: of the large products, in words; empty for the model's own. own: then the sweep in that, beside it.
     """
 
     model: str
@@ -36,6 +37,8 @@ class Sweep:
     limit: float
     rows: tuple[Degree, ...]
     plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
+    precision: str = ""
+    own: Sweep | None = field(repr=False, default=None)
 
     @property
     def best(self) -> Degree | None:
@@ -62,8 +65,10 @@ class Sweep:
 
     def to_dict(self) -> dict[str, Any]:
         """Everything but the plans, as plain data that JSON can hold."""
-        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in ("rows", "plans")}
-        return {**fields, "rows": [asdict(row) for row in self.rows]}
+        apart = ("rows", "plans", "precision", "own")
+        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
+        beside = {} if self.own is None else {"precision": self.precision, "own": self.own.to_dict()["rows"]}
+        return {**fields, "rows": [asdict(row) for row in self.rows], **beside}
 
     def to_svg(self, path: str | Path, without: Sweep | None = None) -> None:
         """Draw step time, memory per rank and exposed communication against tp. The file needs nothing else.
@@ -84,5 +89,9 @@ class Sweep:
         return plain(self.__rich__())
 
     def __rich__(self) -> RenderableType:
-        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank"
-        return sweep_table(self.rows, f"{self.model} ({at})")
+        precise = f", {self.precision}" if self.precision else ""
+        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
+        heading = f"{self.model} ({at})"
+        if self.own is None:
+            return sweep_table(self.rows, heading)
+        return precisions_table(self.rows, self.own.rows, heading)

@@ -68,7 +68,7 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
     target: Any = node.target
     if mark(node).conversion is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
-        return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst)
+        return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
     results = []
     drawn = torch.get_rng_state() if draws(node) else None
     for r in range(tp):

@@ -6,6 +6,7 @@ from . import (
     bags,
     experts,
     factories,
+    float8,
     images,
     lookup,
     losses,
@@ -21,6 +22,6 @@ from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "bags", "experts", "factories", "images", "lookup", "losses", "matmul", "pointwise", "random", "recurrent",
-    "reductions", "updates", "views",
+    "bags", "experts", "factories", "float8", "images", "lookup", "losses", "matmul", "pointwise", "random",
+    "recurrent", "reductions", "updates", "views",
 ]  # fmt: skip

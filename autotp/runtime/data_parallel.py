@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autotp import compat
 from autotp.comm.ranks import Ranks
@@ -25,8 +25,13 @@ from .shard_state import ShardState
 from .tree import Read
 
 
-def spread(shards: ShardState, reads: Iterable[Read]) -> None:
-    """Hand the weights of each repeated block that alone reads them, and then the rest, to torch's data parallelism."""
+def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | None = None) -> None:
+    """Hand the weights of each repeated block that alone reads them, and then the rest, to torch's data parallelism.
+
+    Args:
+        shards: of the module. reads: which parameters its program reads, and where.
+        reduces: type in which gradients are added up, over the axis and over backwards without `no_sync`'s end.
+    """
     ranks, axis = shards.ranks, shards.axis
     assert ranks is not None and ranks.batch is not None
     units = {r.name: r.unit for r in reads if r.storage is not None}
@@ -41,8 +46,9 @@ def spread(shards: ShardState, reads: Iterable[Read]) -> None:
     shards.units.update(units)
     scalars = average_scalars(shards, shards.root.parameters())
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
+    policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for path in [*dict.fromkeys(unit for unit in units.values() if unit), ""]:
-        apply(shards.parts[path], mesh=ranks.batch.mesh, ignored_params=scalars)
+        apply(shards.parts[path], mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
 
 
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:

@@ -13,6 +13,7 @@ from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
 from autotp.runtime.generation.carrying import Arguments
 from autotp.runtime.generation.in_place import write_in_place
+from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
@@ -98,7 +99,10 @@ class Finds:
         graph, fired = source.lowering.program(sharded, places, device, self._plan.memory.peak, judges)
         inputs, reads, count = taken(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
-            data_parallel.spread(self._shards, reads)
+            data_parallel.spread(self._shards, reads, source.lowering.reduces)
+        elif source.lowering.reduces is not None:
+            for piece, _ in self._shards.pieces():
+                accumulate_in(piece, source.lowering.reduces)
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         write_in_place(captured, graph)

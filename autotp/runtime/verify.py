@@ -36,6 +36,7 @@ def verify(
     carried: Any = None,
     generate: int | None = None,
     certify: bool = False,
+    precision: Any = None,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -55,6 +56,7 @@ def verify(
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
+        precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:
         A `Report`, true where everything agrees; it names the first operator that differs, or why the captured graph
@@ -65,7 +67,7 @@ def verify(
             call.
     """
     inputs = needed(model, example_inputs, "autotp.verify")
-    request = CaptureRequest.read(1, "full", "counter", carried)
+    request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:
         check_count(model, generate, request.carried)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,

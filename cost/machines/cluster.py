@@ -66,7 +66,7 @@ class Cluster:
 
     @classmethod
     def preset(cls, name: str) -> Cluster:
-        """The cluster of that name: h100, h200, a100 (SXM), a100-pcie, l40s, or local (CPU processes with gloo).
+        """The cluster of that name: h100, h200, b200, a100 (SXM), a100-pcie, l40s, or local (CPU processes with gloo).
 
         Raises:
             InputError: there is no such preset.

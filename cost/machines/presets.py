@@ -10,6 +10,8 @@ rates of datasheets agree with reprints of them, and the adapters of DGX A100 an
   Architecture") and Ada ("NVIDIA Ada GPU Architecture") whitepapers.
 - DGX H100, DGX H200: docs.nvidia.com, DGX BasePOD reference architecture, core components: 8 devices, 4 NVSwitches and
   "eight single-port NVIDIA ConnectX-7 VPI, up to 400 Gb/s".
+- DGX B200, HGX B200: NVIDIA's specifications, read from reprints in November 2026 (glennklockwood.com/garden,
+  processors, B200; the wiki of NVIDIA's AIPS-Boom, DGX B200), not from NVIDIA's own page.
 - DGX A100: DGX SuperPOD reference architecture RA-09950: 8 devices, 6 NVSwitches, 8 adapters of 200 Gb/s for compute.
 - Configuration 2-8-5-200: NVIDIA Enterprise Reference Architectures: processors, devices, adapters, Gb/s per device.
 - NCCL: github.com/NVIDIA/nccl, version 2.30.7, src/graph/tuning.cc, ncclTunerConstantsDefaults.
@@ -87,6 +89,30 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
         "launch_overhead": CUDA_KERNEL,
         "collective_overhead": NCCL_BASE,
         "source": "NVIDIA H200 and DGX H200 datasheets; NCCL tuning.cc (latency)",
+    },
+    "b200": {
+        "device": "NVIDIA B200 SXM 180GB",
+        "peak_flops": {  # a GPU of HGX and DGX B200; dense rates are half of those with sparsity
+            "float64": 40e12,  # "FP64"
+            "float32": 80e12,  # "FP32"
+            "bfloat16": 2.25e15,  # "BF16 Tensor Core", 4.5e15 with sparsity
+            "float16": 2.25e15,  # "FP16 Tensor Core", 4.5e15 with sparsity
+            "float8_e4m3fn": 4.5e15,  # "FP8 Tensor Core", 72e15 a system of 8 with sparsity
+            "float8_e5m2": 4.5e15,  # "FP8 Tensor Core", 72e15 a system of 8 with sparsity
+            "int8": 4.5e15,  # "INT8 Tensor Core", 9e15 with sparsity
+        },
+        "memory_bandwidth": 8e12,  # DGX B200: 64 TB/s a system of 8
+        "memory_size": 180e9,  # DGX B200: 1,440 GB a system of 8
+        "devices_per_node": 8,  # DGX B200
+        "intra_latency": NVLINK_LATENCY,
+        "intra_bandwidth": 900e9,  # DGX B200: NVLink 5, 14.4 TB/s both ways a system of 8
+        "inter_latency": NETWORK_LATENCY,
+        "inter_bandwidth": 50e9,  # DGX B200: one 400 Gb/s ConnectX-7 per device
+        "switch": True,  # NVSwitch
+        "matmul_tile": CUDA_TILE,
+        "launch_overhead": CUDA_KERNEL,
+        "collective_overhead": NCCL_BASE,
+        "source": "NVIDIA DGX B200 and HGX B200 specifications, by reprints; NCCL tuning.cc (latency)",
     },
     "a100": {
         "device": "NVIDIA A100 SXM4 80GB",

@@ -246,12 +246,17 @@ class _Finder:
         if scaled:
             self._claim("norm", f"{short_name(statistic.target)} and scale", nodes)
 
+    def _measures(self, node: fx.Node) -> bool:
+        """Whether it is the largest value of something, as a scale is made of, and no part of the model by itself."""
+        rule = self.flow.rules[node]
+        return rule is not None and any(f.reduction == "max" for f in rule.factors)
+
     def _rest(self) -> None:
         """Embeddings, and the parameters that are in no other part, by the module that reads them."""
         others: dict[str, list[fx.Node]] = {}
         for n, op in self.flow.ops.items():
             leaves = self.flow.parameters(n)
-            if n in self.owner or not leaves or n in self.flow.weights:
+            if n in self.owner or not leaves or n in self.flow.weights or self._measures(n):
                 continue
             val = leaves[0].meta["val"]
             if short_name(n.target) in LOOKUPS and op.slots[0] in self.flow.weights and val.ndim == 2:

@@ -23,6 +23,7 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, expression
 from autotp.ir.program import Decision, MeshPlace, Planned, Sharded
 from autotp.ir.scopes import innermost, scope_path
+from autotp.ir.wire import sent_as
 from autotp.passes.schema import verify
 from autotp.rules.local import ShardCall
 
@@ -146,7 +147,9 @@ class Rewriter:
 
         src: Any = source.to_runtime(size)
         dst: Any = layout.to_runtime(size)
-        node = self.new.call_function(convert.function_for(src, dst), (before, src, dst))
+        wire = sent_as(value[0].target, convert.primitive(source, layout))
+        narrow = {} if wire is None else {"wire": wire}
+        node = self.new.call_function(convert.function_for(src, dst), (before, src, dst), narrow)
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])
         no_grad = mark(before).no_grad or False  # a leaf says nothing

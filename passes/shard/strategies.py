@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from autotp.cost.solver.problem import ValueId
-from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, dealt_by, kinds
+from autotp.ir.layouts import Distribution, I, Layout, P, Partial, Partition, R, Replicate, dealt_by, kinds
 from autotp.ir.op import Carry, Factor, Rule, Shape
 
 TORCHS = ("aten", "prims", "autotp")  # whose operators have derivatives for backwards
@@ -216,6 +216,8 @@ def _split(
 def _uncarried(rule: Rule, factor: Factor, slot: int) -> Layout:
     """The layout of an operand or, numbered after them, a result that lacks the loop which is split."""
     if slot >= len(factor.ins):
-        return Partial(factor.reduction)
+        return I if slot - len(factor.ins) in factor.alike else Partial(factor.reduction)
+    if slot in factor.maxima:
+        return Replicate("max")
     # A bias is added once: as an addend of every rank's summand it would count tp times.
     return P if slot in rule.addends and factor.contracts else R

@@ -168,6 +168,7 @@ def test_what_is_missing_follows_from_what_there_is():
     [
         ("NVIDIA H100 80GB HBM3", "h100"),
         ("NVIDIA H200", "h200"),
+        ("NVIDIA B200", "b200"),
         ("NVIDIA A100-SXM4-80GB", "a100"),
         ("NVIDIA A100 80GB PCIe", "a100-pcie"),
         ("NVIDIA L40S", "l40s"),

@@ -183,3 +183,17 @@ def test_auto_on_ranks_takes_a_divisor_of_the_world(pool):
     assert {(tp, tuple(tried)) for tp, tried, _ in free} == {(1, (1, 2, 4))}
     assert {(tp, tuple(tried)) for tp, tried, _ in tight} == {(4, (1, 2, 4))}
     assert max(error for *_, error in (*free, *tight)) < 1e-5
+
+
+def test_a_sweep_in_float8_stands_beside_the_models_own():
+    asked: dict[str, Any] = {"example_inputs": tokens(), "sequence_parallel": True, "check_capture": False}
+    found = autotp.sweep(wide(), [2], precision="float8", **asked)
+    assert found.own is not None and found.own.own is None
+    (row,), (own,) = found.rows, found.own.rows
+    assert 0.5 < row.seconds / own.seconds < 0.95  # products at twice the rate, and casts beside them
+    assert row.sent < own.sent  # what is gathered forward, in a byte an element
+    assert "float8 tensorwise" in str(found) and " own " in str(found)
+    assert found.to_dict()["own"][0]["seconds"] == own.seconds
+    assert any("3 of 4 linear layers are in float8" in note for note in found.plans[2].notes)
+    with pytest.raises(InputError, match="float8-rowwise"):
+        autotp.sweep(wide(), [1], example_inputs=tokens(), precision="fp8")

@@ -105,7 +105,7 @@ def without_f(rank: int, world: int, group: Any) -> Curve:
     own: Callable[..., Any] = conversions._Real.backward
 
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return (grad, *[None] * 5) if ctx.conversion[:2] == (INVARIANT, REPLICATED) else own(ctx, grad)
+        return (grad, *[None] * 7) if ctx.conversion[:2] == (INVARIANT, REPLICATED) else own(ctx, grad)
 
     with patch.object(conversions._Real, "backward", staticmethod(backward)):
         return on_ranks(rank, world, group, "llama", torch.float64)

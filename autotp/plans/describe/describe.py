@@ -29,7 +29,7 @@ from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 from .layer_times import Steps, layer
 from .reasons import reason, role
-from .sent import Sent, priced
+from .sent import priced, sent_by
 
 
 def describe(
@@ -186,7 +186,8 @@ class _Collectives:
         if there is None and back is None:
             return None
         size, tp = self.builder.prices.bytes(node.meta["val"]), self.planned.tp
-        forward, backward = (collective_bytes(p or "none", size, tp) for p in (there, back))
+        there_size = size * self.builder.prices.narrow(origin, src, dst)
+        forward, backward = (collective_bytes(p or "none", n, tp) for p, n in ((there, there_size), (back, size)))
         name = conversions.kind_of(src, dst).name
         called = origin.op == "call_function"
         op = short_name(origin.target) if called else "parameter"
@@ -245,7 +246,7 @@ def _totals(
         local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     hand = solution.rival if solution is not None else None
-    sent = [Sent(p, c.bytes, back) for c in collectives for p, back in ((c.forward, False), (c.backward, True)) if p]
+    sent = [x for c in collectives for x in sent_by(c, planned.tp)]
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),

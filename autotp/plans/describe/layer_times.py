@@ -135,7 +135,7 @@ class Steps:
     def _convert(self, origin: fx.Node, i: int, a: Layout, b: Layout) -> Timed:
         trained = origin in self.planned.grads and self.builder.objective.training
         size = self.builder.prices.bytes(tensors(origin)[i])
-        forward = self.builder.prices.one_way(a, b, size) or 0.0
+        forward = self.builder.prices.one_way(a, b, size * self.builder.prices.narrow(origin, a, b)) or 0.0
         backward = self.builder.prices.one_way(b.dual, a.dual, size) or 0.0 if trained else 0.0
         sends = primitive(a, b), primitive(b.dual, a.dual) if trained else None
         name = conversions.kind_of(a, b).name

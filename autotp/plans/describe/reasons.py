@@ -12,6 +12,7 @@ from autotp.ir.op import EXPERTS, Carry, Factor
 from autotp.ir.program import Planned
 from autotp.passes.shard.strategies import Candidates
 
+ELEMENTWISE = "elementwise"
 CHEAPER = "whole is cheaper, and within the 3% of the rank's parameters that may stay whole"
 
 
@@ -30,7 +31,7 @@ def without_rule(planned: Planned) -> list[str]:
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
     """The field's word for a split of dimension `dim` of this parameter, by what its readers do with it."""
     roles = dict.fromkeys(_role(planned, user, slot, dim) for user, slot in _users(planned, node))
-    return ", ".join(x for x in roles if x) or "elementwise"
+    return ", ".join(x for x in roles if x not in ("", ELEMENTWISE)) or ELEMENTWISE
 
 
 def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
@@ -44,6 +45,8 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
     # A view or a cast says nothing by itself: the role is that of who reads it.
     if len(op.slots) == 1 and factor.outs[0] is not None:
         return role(planned, user, factor.outs[0].dim)
+    if factor.reduction != "sum":
+        return ""  # measured there, not computed with
     if factor.contracts:
         # A table is looked up, not multiplied: nothing but the weight carries the vocabulary.
         operands = sum(c is not None for c in factor.ins)
@@ -52,7 +55,7 @@ def _role(planned: Planned, user: fx.Node, slot: int, dim: int) -> str:
     if any(f.contracts for f in rule.factors):
         # A batched product [experts, in, out]: the activations carry the loop too.
         return "expert-parallel" if any(others) else "column-parallel"
-    return "column-parallel" if others and not any(others) else "elementwise"
+    return "column-parallel" if others and not any(others) else ELEMENTWISE
 
 
 def reason(planned: Planned, node: fx.Node, candidates: Candidates, pinned: bool) -> str:

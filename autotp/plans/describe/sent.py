@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autotp.cost import call_seconds, collective_bytes
 from autotp.passes.shard.planner import Builder
+from autotp.plans.plan import Collective
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,16 @@ class Sent:
     primitive: str
     bytes: float
     backward: bool
+
+
+def sent_by(c: Collective, tp: int) -> list[Sent]:
+    """What an inserted conversion sends; forward a value may be sent in fewer bytes than it has."""
+    found = []
+    for primitive, nbytes, back in ((c.forward, c.forward_bytes, False), (c.backward, c.backward_bytes, True)):
+        if primitive:
+            own = collective_bytes(primitive, c.bytes, tp)
+            found.append(Sent(primitive, c.bytes * nbytes / own if own else c.bytes, back))
+    return found
 
 
 def priced(sent: Sequence[Sent], builder: Builder) -> tuple[float, float]:

@@ -113,6 +113,18 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
 
+def precisions_table(degrees: Sequence[Degree], own: Sequence[Degree], heading: str) -> RenderableType:
+    """The degrees of a sweep in another precision, beside the same in the model's own."""
+    names = ("tp", "step", "own", "", "sent", "own", "memory", "own", "")
+    table = Columns("rrrlrrrrl", names, names)
+    for r, other in zip(degrees, own, strict=True):
+        ratio = f"{r.seconds / other.seconds:.2f}" if other.seconds else "-"
+        fit = " ".join(["" if r.fits else "too much", "" if other.fits else "(own: too much)"]).strip()
+        pairs = amount(r.sent), amount(other.sent), amount(r.memory), amount(other.memory)
+        table.add_row(str(r.tp), rows.seconds(r.seconds), rows.seconds(other.seconds), ratio, *pairs, fit)
+    return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
+
+
 def _left_whole(plan: Plan, width: int) -> Iterator[Text]:
     """Every parameter that is whole, folded over equal blocks, under the operator to blame."""
     reasons = rows.left_whole(plan)

@@ -22,7 +22,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.plans.export.annotations import AXIS, spmd_types
 
 from .linear import blank, carries, flavoured, standing
-from .local import RefusedError
+from .local import RefusedError, alike
 from .session import checking, words
 from .steps import transit
 
@@ -80,7 +80,7 @@ class Dimensions:
         """The type of what an operator makes, or of a leaf."""
         origin, index = self.sharded.origin[node]
         op, layout = self.planned.ops.get(origin), self.sharded.layouts[node]
-        if op is None or not op.slots:
+        if op is None or not op.slots or alike(self.planned, self.sharded, node):
             return self._as_planned(node, layout)
         found = _Equation(self, node, op, self.planned.rules[origin] or Rule()).type(index)
         if found is None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import aten
+from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
 from autotp.plans.export.annotations import AXIS, spmd_types
 
@@ -65,6 +66,8 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     aten.index_copy: ((("self", "source"),), _always),
     aten.masked_scatter: ((("self", "source"),), _always),
     OPS.counter_dropout: ((("x",),), _always),
+    OPS.float8_seen: ((("y", "zero"),), _always),
+    OPS.float8_rows_seen: ((("y", "rows", "columns"),), _always),
 }  # fmt: skip
 
 

@@ -98,6 +98,8 @@ class Typing:
             self.values[node] = self._convert(node)
         else:
             self.values[node] = [self._call(node, rank) for rank in range(self.planned.tp)]
+            if alike(self.planned, self.sharded, node):
+                self.values[node] = [self._known(x) for x in self.values[node]]
 
     # Leaves.
 
@@ -160,6 +162,12 @@ class Typing:
             self.count.leaves += not operands and isinstance(result, Tensor)
             self.count.partials += self._pending(node)
         return result
+
+    def _known(self, x: Tensor) -> Tensor:
+        """Such a result: a leaf."""
+        with self._untyped():
+            leaf = torch.empty(x.shape, dtype=x.dtype, device=META, requires_grad=x.requires_grad)
+        return self._assert(leaf, "I")
 
     def _pending(self, node: fx.Node) -> bool:
         """Whether the plan says that the value is summands of which nobody has the sum yet."""
@@ -242,6 +250,16 @@ class Typing:
             with self._untyped():
                 loss = torch.zeros((), device=META, requires_grad=True)
             spmd.assert_type(loss, {AXIS: found}).backward()  # the checker refuses a loss that is R or V
+
+
+def alike(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
+    """Whether the rule says that every rank has this result whole, whichever loop is split."""
+    origin, i = sharded.origin.get(node, (node, 0))
+    decision, rule = planned.decisions.get(origin), planned.rules.get(origin)
+    if rule is None or decision is None or decision.factor is None or mark(node).conversion is not None:
+        return False
+    factor = rule.factors[decision.factor]
+    return factor.outs[i] is None and i in factor.alike
 
 
 def sizes_of(value: torch.SymInt) -> Size:

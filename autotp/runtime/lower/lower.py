@@ -23,6 +23,7 @@ from autotp.passes.base import run_passes
 from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
 
 from .measured import Measures
+from .reduced import read_reduce_dtype, reduce_in
 from .regional import Compiler
 from .verdicts import Verdicts, device_key, path_of
 
@@ -37,6 +38,7 @@ class Lowering:
         backend: "eager", or what `torch.compile` takes as its backend; `options`: what it takes as its options.
         switches: optimisations that are switched on or off, or to be measured, by name.
         cluster, objective: what they are priced by.
+        reduces: type in which gradients of narrower parameters are added up; None for their own.
     """
 
     backend: str | Callable[..., Any] = EAGER
@@ -44,16 +46,17 @@ class Lowering:
     switches: Mapping[str, bool | str] = field(default_factory=dict)
     cluster: Cluster = field(default_factory=lambda: Cluster.resolve(None))
     objective: Objective = TRAINING
+    reduces: torch.dtype | None = None
 
     @classmethod
-    def read(cls, backend: Any, options: Any, switches: Any) -> Lowering:
+    def read(cls, backend: Any, options: Any, switches: Any, reduce_dtype: Any = None) -> Lowering:
         """From a public function's arguments, checked."""
         if backend == EAGER and options:
             raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
         if not callable(backend) and backend not in (EAGER, *torch.compiler.list_backends(exclude_tags=None)):
             known = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
             raise InputError(f"backend={backend!r} is not known to torch.compile; choose {known}, or pass a function.")
-        return cls(backend, options, read_switches(switches))
+        return cls(backend, options, read_switches(switches), reduces=read_reduce_dtype(reduce_dtype))
 
     def compiler(self, graph: fx.Graph) -> Compiler | None:
         """What compiles one program; None where it runs as it is."""
@@ -120,6 +123,8 @@ class Lowering:
         program = RankProgram(sharded.graph, setting, axes)
         specialise, *optimisations = schedule().rank
         run_passes(program, (specialise,))
+        if self.reduces is not None:
+            reduce_in(program.graph, self.reduces)
         results = run_passes(program, optimisations, {name: bool(on) for name, on in self.switches.items()})
         dump("optimised", program.graph)
         return program.graph, tuple((name, changes.what) for name, changes in results)

@@ -101,6 +101,18 @@ def test_a_quantised_model_is_split_and_computes_the_same(name):
         assert held <= 1.03 * whole / tp
 
 
+@pytest.mark.parametrize("kind", ["int8 dynamic", "float8 tensorwise"])
+def test_a_whole_model_whose_activations_are_quantised_as_they_come(kind):
+    torchao()  # skips where it is not installed
+    import transformers  # noqa: PLC0415  most of these tests do without
+
+    torch.manual_seed(0)
+    small = {**SHAPE, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4}
+    model = quantised(transformers.LlamaForCausalLM(transformers.LlamaConfig(**small)), kind)
+    (report,) = proofs(model, normalise({"input_ids": torch.randint(64, (2, 4)), "use_cache": False}), 2)
+    assert report and report.output_error < 1e-9, report
+
+
 def _sizes(parameter: Any) -> tuple[int, int]:
     size = getattr(torch, parameter.dtype.removeprefix("torch.")).itemsize
     return size * math.prod(parameter.shape), size * math.prod(parameter.local)

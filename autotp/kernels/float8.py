@@ -1,0 +1,258 @@
+"""Products in float8 with dynamic scales, as operators: casts, products, and largest values of gradients.
+
+The recipes are those of torchao.float8. A cast value is a tensor of the original's dtype that holds numbers of float8:
+so autograd gives it gradients of that dtype, and a conversion sends it in a byte an element without any loss. The
+largest value of a product's gradient comes to its backward as the gradient of a further result, a zero, which goes with
+the product to whoever sees the gradient: between the two a conversion makes it the largest over all ranks.
+
+Operands in float64 stand for a proof: the casts are the same, and the products are those of float64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .operators import OPS
+
+INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
+LEAST = 1e-12  # a smaller largest value counts as this one, as torchao's EPS
+_scaled_mm = torch.ops.aten._scaled_mm.default
+ALIGNED = 16  # elements, of every dimension that a kernel for CUDA multiplies along
+
+
+def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
+    """What numbers are multiplied by before the cast, in float32: the largest becomes the largest of the dtype.
+
+    Args:
+        amax: largest absolute values, of any shape. dtype: of float8.
+        power: round down to a power of two.
+    """
+    scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST)).float()
+    return torch.exp2(torch.log2(scale).floor()) if power else scale
+
+
+def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
+    """Numbers scaled, clamped and rounded to float8; arguments as of `scale_of`."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    largest = torch.finfo(dtype).max
+    return (x.to(wide) * scale_of(amax, dtype, power).to(wide)).clamp(-largest, largest).to(dtype)
+
+
+def float8_amax(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
+    """Largest absolute values over these dimensions; 0 where a rank has no elements."""
+    size, dims = x.abs(), list(dim)
+    return size.amax(dims, keepdim) if x.numel() else size.sum(dims, keepdim)
+
+
+def float8_cast(x: Tensor, amax: Tensor) -> Tensor:
+    """Numbers of float8_e4m3fn, not scaled back, in the dtype of `x`; the gradient passes as it is."""
+    return cast(x, amax, INPUT).to(x.dtype)
+
+
+def float8_linear(x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor) -> tuple[Tensor, Tensor]:
+    """`x @ weight.T` in float8 with one scale for each operand; its gradients with one for the gradient too.
+
+    Args:
+        x: what `float8_cast` gave, [..., k]. weight: [n, k], not cast yet.
+        x_amax, weight_amax: largest absolute values, [].
+
+    Returns: the product, [..., n], and a zero, [], whose gradient is to be the largest absolute value of the
+    product's gradient.
+    """
+    a, scale = x.flatten(0, -2).to(INPUT), _inverse(x_amax, INPUT)
+    b = cast(weight, weight_amax, INPUT)
+    y = _product(a, b, scale, _inverse(weight_amax, INPUT), x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0]), x.new_zeros(())
+
+
+def float8_linear_backward(
+    grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `float8_linear` for `x`, as if it were not scaled, and for `weight`.
+
+    Args:
+        grad: of the product, [..., n]. amax: its largest absolute value over all ranks, [].
+        x, weight, x_amax, weight_amax: as of `float8_linear`.
+    """
+    g, scale = cast(grad.flatten(0, -2), amax, GRADIENT), _inverse(amax, GRADIENT)
+    a, b = x.flatten(0, -2).to(INPUT), cast(weight, weight_amax, INPUT)
+    to_x = _product(g, b.t(), scale, _inverse(weight_amax, INPUT), x.dtype)
+    to_weight = _product(g.t(), a.t(), scale, _inverse(x_amax, INPUT), weight.dtype)
+    return to_x.view(x.shape), to_weight
+
+
+def float8_seen(y: Tensor, zero: Tensor) -> Tensor:
+    """The product as it is; in the backward its gradient's largest absolute value goes to `zero`."""
+    return y.clone()
+
+
+def float8_rows(
+    x: Tensor, weight: Tensor, x_rows: Tensor, weight_rows: Tensor, x_columns: Tensor, weight_columns: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`x @ weight.T` in float8 with a scale for each row that is summed over, in the forward and in the backward.
+
+    Args:
+        x, weight: [..., k] and [n, k], not cast yet.
+        x_rows, weight_rows: largest absolute values over k, [..., 1] and [n, 1].
+        x_columns, weight_columns: over the rest, which the backward sums over, [k].
+
+    Returns: the product, [..., n], and zeros, [..., 1] and [n], whose gradients are to be the largest absolute values
+    of the gradient's rows and columns.
+    """
+    a, rows = x.flatten(0, -2), x_rows.flatten(0, -2)
+    y = _scaled(a, rows, weight, weight_rows, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0]), torch.zeros_like(x_rows), x.new_zeros(weight.shape[0])
+
+
+def float8_rows_backward(
+    grad: Tensor, rows: Tensor, columns: Tensor, x: Tensor, weight: Tensor, x_columns: Tensor, weight_columns: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `float8_rows` for `x` and `weight`.
+
+    Args:
+        grad: of the product, [..., n]. rows, columns: its largest absolute values, [..., 1] and [n].
+        x, weight, x_columns, weight_columns: as of `float8_rows`.
+    """
+    g, a = grad.flatten(0, -2), x.flatten(0, -2)
+    to_x = _scaled(g, rows.flatten(0, -2), weight.t(), weight_columns.unsqueeze(1), x.dtype)
+    to_weight = _scaled(g.t(), columns.unsqueeze(1), a.t(), x_columns.unsqueeze(1), weight.dtype)
+    return to_x.view(x.shape), to_weight
+
+
+def float8_rows_seen(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """The product as it is; in the backward the largest values of its gradient's rows and columns go to the zeros."""
+    return y.clone()
+
+
+def _scaled(a: Tensor, a_amax: Tensor, b: Tensor, b_amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b.T` of [m, k] and [n, k] in float8, with a scale for each row, [m, 1] and [n, 1], a power of two."""
+    first, second = cast(a, a_amax, INPUT, power=True), cast(b, b_amax, INPUT, power=True)
+    return _product(first, second, _inverse(a_amax, INPUT, True), _inverse(b_amax, INPUT, True).t(), dtype)
+
+
+def _inverse(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
+    return scale_of(amax, dtype, power).reciprocal()
+
+
+def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """`a @ b.T` of float8 matrices [m, k] and [n, k], times scales [] or [m, 1] and [1, n], in this dtype."""
+    if dtype == torch.float64:
+        return (a.double() @ b.double().t()) * (a_scale.double() * b_scale.double())
+    m, n = a.shape[0], b.shape[0]
+    if not m * n * a.shape[1]:
+        return a.new_zeros((m, n), dtype=dtype)
+    if a.is_cuda:
+        a, b, b_scale = _aligned(a, b, b_scale)
+    if b_scale.ndim:
+        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
+        if a.is_cuda and dtype != torch.bfloat16:  # all that kernel gives
+            return _scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16)[:m, :n].to(dtype)
+    return _scaled_mm(a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
+
+
+def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Zeros after the last columns of both and the last rows of `b`, as CUDA's kernels want whole sixteens."""
+    more_k, more_n = -a.shape[1] % ALIGNED, -b.shape[0] % ALIGNED
+    if more_k or more_n:
+        pad = torch.nn.functional.pad
+        a = pad(a.view(torch.uint8), (0, more_k)).view(a.dtype)
+        b = pad(b.view(torch.uint8), (0, more_k, 0, more_n)).view(b.dtype)
+        b_scale = pad(b_scale, (0, more_n), value=1.0) if b_scale.ndim else b_scale
+    return a.contiguous(), b.contiguous(), b_scale
+
+
+def _amax_fake(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
+    return torch.amax(x, list(dim), keepdim)
+
+
+def _same_fake(x: Tensor, *_: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def _linear_fake(x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), x.new_empty(())
+
+
+def _linear_gradients_fake(grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+def _rows_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    n = weight.shape[0]
+    return x.new_empty((*x.shape[:-1], n)), x_rows.new_empty(x_rows.shape), x.new_empty((n,))
+
+
+def _rows_gradients_fake(
+    grad: Tensor, rows: Tensor, columns: Tensor, x: Tensor, weight: Tensor, *_: Tensor
+) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
+
+
+_PRODUCT = "Tensor x, Tensor weight, Tensor x_amax, Tensor weight_amax"
+_ROWS = "Tensor x_columns, Tensor weight_columns"
+_ENTRIES = (
+    ("float8_amax(Tensor x, int[] dim, bool keepdim) -> Tensor", float8_amax, _amax_fake),
+    ("float8_cast(Tensor x, Tensor amax) -> Tensor", float8_cast, _same_fake),
+    (f"float8_linear({_PRODUCT}) -> (Tensor, Tensor)", float8_linear, _linear_fake),
+    (f"float8_linear_backward(Tensor grad, Tensor amax, {_PRODUCT}) -> (Tensor, Tensor)", float8_linear_backward,
+     _linear_gradients_fake),
+    ("float8_seen(Tensor y, Tensor zero) -> Tensor", float8_seen, _same_fake),
+    (f"float8_rows(Tensor x, Tensor weight, Tensor x_rows, Tensor weight_rows, {_ROWS}) -> (Tensor, Tensor, Tensor)",
+     float8_rows, _rows_fake),
+    ("float8_rows_backward(Tensor grad, Tensor rows, Tensor columns, Tensor x, Tensor weight, "
+     f"{_ROWS}) -> (Tensor, Tensor)", float8_rows_backward, _rows_gradients_fake),
+    ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_rows_seen, _same_fake),
+)  # fmt: skip
+_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+for _schema, _function, _fake in _ENTRIES:
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autotp::{_function.__name__}", _fake, lib=_LIBRARY)
+
+
+def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    """The backward reads nothing of the forward."""
+
+
+def _passed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    return grad, None
+
+
+def _keep(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
+    return *OPS.float8_linear_backward(grad, amax, *ctx.saved_tensors), None, None
+
+
+def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad, float8_amax(grad, range(grad.ndim), False)
+
+
+def _keep_rows(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    x, weight, _, _, x_columns, weight_columns = inputs
+    ctx.save_for_backward(x, weight, x_columns, weight_columns)
+
+
+def _rows_gradients(ctx: Any, grad: Tensor, rows: Tensor, columns: Tensor) -> tuple[Tensor | None, ...]:
+    return *OPS.float8_rows_backward(grad, rows, columns, *ctx.saved_tensors), None, None, None, None
+
+
+def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    last = grad.ndim - 1
+    return grad, float8_amax(grad, [last], True), float8_amax(grad, range(last), False)
+
+
+for _name, _backward, _setup in (
+    ("cast", _passed, _nothing),
+    ("linear", _linear_gradients, _keep),
+    ("seen", _seen, _nothing),
+    ("rows", _rows_gradients, _keep_rows),
+    ("rows_seen", _rows_seen, _nothing),
+):
+    torch.library.register_autograd(f"autotp::float8_{_name}", _backward, setup_context=_setup, lib=_LIBRARY)

@@ -1,0 +1,302 @@
+"""Products in float8: torchao's numbers unsharded, and sharded those of one device for a hundred steps."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.comm.conversions import g
+from autotp.cost import Cluster
+from autotp.driver.options import CaptureRequest, Options, Steering
+from autotp.driver.pipeline import capture_model, plan_stages
+from autotp.inputs import Inputs
+from autotp.ir.layouts import Partial, R
+from autotp.ir.marks import mark
+from autotp.ir.op import Op, Rule
+from autotp.proof import simulate
+from autotp.proof.certificate.certificate import certificate
+from autotp.rules.core import RULES
+from benchmarks.hand_plans import Counted
+from tests.helpers.compare import mesh_of
+from tests.helpers.quantised import torchao
+
+STEPS, WIDTH, WORDS, RATE = 100, 32, 64, 0.3
+OPS: Any = torch.ops.autotp
+CAST = OPS.float8_cast.default
+# Where bytes count and calls do not: what is gathered is cast before.
+FAST = {"intra_latency": 1e-12, "inter_latency": 1e-12, "collective_overhead": 1e-12, "launch_overhead": 1e-12}
+SLOW = replace(Cluster.preset("local"), name="slow", intra_bandwidth=1e6, inter_bandwidth=1e6, **FAST)
+RECIPES = "tensorwise", "rowwise"
+SMALL: dict[str, Any] = {"smallest": 16}
+
+
+class Block(nn.Module):
+    """A layer of Llama: norms without means, attention by heads, a gated feed-forward."""
+
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up, self.down = (nn.Linear(width, 2 * width, bias=False) for _ in range(3))
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.heads = heads
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.first(x)
+        q, k, v = (p(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        mixed = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(mixed.transpose(1, 2).flatten(2))
+        normed = self.second(x)
+        return x + self.down(nn.functional.silu(self.gate(normed)) * self.up(normed))
+
+
+class Words(nn.Module):
+    """Words, a block, and a head, which stays as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.block, self.head = nn.Embedding(WORDS, WIDTH), Block(WIDTH, 4), nn.Linear(WIDTH, WORDS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.block(self.table(ids)))
+
+
+def words(dtype: torch.dtype, reorder: int = 0) -> nn.Module:
+    """The model; with `reorder`, its hidden dimension in another order, so that every sum over it is reordered."""
+    torch.manual_seed(0)
+    model = Words().to(dtype)
+    if not reorder:
+        return model
+    order = torch.randperm(WIDTH, generator=torch.Generator().manual_seed(reorder))
+    wide = torch.randperm(2 * WIDTH, generator=torch.Generator().manual_seed(reorder))
+    block = model.block
+    with torch.no_grad():
+        for p in (model.table, block.q, block.k, block.v, block.gate, block.up, model.head):
+            p.weight.copy_(p.weight[:, order])
+        block.o.weight.copy_(block.o.weight[order])
+        block.down.weight.copy_(block.down.weight[order][:, wide])
+        for p in (block.gate, block.up):
+            p.weight.copy_(p.weight[wide])
+    return model
+
+
+def train(model: Any) -> list[float]:
+    """The losses of the steps, whose words follow each other; other ones at every step."""
+    optimizer, draw, losses = torch.optim.SGD(model.parameters(), lr=RATE), torch.Generator().manual_seed(1), []
+    for _ in range(STEPS):
+        ids = (torch.randint(WORDS, (2, 1), generator=draw) + torch.arange(9)) % WORDS
+        loss = nn.functional.cross_entropy(model(ids[:, :-1]).double().flatten(0, 1), ids[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def sharded(model: nn.Module, recipe: str, **more: Any) -> Any:
+    example = torch.zeros(2, 8, dtype=torch.long)
+    precision = {**SMALL, "recipe": recipe}
+    return autotp.compile(model, example_inputs=example, precision=precision, check_capture=False, **more)
+
+
+@cache
+def one_device(recipe: str, dtype: torch.dtype, reorder: int = 0) -> list[float]:
+    return train(sharded(words(dtype, reorder), recipe, tp=1))
+
+
+class Simulated(nn.Module):
+    """The program of `tp` ranks in one process, whose parameters are the ranks' parts; it gives rank 0's result."""
+
+    def __init__(self, model: nn.Module, recipe: str, tp: int) -> None:
+        super().__init__()
+        request = CaptureRequest.read(precision={**SMALL, "recipe": recipe})
+        ids = Inputs(torch.zeros(2, 8, dtype=torch.long))
+        captured, notes = capture_model(model, ids, torch.device("cpu"), False, request)
+        self.staged = plan_stages(
+            captured, notes, Options.read(tp, Steering(sequence_parallel=True, cluster=SLOW)), "Words"
+        )
+        self.parts, values = {}, dict(model.named_parameters())
+        for leaf, node in self._leaves():
+            if not leaf.kind.passed:
+                layout = self.staged.planned.decisions[leaf.node].outs[0].to_runtime()
+                self.parts[node] = [nn.Parameter(x.clone()) for x in layout.split(values[leaf.name].detach(), tp)]
+        self.every, self.tp = nn.ParameterList(p for parts in self.parts.values() for p in parts), tp
+
+    def _leaves(self) -> list[Any]:
+        nodes = [n for n in self.staged.sharded.graph.nodes if n.op == "placeholder"]
+        return list(zip(self.staged.planned.program.leaves, nodes, strict=True))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        given = {n: self.parts.get(n, [ids] * self.tp) for _, n in self._leaves()}
+        found = [x[0] for x in simulate.run(self.staged.sharded, self.tp, given)]
+        return Everywhere.apply(*found)
+
+
+class Everywhere(torch.autograd.Function):
+    """One value that all ranks have, whose gradient all of them are given."""
+
+    @staticmethod
+    def forward(ctx: Any, *xs: Tensor) -> Tensor:
+        ctx.ranks = len(xs)
+        assert all(torch.equal(x, xs[0]) for x in xs)
+        return xs[0].clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return (grad,) * ctx.ranks
+
+
+def apart(a: list[float], b: list[float]) -> float:
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_hundred_steps_are_those_of_one_device(recipe, tp):
+    found = train(Simulated(words(torch.float64), recipe, tp))
+    assert apart(found, one_device(recipe, torch.float64)) < 1e-10
+
+
+def test_it_learns_and_not_as_without():
+    losses = one_device("tensorwise", torch.float64)
+    assert sum(losses[-10:]) < 0.1 * sum(losses[:10])
+    assert apart(train(words(torch.float64)), losses) > 1e-3
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_in_float32_it_is_as_near_as_one_device_that_sums_in_another_order(recipe):
+    """One number that is rounded to its neighbour is a whole step of float8: runs part as those of any other order."""
+    wanted = one_device(recipe, torch.float32)
+    spread = max(apart(one_device(recipe, torch.float32, reorder), wanted) for reorder in (1, 2))
+    assert 1e-3 < spread < 0.1
+    assert apart(train(Simulated(words(torch.float32), recipe, 2)), wanted) <= 2 * spread
+
+
+def step(model: Any) -> dict[str, Tensor]:
+    """The gradients of one step."""
+    model(torch.arange(16).view(2, 8)).pow(2).sum().backward()
+    return model.full_grad_dict()
+
+
+def on_ranks(rank: int, world: int, group: Any, recipe: str) -> tuple[dict[str, Tensor], float, float]:
+    """One step's gradients; the bytes that were counted, and those of the plan."""
+    model = sharded(words(torch.float64), recipe, mesh=mesh_of(group), sequence_parallel=True, cluster=SLOW)
+    with Counted(world) as counted:
+        model(torch.arange(16).view(2, 8)).pow(2).sum().backward()
+    return model.full_grad_dict(), counted.bytes, model.plan.totals.sent
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_on_ranks_it_is_the_same_and_sends_what_the_plan_says(pool, recipe):
+    wanted = step(sharded(words(torch.float64), recipe, tp=1))
+    for found, counted, planned in pool.run(on_ranks, recipe, world=2):
+        assert all((found[n] - g).abs().max() < 1e-10 * g.abs().max() for n, g in wanted.items())
+        assert counted == planned
+
+
+def test_what_is_cast_is_gathered_in_a_byte_an_element():
+    staged = Simulated(words(torch.float64), "tensorwise", 2).staged
+    gathers = [n for n in staged.sharded.graph.nodes if n.target is g]
+    cast = [n for n in gathers if n.args[0].target is CAST]
+    assert len(cast) == 2  # before q, k and v, and before gate and up
+    assert all(n.kwargs == {"wire": torch.float8_e4m3fn} for n in cast)
+    prices, value = staged.builder.prices, staged.planned.program.graph.find_nodes(op="call_function", target=CAST)[0]
+    ways = [(x.outs[0], R) for n, x in staged.planned.decisions.items() if n is value]
+    size = 2 * 8 * WIDTH
+    assert prices.sent((value, 0), *ways[0]).bytes == size / 2 + 8 * size / 2  # there in a byte, back in eight
+
+
+def test_unsharded_it_is_torchaos():
+    float8 = torchao("torchao.float8")
+    for recipe, dtype in (("tensorwise", torch.float32), ("tensorwise", torch.bfloat16), ("rowwise", torch.bfloat16)):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False), nn.Linear(32, 32)).to(dtype)
+        config = float8.Float8LinearConfig.from_recipe_name(recipe)
+        theirs = float8.convert_to_float8_training(
+            copy.deepcopy(model), config=config, module_filter_fn=lambda _, n: n != "3"
+        )
+        x, gradient = torch.randn(2, 4, 16, 32).to(dtype)
+        a, b = x.clone().requires_grad_(), x.clone().requires_grad_()
+        ours = autotp.compile(model, 1, example_inputs=b, precision={**SMALL, "recipe": recipe}, check_capture=False)
+        y = ours(b)
+        assert torch.equal(y, theirs(a)) and not torch.equal(y, model(x))
+        theirs(a).backward(gradient)
+        y.backward(gradient)
+        assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+        gradients = ours.full_grad_dict()
+        wanted = {n: p.grad for n, p in theirs.named_parameters() if p.grad is not None}
+        assert len(wanted) == 5 and all(torch.equal(gradients[n], g) for n, g in wanted.items())
+
+
+def unreduced(op: Op) -> Rule:
+    """The largest value of a rank's part, taken for that of the whole."""
+    found = rule_of_amax(op)
+    return replace(found, factors=tuple(replace(f, alike=frozenset({0})) for f in found.factors))
+
+
+def summed(op: Op) -> Rule:
+    """Largest values of gradients, added up over the ranks."""
+    found = rule_of_seen(op)
+    return replace(found, factors=tuple(replace(f, maxima=frozenset()) for f in found.factors))
+
+
+rule_of_amax, rule_of_seen = RULES[OPS.float8_amax.default], RULES[OPS.float8_seen.default]
+
+
+@pytest.mark.parametrize(
+    ("operator", "wrong"), [(OPS.float8_amax.default, unreduced), (OPS.float8_seen.default, summed)]
+)
+def test_a_wrong_reduction_of_largest_values_is_noticed(monkeypatch, operator, wrong):
+    monkeypatch.setitem(RULES, operator, wrong)
+    report = autotp.verify(words(torch.float32), 2, torch.arange(16).view(2, 8), precision=SMALL, cluster=SLOW)
+    assert not report
+    assert report.difference is not None
+
+
+class Delayed(nn.Module):
+    """Delayed scaling: the scale of a cast is of the largest values of the calls before, which a buffer keeps."""
+
+    history: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.register_buffer("history", torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.gelu(self.up(x))
+        scale = 448 / self.history.amax()
+        self.history = torch.cat([self.history[1:], x.detach().abs().amax().view(1)])
+        rounded = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).to(x.dtype) / scale
+        return self.down(x + (rounded - x).detach())
+
+
+def test_a_history_that_is_reduced_over_a_wrong_group_is_refused_by_the_types():
+    model, x = Delayed().double(), torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    assert (report := autotp.verify(model, 2, x, cluster=SLOW, certify=True)) and report.certificate
+    captured, notes = capture_model(model, Inputs(x), torch.device("cpu"))
+    staged = plan_stages(captured, notes, Options.read(2, Steering(cluster=SLOW)), "Delayed")
+    graph = staged.sharded.graph
+    (reduced,) = [n for n in graph.nodes if mark(n).conversion == (Partial("max"), R)]
+    assert "history" in captured.mutations.values()
+    # A maximum over any other ranks leaves the value a candidate among the tp ranks.
+    reduced.replace_all_uses_with(reduced.args[0])
+    graph.erase_node(reduced)
+    refused = certificate(staged.planned, staged.sharded)
+    assert not refused and "cat" in str(refused)
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_the_types_of_a_program_in_float8_are_certified(recipe):
+    model, ids, precision = words(torch.float32), torch.arange(16).view(2, 8), {**SMALL, "recipe": recipe}
+    plan = autotp.plan(model, 2, example_inputs=ids, precision=precision, cluster=SLOW, sequence_parallel=True)
+    assert autotp.Plan.from_json(plan.to_json()) == plan
+    found = autotp.certify(model, plan, ids, precision=precision)
+    assert found, found
