@@ -1,0 +1,73 @@
+"""One stage as a module: what `torch.distributed.pipelining.PipelineStage` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from autotp.errors import InputError
+from autotp.passes.stages.cut import Piece
+from autotp.runtime.programs import Program
+
+from .part import StagedModule
+
+BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
+
+
+class Stage(nn.Module):
+    """A stage of the pipeline: what the stage before gives goes in by position, the model's own inputs by name.
+
+    Attributes:
+        index: its place in the pipeline.
+        piece: its program before this rank's.
+        module: what holds its parameters, with those of the rank's other stages.
+    """
+
+    def __init__(self, module: StagedModule, piece: Piece, index: int, loss: bool) -> None:
+        super().__init__()
+        self.index, self.piece, self.loss = index, piece, loss
+        object.__setattr__(self, "module", module)  # no child: a rank's stages share it
+        first = module._shards.aliases
+        self.names = {first.get(n, n) for n in piece.names}
+        self.program: Program = module.install(piece)
+
+    module: StagedModule
+
+    def forward(self, *received: Tensor, **inputs: Any) -> Any:
+        """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
+        names = [n for n in self.piece.inputs if n not in inputs]
+        if names or len(received) != len(self.piece.received):
+            raise InputError(
+                f"stage {self.index} takes {len(self.piece.received)} values of the stage before and the inputs "
+                f"{', '.join(self.piece.inputs) or 'none'}; it got {len(received)}, and lacks {names}. "
+                "Pass what pipe.feed(...) gives to the schedule's step."
+            )
+        base = int(inputs[BASE]) if BASE in inputs else 0
+        values = [*map(_received, received), *(inputs[n] for n in self.piece.inputs)]
+        outputs = self.module.run(self.program, values, base)
+        if self.piece.sent:
+            return tuple(x.contiguous() for x in outputs)
+        if self.loss:
+            return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this stage reads, under the original's names."""
+        yield from ((f"{prefix}.{n}" if prefix else n, p) for n, p in self.module.own(self.names))
+
+    def train(self, mode: bool = True) -> Stage:
+        """The mode is that of all of the rank's stages: `pipe.module.train()`."""
+        return super().train(mode)
+
+
+def _received(value: Tensor) -> Tensor:
+    """A value of the stage before, whose gradient can be sent back as it lies in memory."""
+    if not value.requires_grad:
+        return value
+    value = value.view_as(value)  # the schedule's own tensor is there for all steps, and would keep a hook of each
+    value.register_hook(Tensor.contiguous)
+    return value
