@@ -93,8 +93,10 @@ def on_one_device(model: Any, batch: dict[str, Tensor]) -> Tensor:
 
 
 def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
-    """The largest difference, as a part of the largest value of each."""
-    return max(float((found[n] - wanted[n]).abs().max() / wanted[n].abs().max().clamp(min=1e-30)) for n in found)
+    """The largest difference, as a part of the largest value."""
+    return max(float((found[n] - wanted[n]).abs().max()) for n in found) / max(
+        float(x.abs().max()) for x in wanted.values()
+    )
 
 
 def compared(rank: int, world: int, group: Any, case: Case) -> tuple[float, float, float, list[str]]:
@@ -120,3 +122,59 @@ def compared(rank: int, world: int, group: Any, case: Case) -> tuple[float, floa
         names = [n for n, _ in pipe.module.storages()]
         dist.barrier(group)
         return off[0], off[1], weights, names
+
+
+def carried_over(rank: int, world: int, group: Any, folder: str) -> list[float]:
+    """A checkpoint of stages in tensor parallelism, in other stages and in one process: how far weights are apart
+    after a further step there, and that step's loss from the one that the stages take."""
+    with double():
+        case = Case("gpt2", "Schedule1F1B", steps=1, layers=4)
+        model = made(case)
+        pipe, schedule = staged(case, model)
+        first = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
+        pipe.step(schedule, **batch_of(model))
+        first.step()
+        first.zero_grad()
+        pipe.save_checkpoint(folder, optimizer=first, extra={"step": 1})
+        wanted = pipe.step(schedule, **batch_of(model, seed=1))
+        first.step()
+        full = pipe.module.full_state_dict()
+        off = []
+        for target in (Case("gpt2", "ScheduleInterleaved1F1B", chunks=2, layers=4), None):
+            fresh = made(case)
+            with torch.no_grad():
+                for p in fresh.parameters():
+                    p.zero_()
+            if target is not None:
+                other, plan = staged(target, fresh)
+                second = torch.optim.AdamW(other.parameters(), lr=1e-2)
+                extra = other.load_checkpoint(folder, optimizer=second).extra
+                loss = other.step(plan, **batch_of(model, seed=1))
+                second.step()
+                own = other.module.full_state_dict()
+            else:
+                micro = {k: v[:2] for k, v in batch_of(model).items()}
+                with_loss = autotp.compile(
+                    fresh, 4, example_inputs=micro, loss=error, outputs="loss", check_capture=False
+                )
+                second = torch.optim.AdamW(with_loss.parameters(), lr=1e-2)
+                extra = with_loss.load_checkpoint(folder, optimizer=second).extra
+                loss = (
+                    sum((with_loss(**rows) for rows in slices(batch_of(model, seed=1))), torch.zeros(())) / MICROBATCHES
+                )
+                loss.backward()
+                second.step()
+                own = with_loss.full_state_dict()
+            assert extra == {"step": 1}
+            off += [
+                float((loss.detach() - wanted).abs()),
+                max(float((own[n] - full[n]).abs().max()) for n in own if n in full),
+            ]
+        dist.barrier(group)
+        return off
+
+
+def slices(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+    """The micro-batches of a batch."""
+    size = ROWS // MICROBATCHES
+    return [{k: v[size * i : size * (i + 1)] for k, v in batch.items()} for i in range(MICROBATCHES)]

@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -179,20 +178,12 @@ def _pipe(
     made = {i: Stage(module, pieces[i], i, loss and i == grid.stages - 1) for i in own}
     parameters = {n for n, _ in model.named_parameters()}
     tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
-    groups = {name: _group(grid, holders) for name, holders in tied.items() if grid.rank in holders}
+    shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
     counted = {n for n in module._shards.storages if n not in tied or tied[n][0] == grid.rank}
-    sums = Sums(module._shards, groups, frozenset(counted), grid.pipeline, ranks.batch)
+    sums = Sums(module._shards, shared, frozenset(counted), grid.pipeline, ranks.batch)
     feed = Feed(skeleton(model, ranks.device), captured)
     example = feed.tensors(without_cache(model, inputs)[0])
     return Pipe(plan, module, made, found, grid, feed, sums, example, loss)
-
-
-def _group(grid: Grid, holders: tuple[int, ...]) -> Any:
-    """The group of those ranks of this lane's pipeline."""
-    everyone = dist.get_process_group_ranks(grid.pipeline)
-    if len(holders) == grid.size:
-        return grid.pipeline
-    return dist.new_group([everyone[i] for i in holders], use_local_synchronization=True)
 
 
 def _no_other(*args: Any) -> Any:

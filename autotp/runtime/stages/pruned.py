@@ -32,7 +32,8 @@ def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> 
             inside = f"{path}." if path else ""
             for held in ("_parameters", "_buffers"):
                 old = vars(module)[held]
-                new.__dict__[held] = {k: t for k, t in old.items() if t is None or inside + k in tensors}
+                # None, which forwards and descriptions ask for, in the place of what is held elsewhere.
+                new.__dict__[held] = {k: t if inside + k in tensors else None for k, t in old.items()}
             children = {k: m for k, m in module._modules.items() if m is None or inside + k in homes}
             new.__dict__["_modules"] = {k: m and part(m, inside + k) for k, m in children.items()}
         return made[id(module)]

@@ -24,14 +24,14 @@ class Sums:
 
     Attributes:
         shards: what this rank holds.
-        tied: first name of a parameter that several ranks of the pipeline hold -> the group of those on this lane.
+        tied: first name of a parameter that this rank of the pipeline holds and others too -> all these.
         counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
         pipeline: the group of this lane's ranks, one for each place in the pipeline.
         batch: the dp ranks; None where there are none.
     """
 
     shards: ShardState
-    tied: Mapping[str, Any]
+    tied: Mapping[str, tuple[int, ...]]
     counted: frozenset[str]
     pipeline: Any
     batch: Ranks | None = None
@@ -43,9 +43,9 @@ class Sums:
         for p in self._held(self.tied):  # what a step before has summed must not be summed again
             self.before[p], p.grad = p.grad, None
         yield
-        for name, group in self.tied.items():
+        for name, holders in self.tied.items():
             for p in state.pieces(self.shards, name):
-                self._sum(p, group)
+                self._sum(p, holders)
         if self.batch is not None:
             self._mean(self.batch)
         for p, grad in self.before.items():
@@ -53,12 +53,28 @@ class Sums:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
         self.before.clear()
 
-    def _sum(self, parameter: nn.Parameter, group: Any) -> None:
-        """The sum of a gradient over the ranks that hold the parameter; one that has none adds zero."""
-        if parameter.requires_grad:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-            dist.all_reduce(_local(parameter.grad), group=group)
+    @torch.no_grad()
+    def _sum(self, parameter: nn.Parameter, holders: tuple[int, ...]) -> None:
+        """The sum of a gradient over the ranks that hold the parameter; one that has none adds zero.
+
+        Summed in one order on all of them, so that what is tied stays equal to the bit.
+        """
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own, me = _local(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
+        parts = {rank: own if rank == me else torch.empty_like(own) for rank in holders}
+        ranks = dist.get_process_group_ranks(self.pipeline)
+        others = [rank for rank in holders if rank != me]
+        sends = [dist.P2POp(dist.isend, own, ranks[rank], self.pipeline) for rank in others]
+        takes = [dist.P2POp(dist.irecv, parts[rank], ranks[rank], self.pipeline) for rank in others]
+        for work in dist.batch_isend_irecv([*sends, *takes]):
+            work.wait()
+        total = parts[holders[0]].clone()
+        for rank in holders[1:]:
+            total.add_(parts[rank])
+        _local(parameter.grad).copy_(total)
 
     def _mean(self, batch: Ranks) -> None:
         """The mean of all gradients over dp, those of one type in one collective."""
