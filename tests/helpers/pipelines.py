@@ -52,18 +52,46 @@ def double() -> Iterator[None]:
         torch.set_default_dtype(torch.float32)
 
 
+class Tower(nn.Module):
+    """Blocks between an embedding and a head, in few operators."""
+
+    def __init__(self, layers: int = 2, width: int = 8, tied: bool = True, drop: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(16, width)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 2 * width), nn.GELU(), nn.Dropout(drop),
+                          nn.Linear(2 * width, width)) for _ in range(layers)
+        )  # fmt: skip
+        self.head = nn.Linear(width, 16, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
 def error(outputs: Any, targets: Tensor) -> Tensor:
     """A loss in 64 bits, where transformers' own are of 32."""
-    return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+    scores = getattr(outputs, "logits", outputs)
+    return nn.functional.cross_entropy(scores.flatten(0, 1), targets.flatten())
 
 
 def batch_of(model: nn.Module, rows: int = ROWS, seed: int = 0) -> dict[str, Tensor]:
     """Rows of tokens with their targets."""
+    if isinstance(model, Tower):
+        ids = torch.randint(0, 16, (2, rows, LENGTH), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": ids[0], "targets": ids[1]}
     return {**inputs_of(model, rows, LENGTH, seed), "targets": inputs_of(model, rows, LENGTH, seed + 100)["input_ids"]}
 
 
 def made(case: Case) -> Any:
     """The model, in training mode."""
+    if case.model == "tower":
+        return Tower(case.layers, **case.train).double().train()
     layers = {LAYERS.get(case.model, "num_hidden_layers"): case.layers}
     return transformer(case.model, **{**SMALL.get(case.model, {}), **layers, **case.train}).double().train()
 
@@ -178,3 +206,89 @@ def slices(batch: dict[str, Tensor]) -> list[dict[str, Tensor]]:
     """The micro-batches of a batch."""
     size = ROWS // MICROBATCHES
     return [{k: v[size * i : size * (i + 1)] for k, v in batch.items()} for i in range(MICROBATCHES)]
+
+
+def untied(rank: int, world: int, group: Any, case: Case) -> float:
+    """How far gradients are apart where those of a tied weight are not summed over the stages."""
+    with double():
+        model = made(case)
+        pipe, schedule = staged(case, model)
+        pipe._sums.tied = {}
+        pipe.step(schedule, **batch_of(model))
+        on_one_device(model, batch_of(model))
+        off = apart(
+            pipe.module.full_grad_dict(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        )
+        dist.barrier(group)
+        return off
+
+
+def drawn(rank: int, world: int, group: Any, seed: int) -> tuple[float, float, float]:
+    """With dropout: how far a step of stages is from that of one sharded module, from one with another seed, and an
+    evaluation from the model's."""
+    with double():
+        case = Case("tower", "Schedule1F1B", train={"drop": 0.3})
+        model = made(case)
+        pipe, schedule = staged(case, model)
+        batch = batch_of(model)
+        whole = autotp.compile(
+            model, world, example_inputs=slices(batch)[0], loss=error, outputs="loss", check_capture=False
+        )
+        losses = []
+        for start in (seed, seed + 1):
+            torch.manual_seed(start + (rank if start == seed else 0))  # what the first rank draws counts
+            losses.append(pipe.step(schedule, **batch))
+            pipe.module.zero_grad()
+        torch.manual_seed(seed)
+        one = torch.stack([whole(**rows) for rows in slices(batch)]).mean().detach()
+        for module in (pipe, model):
+            module.eval()
+        found = pipe.evaluate(pipe.schedule(schedules.ScheduleGPipe, MICROBATCHES), **batch)
+        with torch.no_grad():
+            wanted = torch.stack([error(model(r["input_ids"]), r["targets"]) for r in slices(batch)]).mean()
+        pipe.train()
+        again = pipe.step(schedule, **batch)  # the first mode's schedule goes on
+        assert torch.isfinite(again)
+        dist.barrier(group)
+        return float((losses[0] - one).abs()), float((losses[1] - one).abs()), float((found - wanted).abs())
+
+
+def _told(function: Any) -> str:
+    try:
+        function()
+    except autotp.AutoTPError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+def refused(rank: int, world: int, group: Any) -> dict[str, str]:
+    """What this rank is told of uses that cannot be."""
+    model = Tower()
+    batch = batch_of(model)
+    few, plain = slices(batch)[0], nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def make(of: nn.Module = model, pp: int = 2, tp: int = 2, **options: Any) -> Any:
+        options = {"example_inputs": few, "loss": error, "check_capture": False, **options}
+        return autotp.stages(of, pp, tp, **options)
+
+    told = {
+        "world": _told(lambda: make(pp=3)),
+        "blocks": _told(lambda: make(pp=4, tp=1)),
+        "chunks": _told(lambda: make(chunks=2)),
+        "none": _told(lambda: make(plain, example_inputs=torch.randn(2, 8), loss=None, outputs="full")),
+        "pp": _told(lambda: make(pp=0)),
+        "memory": _told(lambda: make(memory=100)),
+    }
+    pipe = make()
+    schedule = pipe.schedule(schedules.ScheduleGPipe, MICROBATCHES)
+    uneven = {k: v[:6] for k, v in batch.items()}
+    told |= {
+        "dividing": _told(lambda: pipe.step(schedule, **uneven)),
+        "sizes": _told(lambda: pipe.step(schedule, **{k: v[:4] for k, v in batch.items()})),
+        "on one rank": _told(lambda: pipe.step(schedule, **(uneven if rank == 3 else batch))),
+        "loss": _told(lambda: pipe.schedule(schedules.ScheduleGPipe, 4, loss=error)),
+        "called": _told(lambda: pipe.module(batch["input_ids"])),
+        "printed": str(pipe),
+    }
+    dist.barrier(group)
+    return told

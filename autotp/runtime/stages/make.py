@@ -15,7 +15,7 @@ from autotp.capture.capture import aliases, skeleton
 from autotp.comm.ranks import Ranks, agree, check_degree, together
 from autotp.cost import Cluster
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
-from autotp.driver.pipeline import applied, needed
+from autotp.driver.pipeline import applied, mode_of, needed, prepare
 from autotp.driver.staging import Staging, found_units, staging
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
@@ -30,10 +30,10 @@ from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
 
 from .feed import Feed
+from .modes import Modes
 from .part import StagedModule
 from .pipe import Grid, Pipe, tied_over_ranks
 from .pruned import pruned, unread
-from .stage import Stage
 from .sums import Sums
 
 PLACEMENTS = ("loop", "v")
@@ -164,9 +164,12 @@ def _pipe(
     model, first = build.model, aliases(build.model)
     own = [i for i, place in enumerate(grid.places) if place == grid.rank]
     names = [{first.get(n, n) for n in piece.names} for piece in pieces]
+    placed = [place for place, size in zip(grid.places, found.division.sizes, strict=True) for _ in range(size)]
+    blocks = tuple(f"{u}." for u, place in zip(found.units, placed, strict=True) if place == grid.rank)
     names[0] |= unread(model, set().union(*names))
     mine = set().union(*(names[i] for i in own))
     paths = set().union(*(pieces[i].paths for i in own))
+    paths |= {path for path, _ in model.named_modules() if f"{path}.".startswith(blocks)}  # in other modes too
     part = pruned(model, mine, paths)
     elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
     source = Source(
@@ -175,15 +178,29 @@ def _pipe(
     )  # fmt: skip
     module = StagedModule(part, plan, source)
     module._shards.elsewhere = frozenset(elsewhere)
-    made = {i: Stage(module, pieces[i], i, loss and i == grid.stages - 1) for i in own}
     parameters = {n for n, _ in model.named_parameters()}
     tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
     shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
     counted = {n for n in module._shards.storages if n not in tied or tied[n][0] == grid.rank}
     sums = Sums(module._shards, shared, frozenset(counted), grid.pipeline, ranks.batch)
-    feed = Feed(skeleton(model, ranks.device), captured)
-    example = feed.tensors(without_cache(model, inputs)[0])
-    return Pipe(plan, module, made, found, grid, feed, sums, example, loss)
+    inputs = without_cache(model, inputs)[0]
+    bare, options, request = skeleton(model, ranks.device), build.options, build.request
+
+    def again(training: bool) -> tuple[Feed, list[Piece]]:
+        bare.train(training)
+        other = prepare(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request=request)
+        return Feed(bare, other), _pieces(other, plan, options, grid, found)
+
+    modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
+    modes.add(captured.training, Feed(bare, captured), pieces)
+    return Pipe(plan, module, modes, found, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
+
+
+def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, found: Staging) -> list[Piece]:
+    """The stages of another program of the model, cut before the same blocks."""
+    planned, sharded, _ = applied(captured, plan, options)
+    units = found_units(sharded, plan.model, grid.size, grid.chunks)
+    return cut(planned, sharded, stage_starts(units, found.division.sizes))
 
 
 def _no_other(*args: Any) -> Any:

@@ -24,7 +24,8 @@ from autotp.passes.decompose.counter_random import base_seed
 from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint
 
-from .feed import Feed, local_example, split_of
+from .feed import local_example, split_of
+from .modes import Modes, Running
 from .part import StagedModule
 from .shown import table
 from .stage import BASE, Stage
@@ -63,27 +64,39 @@ class Pipe:
     Print it for the blocks, seconds and memory of every stage.
 
     Attributes:
-        plan: of the whole model. stages: the modules of this rank's stages, for `PipelineStage`, by their index.
+        plan: of the whole model.
         module: a sharded module with the parameters of this rank's stages, under the original's names.
         staging: how the model's blocks are divided.
     """
 
     def __init__(
-        self, plan: Plan, module: StagedModule, stages: Mapping[int, Stage], staging: Staging, grid: Grid, feed: Feed,
-        sums: Sums, example: dict[str, Tensor], loss: bool,
+        self, plan: Plan, module: StagedModule, modes: Modes, staging: Staging, grid: Grid, sums: Sums,
+        example: dict[str, Tensor], loss: bool,
     ) -> None:  # fmt: skip
-        self.plan, self.module, self.stages, self.staging = plan, module, dict(stages), staging
-        self._grid, self._feed, self._sums, self._example, self._loss = grid, feed, sums, example, loss
-        self._draws = any(x.kind is SEEDS for x in feed.capture.leaves)
+        self.plan, self.module, self.staging = plan, module, staging
+        self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index."""
+        return self._now.stages
+
+    @property
+    def _now(self) -> Running:
+        return self._modes[self.module.training]
 
     def parameters(self) -> Any:
         """The parameters of this rank's stages, for an optimizer."""
         return self.module.parameters()
 
     def train(self, mode: bool = True) -> Pipe:
-        """Set the mode of this rank's stages."""
+        """Set the mode of this rank's stages; a schedule is for the mode that it was made in."""
         self.module.train(mode)
         return self
+
+    def eval(self) -> Pipe:
+        """Set the mode to evaluation; its first schedule cuts the model again, on all ranks together."""
+        return self.train(False)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
@@ -104,7 +117,7 @@ class Pipe:
         single = isinstance(kind, type) and issubclass(kind, PipelineScheduleSingle)
         if single and self._grid.chunks > 1:
             raise InputError(
-                f"{kind.__name__} runs one stage a rank, and here are chunks={self._grid.chunks}. Leave it out."
+                f"{kind.__name__} runs one stage a rank, here are chunks={self._grid.chunks}. Leave it out."
             )
         if (loss is None) != self._loss:
             need = "gives outputs, and no loss" if loss is None else "gives its loss already"
@@ -123,7 +136,7 @@ class Pipe:
         ranks, piece = self._grid.world, stage.piece
         tp = self.module._source.ranks
         assert tp is not None
-        sizes = self._feed.sizes(self._example)
+        sizes = self._now.feed.sizes(self._example)
         received = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.received)
         sent = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.sent)
         if not sent:
@@ -141,7 +154,7 @@ class Pipe:
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
-        tensors = self._feed.tensors(inputs)
+        tensors = self._now.feed.tensors(inputs)
         shapes, wanted = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
         if shapes != wanted:
             raise InputError(
@@ -151,14 +164,11 @@ class Pipe:
         read = {name for stage in self.stages.values() for name in stage.piece.inputs}
         device = self._grid.world.device
         fed = {name: t.to(device) for name, t in tensors.items() if name in read}
-        if self._draws:
+        if any(x.kind is SEEDS for x in self._now.feed.capture.leaves):
             drawn = torch.tensor([base_seed() for _ in range(microbatches)])
-            dist.broadcast(drawn, group=self._sums_group(), group_src=0)
+            dist.broadcast(drawn, group=self._grid.world.group, group_src=0)
             fed[BASE] = drawn
         return fed
-
-    def _sums_group(self) -> Any:
-        return self._grid.world.group
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.

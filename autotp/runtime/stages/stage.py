@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from autotp.errors import InputError
+from autotp.errors import InputError, StateError
 from autotp.passes.stages.cut import Piece
 from autotp.runtime.programs import Program
 
@@ -44,6 +45,7 @@ class Stage(nn.Module):
                 f"{', '.join(self.piece.inputs) or 'none'}; it got {len(received)}, and lacks {names}. "
                 "Pass what pipe.feed(...) gives to the schedule's step."
             )
+        self._check_mode()
         base = int(inputs[BASE]) if BASE in inputs else 0
         values = [*map(_received, received), *(inputs[n] for n in self.piece.inputs)]
         outputs = self.module.run(self.program, values, base)
@@ -52,6 +54,18 @@ class Stage(nn.Module):
         if self.loss:
             return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def _check_mode(self) -> None:
+        """Refuse a mode that the program was not captured in."""
+        captured = self.piece.capture
+        kind = self.module._shards.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if self.module.training != captured.training or autocast != captured.state[-1]:
+            raise StateError(
+                f"this schedule was made with training={captured.training} and autocast {captured.state[-1]}, and now "
+                f"it is training={self.module.training} and {autocast}. Make one in this mode: pipe.schedule(...); "
+                "for autocast, make the stages under it."
+            )
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
