@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from torch import fx
@@ -14,6 +15,7 @@ from autotp.ir.scopes import scope_path
 from autotp.passes.analysis.fold import INDEXED
 
 LEVELS = 4  # of lists of modules within lists
+ALIKE = 0.8  # the part of their operators that blocks have in common
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Unit:
 
 
 def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
-    """The units of a program: of the outermost lists of modules of which some have the same operators.
+    """The units of a program: of the outermost lists of modules in which neighbours have nearly the same operators.
 
     Args:
         nodes: of the program, in its order.
@@ -38,12 +40,19 @@ def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
     order = list(nodes)
     for level in range(LEVELS):
         starts, operators = _blocks(order, level)
-        alike = Counter((INDEXED.sub("", path), tuple(sorted(o.items()))) for path, o in operators.items())
-        lists = {place for (place, _), count in alike.items() if count > 1}
+        pairs = pairwise(sorted(starts, key=lambda path: (INDEXED.sub("", path), starts[path])))
+        lists = {INDEXED.sub("", a) for a, b in pairs if _alike(a, b, operators)}
         found = sorted((at, path) for path, at in starts.items() if INDEXED.sub("", path) in lists)
         if found:
             return [Unit(path, at if i else 0) for i, (at, path) in enumerate(found)]
     return []
+
+
+def _alike(a: str, b: str, operators: Mapping[str, Counter[Any]]) -> bool:
+    """Whether these are neighbours in one list, with nearly the same operators: what all blocks share, such as a mask,
+    may be made in the first of them."""
+    common = (operators[a] & operators[b]).total()
+    return INDEXED.sub("", a) == INDEXED.sub("", b) and common >= ALIKE * max(operators[x].total() for x in (a, b)) > 0
 
 
 def _blocks(order: list[fx.Node], level: int) -> tuple[dict[str, int], dict[str, Counter[Any]]]:

@@ -38,7 +38,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # of autotp.stages
 
     @property
-    def placement(self) -> str:
+    def order(self) -> str:
         return "v" if "ZBV" in self.kind else "loop"
 
 
@@ -100,7 +100,7 @@ def staged(case: Case, model: nn.Module) -> tuple[Any, Any]:
     """The stages of this rank, and their schedule."""
     micro = {k: v[: ROWS // MICROBATCHES] for k, v in batch_of(model).items()}
     pipe = autotp.stages(
-        model, case.pp, case.tp, dp=case.dp, chunks=case.chunks, placement=case.placement, example_inputs=micro,
+        model, case.pp, case.tp, dp=case.dp, chunks=case.chunks, order=case.order, example_inputs=micro,
         loss=error, check_capture=False, **case.options,
     )  # fmt: skip
     kind = getattr(schedules, case.kind, None) or getattr(pipelining, case.kind)

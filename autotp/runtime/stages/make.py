@@ -36,7 +36,7 @@ from .pipe import Grid, Pipe, tied_over_ranks
 from .pruned import pruned, unread
 from .sums import Sums
 
-PLACEMENTS = ("loop", "v")
+ORDERS = ("loop", "v")
 
 
 def stages(
@@ -46,7 +46,7 @@ def stages(
     *,
     dp: int = 1,
     chunks: int = 1,
-    placement: str = "loop",
+    order: str = "loop",
     example_inputs: Any = None,
     loss: Callable[[Any, Any], Tensor] | None = None,
     outputs: str = "loss",
@@ -71,7 +71,7 @@ def stages(
         model: any `nn.Module` with repeated blocks; it is left as it is. On the meta device too (then load weights).
         pp, tp, dp: ranks of the pipeline, and of each of its places: tensor- and data-parallel ones.
         chunks: stages of each rank, for interleaved schedules.
-        placement: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
+        order: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
         example_inputs: one micro-batch (of one dp rank): a tensor, args, kwargs, or `autotp.Inputs`.
         loss: the model then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         outputs: "loss": the last stage gives the model's loss; "full": its outputs, a tensor or a tuple of them, for
@@ -84,10 +84,10 @@ def stages(
     Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.
     Raises: AutoTPError: its subclasses say what is wrong; all ranks raise together.
     """
-    axis = _read(pp, tp, dp, chunks, placement)
+    axis = _read(pp, tp, dp, chunks, order)
     steering = Steering(pins=pins, cluster=cluster, optimizer=optimizer, sequence_parallel=sequence_parallel)
     steering.refuse_beside(plan)
-    grid, ranks = _grid(pp, tp, dp, chunks, placement, mesh)
+    grid, ranks = _grid(pp, tp, dp, chunks, order, mesh)
     model = with_loss(model, loss) if loss is not None else model
     inputs = together(grid.world, "reading the example inputs", lambda: needed(model, example_inputs, "autotp.stages"))
     lowering, request = Lowering.read(backend, options, optimise), CaptureRequest.read(dp, outputs, "counter")
@@ -103,19 +103,19 @@ def stages(
     return _pipe(build, captured, plan, found, pieces, grid, ranks, inputs, outputs == "loss" or loss is not None)
 
 
-def _read(pp: int, tp: int, dp: int, chunks: int, placement: str) -> Any:
+def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
     for name, value in (("pp", pp), ("chunks", chunks)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise InputError(
                 f"{name}={value!r}: it counts {'ranks' if name == 'pp' else 'stages'}, so it is at least 1."
             )
     check_degree(tp)
-    if placement not in PLACEMENTS or (placement == "v" and chunks != 2):
-        raise InputError(f"placement={placement!r}: take 'loop', or with chunks=2 'v'.")
+    if order not in ORDERS or (order == "v" and chunks != 2):
+        raise InputError(f"order={order!r}: take 'loop', or with chunks=2 'v'.")
     return read_axis(dp, False, tp)
 
 
-def _grid(pp: int, tp: int, dp: int, chunks: int, placement: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
+def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
     """The ranks of the pipeline, and those of this one's stages."""
     if mesh is None:
         every = Ranks.find()
@@ -135,7 +135,7 @@ def _grid(pp: int, tp: int, dp: int, chunks: int, placement: str, mesh: DeviceMe
     world = Ranks.find(mesh=compat.flat_mesh(mesh))
     assert ranks is not None and world is not None
     count = pp * chunks
-    loop = [i % pp if placement == "loop" or i < pp else count - 1 - i for i in range(count)]
+    loop = [i % pp if order == "loop" or i < pp else count - 1 - i for i in range(count)]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
     return Grid(replace(world, axes="pp, dp and tp"), group, rank, pp, chunks, tuple(loop)), ranks
 

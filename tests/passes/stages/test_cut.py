@@ -52,25 +52,24 @@ def test_a_plan_is_cut_between_blocks() -> None:
         assert set().union(*names) == {n for n, _ in model.named_parameters()}
 
 
-def test_stages_are_divided_as_the_best_of_all_divisions() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for chunks in (1, 2):
-        times = torch.rand(9, generator=generator).tolist()
-        weights = [Weight(t, steady=1 + i, kept=2.0) for i, t in enumerate(times)]
-        ranks, stages = 2, 2 * chunks
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int) -> None:
+    times = torch.rand(9, generator=torch.Generator().manual_seed(chunks)).tolist()
+    weights = [Weight(t, steady=1 + i, kept=2.0) for i, t in enumerate(times)]
+    stages = 2 * chunks
 
-        def cost(ends: tuple[int, ...]) -> tuple[float, float]:
-            spans = list(itertools.pairwise((0, *ends, len(times))))
-            slowest = max(sum(times[a:b]) for a, b in spans)
-            held = [sum(w.steady for w in weights[a:b]) for a, b in spans]
-            kept = [2.0 * (b - a) * in_flight(s, ranks, chunks) for s, (a, b) in enumerate(spans)]
-            return slowest, max(x + y for x, y in zip(held, kept, strict=True))
+    def cost(ends: tuple[int, ...]) -> tuple[float, float]:
+        spans = list(itertools.pairwise((0, *ends, len(times))))
+        slowest = max(sum(times[a:b]) for a, b in spans)
+        held = [sum(w.steady for w in weights[a:b]) for a, b in spans]
+        kept = [2.0 * (b - a) * in_flight(s, 2, chunks) for s, (a, b) in enumerate(spans)]
+        return slowest, max(x + y for x, y in zip(held, kept, strict=True))
 
-        every = [cost(ends) for ends in itertools.combinations(range(1, 9), stages - 1)]
-        best = divide(weights, ranks, chunks)
-        assert best is not None and max(best.seconds) == pytest.approx(min(every)[0])
-        limit = sorted(memory for _, memory in every)[2]
-        tight = divide(weights, ranks, chunks, limit * chunks)
-        fitting = min(time for time, memory in every if memory <= limit)
-        assert tight is not None and max(tight.seconds) == pytest.approx(fitting) and max(tight.memory) <= limit
-        assert divide(weights, ranks, chunks, 1.0) is None and divide(weights[: stages - 1], ranks, chunks) is None
+    every = [cost(ends) for ends in itertools.combinations(range(1, 9), stages - 1)]
+    best = divide(weights, 2, chunks)
+    assert best is not None and max(best.seconds) == pytest.approx(min(every)[0])
+    limit = sorted(memory for _, memory in every)[2]
+    tight = divide(weights, 2, chunks, limit * chunks)
+    fitting = min(time for time, memory in every if memory <= limit)
+    assert tight is not None and max(tight.seconds) == pytest.approx(fitting) and max(tight.memory) <= limit
+    assert divide(weights, 2, chunks, 1.0) is None and divide(weights[: stages - 1], 2, chunks) is None
