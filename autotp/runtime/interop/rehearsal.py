@@ -13,7 +13,6 @@ import copy
 import functools
 import inspect
 import weakref
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -30,6 +29,7 @@ from autotp.runtime.shard_state import ShardState
 from autotp.runtime.storage import Storage
 
 from . import foreign
+from .copied_optimizer import can_copy, copied
 
 STEPS = 2  # the second one meets the state that the first one made
 RATE = 0.1  # of learning in a rehearsal: the model's own may be so small that rounding hides the rest, or 0
@@ -85,13 +85,13 @@ Kinds = dict[PieceKind, list[tuple[str, list[Tensor]]]]  # with the names and th
 def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     """Refuse an optimizer that steps otherwise on parameters of these kinds than on whole ones. A collective call.
 
-    An optimizer that holds more than options, tensors and other optimizers is not rehearsed.
+    An optimizer that cannot be copied (`can_copy`) is not rehearsed.
 
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
     kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _passed}
-    if not kinds or not _known_whole(optimizer):
+    if not kinds or not can_copy(optimizer):
         return
     fault = _trial(optimizer, kinds, ranks)
     everyone: list[Any] = [None] * ranks.tp
@@ -100,10 +100,17 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     if fault:
         raise StateError(
             f"{type(optimizer).__name__} does not step on this module's parameters as on the model's: {fault}. Nothing "
-            f"was changed. Give such parameters to another optimizer. Right are {RIGHT}; of those that look at whole "
-            "matrices, as Muon does, those that compute with DTensors throughout, on parameters held in one piece."
+            f"was changed.{_slower(optimizer)} Give such parameters to another optimizer. Right are {RIGHT}; of those "
+            "that look at whole matrices, as Muon does, those that compute with DTensors throughout, on parameters "
+            "held in one piece."
         )
     _passed.update(_key(optimizer, kind) for kind in kinds)
+
+
+def _slower(optimizer: Optimizer) -> str:
+    """An option that an optimizer has, with which it takes one parameter after the other."""
+    switch = any("foreach" in x and x["foreach"] is not False for x in [*optimizer.param_groups, vars(optimizer)])
+    return " Try it with foreach=False first." if switch else ""
 
 
 def _key(optimizer: Optimizer, kind: PieceKind) -> Any:
@@ -150,7 +157,7 @@ def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
         with _rehearsal(ranks.device):
             cut = _stepped(optimizer, {k: _cut(k, v, ranks) for k, v in data.items()}, kinds, closure)
     except Exception as error:
-        return f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return ": ".join([type(error).__name__, *str(error).splitlines()[:1]])
     wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
     if not wrong:
         return ""
@@ -195,7 +202,7 @@ def _stepped(
 ) -> dict[PieceKind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
     stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
-    made = _copied(optimizer, stand, kinds)
+    made = _over(optimizer, stand, kinds)
     step: Any = type(optimizer).step
     for i in range(STEPS):
 
@@ -214,7 +221,7 @@ def _stepped(
     return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
 
 
-def _copied(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:
+def _over(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:
     """The optimizer as it is made, with stand-ins in place of parameters; nothing that it holds is shared."""
     memo: dict[int, Any] = {}
     for kind, entries in kinds.items():
@@ -227,26 +234,7 @@ def _copied(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], ki
         if "lr" in options:
             options["lr"] = torch.full_like(options["lr"], RATE) if isinstance(options["lr"], Tensor) else RATE
         groups.append({**options, "params": [p for kind, ps in stand.items() if kind.group == i for p in ps]})
-    return _made(optimizer, groups, memo)
-
-
-def _made(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Optimizer:
-    """A copy of an optimizer with these groups, and of those that it holds."""
-    made = object.__new__(type(optimizer))
-    rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups") and not _kept_out(k, v)}
-    memo = {**memo, **{id(v): _made(v, groups, memo) for v in rest.values() if isinstance(v, Optimizer)}}
-    others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
-    held = {k: copy.deepcopy(v, {**others, **memo}) for k, v in rest.items()}
-    vars(made).update({k: _once(v) if isinstance(v, list) else v for k, v in held.items()})
-    made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-    return made
-
-
-def _once(values: list[Any]) -> list[Any]:
-    """A list of parameters with each stand-in once, of parameters that are rehearsed."""
-    if not values or not all(isinstance(v, nn.Parameter) for v in values):
-        return values
-    return list({id(v): v for v in values if v.numel()}.values())
+    return copied(optimizer, groups, memo)
 
 
 def _apart(kind: PieceKind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
@@ -255,23 +243,6 @@ def _apart(kind: PieceKind, start: Tensor, whole: Tensor, cut: list[Any], ranks:
     change = float((whole - start).abs().max())
     far = [(a.to_local() - b.to_local()).abs() for a, b in zip(cut, wanted, strict=True)]
     return any(x.numel() > 0 and not float(x.max()) <= CLOSE * change for x in far)
-
-
-def _kept_out(key: str, value: Any) -> bool:
-    """What a copy has none of: hooks, a step that a schedule counts, what a scaler left there."""
-    return callable(value) or (key.startswith("_optimizer_") and key.endswith("hooks")) or key in (
-        "state", "grad_scale", "found_inf"
-    )  # fmt: skip
-
-
-def _known_whole(optimizer: Optimizer) -> bool:
-    """Whether all that an optimizer holds can be copied: plain values, and optimizers of the same parameters."""
-    held = [v for k, v in vars(optimizer).items() if not _kept_out(k, v)]
-    return all(_known_whole(v) and _of(v) == _of(optimizer) if isinstance(v, Optimizer) else _plain(v) for v in held)
-
-
-def _of(optimizer: Optimizer) -> list[list[int]]:
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
 
 
 def _closures(optimizer: Optimizer) -> list[bool]:
@@ -283,18 +254,3 @@ def _closures(optimizer: Optimizer) -> list[bool]:
         return [False]
     holds = any(isinstance(v, Optimizer) for v in vars(optimizer).values())
     return [True] if holds or closure.default is inspect.Parameter.empty else [False, True]
-
-
-def _plain(value: Any) -> bool:
-    """Whether something consists of numbers, text and tensors, so that its copy shares nothing with it."""
-    return all(isinstance(v, Tensor | int | float | complex | str | bytes | torch.dtype | None) for v in _leaves(value))
-
-
-def _leaves(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = [*value.values()]
-    if isinstance(value, list | tuple | set):
-        for v in value:
-            yield from _leaves(v)
-    else:
-        yield value

@@ -15,6 +15,7 @@ from tests.helpers.errors import error_of
 
 OPTIM: Any = torch.optim
 NAMES = ("its own norms", "plain states", "Muon on pieces", "steps within steps", "a closure", "a list of its own")
+NAMES += ("a function", "no words")
 
 
 class Own(OPTIM.Optimizer):
@@ -29,6 +30,30 @@ class Own(OPTIM.Optimizer):
             for p in group["params"]:
                 held, grad = (x.to_local() if hasattr(x, "to_local") else x for x in (p, p.grad))
                 held.sub_(grad * (group["lr"] * held.norm() / grad.norm()))
+
+
+class ByFunction(Own):
+    """As `Own`, by a function that it holds."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr)
+        self.growth = lambda held, factor=0.5: held.norm() * factor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            held, grad = (x.to_local() if hasattr(x, "to_local") else x for x in (p, p.grad))
+            held.sub_(grad * self.growth(held))
+
+
+class NoWords(Own):
+    """Fails on parts, and says nothing."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            assert not hasattr(p, "to_local")
+            p.sub_(p.grad)
 
 
 class Shampoo(OPTIM.Optimizer):
@@ -125,6 +150,8 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "Muon on pieces": lambda: OPTIM.Muon(pieces, lr=0.1),
         "steps within steps": lambda: Sam(list(sharded.parameters()), Own, lr=0.1),
         "a list of its own": lambda: Descent(sharded.parameters(), lr=0.1),
+        "a function": lambda: ByFunction(sharded.parameters(), lr=0.1),
+        "no words": lambda: NoWords(sharded.parameters(), lr=0.1),
         "a closure": lambda: LocalSam([sharded.out.weight], OPTIM.SGD, lr=0.1),
     }
 
