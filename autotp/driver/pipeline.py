@@ -237,7 +237,11 @@ def apply_plan(
 def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
 ) -> tuple[Planned, Sharded, Builder]:
-    """What `apply_plan` gives, and what prices it."""
+    """What `apply_plan` gives, and what prices it.
+
+    Args:
+        captured, plan, options, outputs, states: see `apply_plan`.
+    """
     captured = _ready(captured, plan.tp)
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(

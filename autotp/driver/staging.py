@@ -37,6 +37,9 @@ class Staging:
 def found_units(sharded: Sharded, name: str, pp: int, chunks: int) -> list[Unit]:
     """The units of a program.
 
+    Args:
+        sharded: the program of one rank. name: of the model. pp, chunks: ranks of the pipeline and stages of each.
+
     Raises:
         InputError: there are fewer than stages.
     """
@@ -82,7 +85,11 @@ def staging(
 
 
 def weigh(planned: Planned, sharded: Sharded, builder: Builder, units: Sequence[Unit]) -> list[Weight]:
-    """What each unit costs a rank, by the plan's own prices."""
+    """What each unit costs a rank, by the plan's own prices.
+
+    Args:
+        planned: the decisions; `sharded`: the program of one rank; `builder`: prices it. units: in order.
+    """
     starts = [u.start for u in units]
     place = {n: bisect_right(starts, i) - 1 for i, n in enumerate(sharded.graph.nodes) if n.op != "placeholder"}
     seconds, steady, kept = ([0.0] * len(units) for _ in range(3))
@@ -113,4 +120,6 @@ def _parameters(
 
 def _home(node: fx.Node, place: dict[fx.Node, int]) -> int:
     """The unit of a value; of an input that of its first reader."""
-    return place[node] if node in place else min((place[u] for u in node.users if u in place), default=0)
+    if node in place:
+        return place[node]
+    return min((place[u] for u in node.users if u in place), default=0)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,6 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     ends = [0]
     for size in chosen[2]:
         ends.append(ends[-1] + size)
-    spans = list(enumerate(zip(ends, ends[1:], strict=False)))
-    return Division(
-        chosen[2], tuple(seconds[b] - seconds[a] for _, (a, b) in spans), tuple(memory(a, b, s) for s, (a, b) in spans)
-    )
+    spans = list(pairwise(ends))
+    times = tuple(seconds[b] - seconds[a] for a, b in spans)
+    return Division(chosen[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))

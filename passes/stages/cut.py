@@ -7,6 +7,7 @@ side where what crosses is Invariant or Shard; where there is none, one is put i
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -71,7 +72,7 @@ class _Cutter:
         self.order = {n: i for i, n in enumerate(sharded.graph.nodes)}
         heads = [n for n in sharded.graph.nodes if n.op == "placeholder"]
         self.leaf: dict[fx.Node, Leaf] = dict(zip(heads, self.program.leaves, strict=True))
-        self.at = {n: sum(i >= s for s in starts) - 1 for n, i in self.order.items() if n.op == "call_function"}
+        self.at = {n: bisect_right(starts, i) - 1 for n, i in self.order.items() if n.op == "call_function"}
         self.written = {x for x in self.program.mutations.values() if isinstance(x, str)}
         self.result: Any = sharded.graph.output_node().args[0]
         self.early: set[fx.Node] = set()  # sums that are taken before the stage of their first reader

@@ -44,7 +44,7 @@ def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
         lists = {INDEXED.sub("", a) for a, b in pairs if _alike(a, b, operators)}
         found = sorted((at, path) for path, at in starts.items() if INDEXED.sub("", path) in lists)
         if found:
-            return [Unit(path, at if i else 0) for i, (at, path) in enumerate(found)]
+            return [Unit(found[0][1], 0), *(Unit(path, at) for at, path in found[1:])]
     return []
 
 

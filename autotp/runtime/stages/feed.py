@@ -71,7 +71,7 @@ def split_of(tensors: Mapping[str, Tensor], microbatches: int) -> dict[str, tupl
     Raises:
         InputError: an input has another first dimension than the others, or micro-batches do not divide it.
     """
-    rows = {name: t.shape[0] if t.ndim else None for name, t in tensors.items()}
+    rows = {name: next(iter(t.shape), None) for name, t in tensors.items()}
     if None in rows.values() or len(set(rows.values())) > 1:
         raise InputError(
             f"micro-batches are slices of the first dimension of every input, and these have {rows}. Give each input "

@@ -95,12 +95,17 @@ def stages(
     if plan is not None and (plan.tp, plan.batch.size) != (tp, dp):
         raise PlanError(f"the plan is for tp={plan.tp} and dp={plan.batch.size}, and tp={tp}, dp={dp} are asked for.")
     build = Build(model, grid.world, chosen, request, lowering, plan, check, check_capture)
+    limit = Options.read(tp, Steering(memory=memory)).memory
+    return _made(build, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
+
+
+def _made(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool) -> Pipe:
+    """Capture, plan, cut, and of the stages those of this rank."""
     captured, notes = build.capture(inputs)
     plan = build.decided(captured, notes, inputs)
-    limit = Options.read(tp, Steering(memory=memory)).memory
-    found, pieces = together(grid.world, "cutting the model", lambda: _cut(captured, plan, chosen, grid, limit))
+    found, pieces = together(grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit))
     agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
-    return _pipe(build, captured, plan, found, pieces, grid, ranks, inputs, outputs == "loss" or loss is not None)
+    return _pipe(build, captured, plan, found, pieces, grid, ranks, inputs, loss)
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
@@ -134,10 +139,10 @@ def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh |
     ranks = Ranks.find(tp, mesh, dp)
     world = Ranks.find(mesh=compat.flat_mesh(mesh))
     assert ranks is not None and world is not None
-    count = pp * chunks
-    loop = [i % pp if order == "loop" or i < pp else count - 1 - i for i in range(count)]
+    there = list(range(pp))
+    places = there * chunks if order == "loop" else [*there, *reversed(there)]
     group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
-    return Grid(replace(world, axes="pp, dp and tp"), group, rank, pp, chunks, tuple(loop)), ranks
+    return Grid(replace(world, axes="pp, dp and tp"), group, rank, pp, chunks, tuple(places)), ranks
 
 
 def _cut(
@@ -163,7 +168,7 @@ def _pipe(
     """This rank's modules."""
     model, first = build.model, aliases(build.model)
     own = [i for i, place in enumerate(grid.places) if place == grid.rank]
-    names = [{first.get(n, n) for n in piece.names} for piece in pieces]
+    names = [_first(piece.names, first) for piece in pieces]
     placed = [place for place, size in zip(grid.places, found.division.sizes, strict=True) for _ in range(size)]
     blocks = tuple(f"{u}." for u, place in zip(found.units, placed, strict=True) if place == grid.rank)
     names[0] |= unread(model, set().union(*names))
@@ -194,6 +199,10 @@ def _pipe(
     modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
     modes.add(captured.training, Feed(bare, captured), pieces)
     return Pipe(plan, module, modes, found, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
+
+
+def _first(names: set[str], first: Mapping[str, str]) -> set[str]:
+    return {first.get(n, n) for n in names}
 
 
 def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, found: Staging) -> list[Piece]:

@@ -197,11 +197,9 @@ class Pipe:
             step(**fed, target=target.to(grid.world.device) if last and target is not None else None,
                  losses=losses if last else None)  # fmt: skip
         device = grid.world.device
-        total = (
-            torch.stack([x.detach().double().cpu() for x in losses]).sum()
-            if losses
-            else torch.zeros((), dtype=torch.double)
-        )
+        total = torch.zeros((), dtype=torch.double)
+        for loss in losses:
+            total += loss.detach().double().cpu()
         total = total.to(device)
         dist.broadcast(total, group=grid.pipeline, group_src=grid.last)
         return total

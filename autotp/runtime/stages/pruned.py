@@ -21,7 +21,9 @@ def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> 
     wanted = {first.get(n, n) for n in names}
     tensors = {n for n, f in first.items() if f in wanted}
     kept = {*paths, *(n.rpartition(".")[0] for n in tensors)}
-    homes = {path[:i] for path in kept for i in [*(k for k, c in enumerate(path) if c == "."), len(path)]}
+    homes = set(kept)
+    for path in kept:
+        homes |= {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
     made: dict[int, nn.Module] = {}
 
     def part(module: nn.Module, path: str) -> nn.Module:
@@ -33,7 +35,7 @@ def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> 
             for held in ("_parameters", "_buffers"):
                 old = vars(module)[held]
                 # None, which forwards and descriptions ask for, in the place of what is held elsewhere.
-                new.__dict__[held] = {k: t if inside + k in tensors else None for k, t in old.items()}
+                new.__dict__[held] = dict.fromkeys(old) | {k: t for k, t in old.items() if inside + k in tensors}
             children = {k: m for k, m in module._modules.items() if m is None or inside + k in homes}
             new.__dict__["_modules"] = {k: m and part(m, inside + k) for k, m in children.items()}
         return made[id(module)]

@@ -18,7 +18,9 @@ def idle(times: Sequence[float], places: Sequence[int], ranks: int, microbatches
         times: seconds of each stage for one micro-batch. places: the rank of each stage.
         ranks: of the pipeline. microbatches: of a step.
     """
-    own = [sum(t for t, place in zip(times, places, strict=True) if place == rank) for rank in range(ranks)]
+    own = [0.0] * ranks
+    for time, place in zip(times, places, strict=True):
+        own[place] += time
     chunks = len(times) // ranks
     step = max(own) * (microbatches + (ranks - 1) / chunks)
     return 1 - sum(own) * microbatches / (ranks * step) if step else 0.0

@@ -71,7 +71,8 @@ class Stage(nn.Module):
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that this stage reads, under the original's names."""
-        yield from ((f"{prefix}.{n}" if prefix else n, p) for n, p in self.module.own(self.names))
+        outer = f"{prefix}." if prefix else ""
+        yield from ((outer + n, p) for n, p in self.module.own(self.names))
 
     def train(self, mode: bool = True) -> Stage:
         """The mode is that of all of the rank's stages: `pipe.module.train()`."""

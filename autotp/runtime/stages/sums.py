@@ -64,7 +64,7 @@ class Sums:
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         own, me = _local(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
-        parts = {rank: own if rank == me else torch.empty_like(own) for rank in holders}
+        parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
         ranks = dist.get_process_group_ranks(self.pipeline)
         others = [rank for rank in holders if rank != me]
         sends = [dist.P2POp(dist.isend, own, ranks[rank], self.pipeline) for rank in others]
