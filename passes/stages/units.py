@@ -15,7 +15,7 @@ from autotp.ir.scopes import scope_path
 from autotp.passes.analysis.fold import INDEXED
 
 LEVELS = 4  # of lists of modules within lists
-ALIKE = 0.8  # the part of their operators that blocks have in common
+ALIKE = 0.5  # the least part of their operators that neighbours have in common
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Unit:
 
 
 def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
-    """The units of a program: of the outermost lists of modules in which neighbours have nearly the same operators.
+    """The units of a program: of the outermost lists of modules in which neighbours have much the same operators.
 
     Args:
         nodes: of the program, in its order.
@@ -49,7 +49,7 @@ def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
 
 
 def _alike(a: str, b: str, operators: Mapping[str, Counter[Any]]) -> bool:
-    """Whether these are neighbours in one list, with nearly the same operators: what all blocks share, such as a mask,
+    """Whether these are neighbours in one list, with much the same operators: what all blocks share, such as a mask,
     may be made in the first of them."""
     common = (operators[a] & operators[b]).total()
     return INDEXED.sub("", a) == INDEXED.sub("", b) and common >= ALIKE * max(operators[x].total() for x in (a, b)) > 0

@@ -18,7 +18,7 @@ import autotp
 from .models import inputs_of, transformer
 
 MICROBATCHES, ROWS, LENGTH = 4, 8, 8
-LAYERS = {"gpt2": "n_layer"}
+LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
 SMALL = {"llama": {"hidden_size": 32, "intermediate_size": 48}, "bert": {"hidden_size": 32, "intermediate_size": 48}}
 
 
@@ -85,7 +85,8 @@ def batch_of(model: nn.Module, rows: int = ROWS, seed: int = 0) -> dict[str, Ten
     if isinstance(model, Tower):
         ids = torch.randint(0, 16, (2, rows, LENGTH), generator=torch.Generator().manual_seed(seed))
         return {"input_ids": ids[0], "targets": ids[1]}
-    return {**inputs_of(model, rows, LENGTH, seed), "targets": inputs_of(model, rows, LENGTH, seed + 100)["input_ids"]}
+    other = inputs_of(model, rows, LENGTH, seed + 100)
+    return {**inputs_of(model, rows, LENGTH, seed), "targets": other.get("decoder_input_ids", other["input_ids"])}
 
 
 def made(case: Case) -> Any:

@@ -1,12 +1,13 @@
-"""What stages cannot be made of or called with: one message for all ranks."""
+"""Stages of a pipeline beside the model on one device, and what they refuse; real models in `test_models.py`."""
 
 from __future__ import annotations
 
 import re
 
-from tests.helpers.pipelines import refused
+from tests.helpers.pipelines import Case, compared, drawn, refused, untied
 from tests.helpers.pool import Pool
 
+CLOSE = 1e-9
 WORDS = {
     "world": "InputError: pp=3 .* makes 6 ranks; the world has 4",
     "blocks": "InputError: pp=4 makes 4 stages, and .* has 2 repeated blocks, blocks.0 to blocks.1",
@@ -19,6 +20,24 @@ WORDS = {
     "loss": "InputError: the model gives its loss already",
     "called": "StateError: this module holds the stages of one rank",
 }
+
+
+def test_two_stages_are_the_model(pool: Pool) -> None:
+    found = pool.run(compared, Case("tower", steps=3))
+    for loss, gradient, weight, _ in found:
+        assert loss < CLOSE and gradient < CLOSE and weight < CLOSE
+    held = [set(names) for *_, names in found]
+    assert held[0] == held[1] and held[2] == held[3] and held[0] & held[2] == {"embed.weight"}
+    assert "blocks.0.1.weight" in held[0] and "blocks.1.1.weight" in held[2]
+
+
+def test_a_tied_gradient_that_is_dropped_shows(pool: Pool) -> None:
+    assert min(pool.run(untied, Case("tower"))) > 1e-3
+
+
+def test_dropout_draws_the_same_masks_in_stages_and_evaluation_none(pool: Pool) -> None:
+    for same, other, evaluated in pool.run(drawn, 7):
+        assert same < CLOSE and evaluated < CLOSE and other > 1e-4
 
 
 def test_what_cannot_be_is_said_on_all_ranks(pool: Pool) -> None:
