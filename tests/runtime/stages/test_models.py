@@ -43,6 +43,7 @@ def test_a_checkpoint_is_for_any_stages_and_for_the_plain_model(pool: Pool, tmp_
     for off in pool.run(carried_over, str(folder)):
         assert max(off) < CLOSE
     model = made(Case("gpt2", layers=4))
-    wanted = {n: t.clone() for n, t in model.state_dict().items()}
-    load({"model": model.state_dict()}, checkpoint_id=folder, no_dist=True)
-    assert any(not torch.equal(t, wanted[n]) for n, t in model.state_dict().items())
+    state = {n: t for n, t in model.state_dict().items() if n != "lm_head.weight"}  # what is tied is saved once
+    wanted = {n: t.clone() for n, t in state.items()}
+    load({"model": state}, checkpoint_id=folder, no_dist=True)
+    assert not any(torch.equal(t, wanted[n]) for n, t in state.items() if t.ndim > 1)
