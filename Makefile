@@ -12,7 +12,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) +
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick slow sample check matrix lint format golden docs site models zoo clean
+.PHONY: help demo test quick slow sample check matrix lint format golden docs site models zoo gpu clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -62,6 +62,11 @@ models: $(READY) ## Measure the list of architectures and write docs/models.md (
 
 zoo: $(READY) ## Run the slow tests over the same list at tp=2
 	$(PYTEST) -m zoo $(ARGS)
+
+gpu: ## Measure on this machine's GPU, with what is installed; goes on where it stopped (ARGS="--parts 1,2 --budget 540")
+	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None and "make gpu: $(PYTHON) " \
+		+ "has no torch, so nothing was run; name one that has it: make gpu PYTHON=python3.12")'
+	$(PYTHON) -m benchmarks.gpu $(ARGS)
 
 clean: ## Remove .venv and everything built
 	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

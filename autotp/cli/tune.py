@@ -37,20 +37,26 @@ def tune(
     Verdicts are kept in a file, which later runs read. Under torchrun what ranks send is measured too.
     """
     from autotp.passes.optimise import MEASURED, OPTIMISATIONS  # noqa: PLC0415  they need torch
-    from autotp.runtime.lower.measured import watched  # noqa: PLC0415
+    from autotp.runtime.lower.measured import Watcher, watched  # noqa: PLC0415
     from autotp.runtime.lower.verdicts import path_of  # noqa: PLC0415
 
     source = loaded(model, sizes, steering, screen)
     asked: dict[str, Any] = degree.arguments(default=1) | steering.arguments()
     rows: list[dict[str, Any]] = []
-    with screen.working("planning") as working:
+    total = 0
+    with screen.counting("planning") as counting:
+
+        def ahead(count: int) -> None:
+            nonlocal total
+            total += count
+            counting("measuring", len(rows), total)
 
         def see(alternative: Alternative, verdict: Verdict, device: torch.device) -> None:
             rows.append(_row(alternative, verdict, device))
-            working(f"measured {len(rows)}: {alternative.name}")
+            counting(f"measured: {alternative.name}", len(rows), total)
 
-        switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable}
-        with watched(see):
+        switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares}
+        with watched(Watcher(see, ahead)):
             autotp.compile(
                 source.model, example_inputs=source.inputs, backend=backend, optimise=switches, check=False, **asked
             )

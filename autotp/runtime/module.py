@@ -272,7 +272,9 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         latest = self._programs_made[-1]
         told = dict(latest.fired)
         if latest.compiler is not None:
-            told.update(latest.compiler.told(self._source.lowering.name))
+            for name, text in latest.compiler.told(self._source.lowering.name):
+                measured = told.get(name, "").partition("; ")[2]
+                told[name] = f"{text}; {measured}" if measured else text
         return self._plan.running(tuple(f"{name}: {what}" for name, what in told.items()))
 
     @property

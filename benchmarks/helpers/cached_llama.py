@@ -48,7 +48,8 @@ class CachedLlama(nn.Module):
         model, way = self.llama.model, self.llama.way
         angles = positions[:, None] * model.frequencies
         angles = torch.cat((angles, angles), -1)
-        cos, sin, x = angles.cos(), angles.sin(), model.embed_tokens(ids)
+        x = model.embed_tokens(ids)
+        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         seen = torch.arange(self.keys.shape[3], device=ids.device) <= positions[:, None]
         for layer, keys, values in zip(model.layers, self.keys, self.values, strict=True):
             y = layer.input_layernorm(x)  # type: ignore[operator]

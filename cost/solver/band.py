@@ -27,7 +27,7 @@ from .integer_program import IntegerProgram
 from .search import Search
 
 BAND = 0.02  # of the least seconds
-MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
+MOST_NODES = 20  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
 EQUAL = 1e-9  # of the bytes: what counts as equal
 SAME = 1e-8  # of the seconds, and of S: what counts as equal at the end
 HALF = 0.5  # of a count

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-import highspy
 import numpy as np
 
+from .highs import highspy
 from .search import Search
 
 Terms = dict[int, float]  # column -> coefficient
@@ -22,11 +22,12 @@ class Row(NamedTuple):
 
 
 class Optimum(NamedTuple):
-    """Column values, the objective's value there, and the search that can go on from its last basis."""
+    """Column values, the value there, the search that can go on from its last basis, and the bound that was proved."""
 
     x: np.ndarray
     value: float
     search: Search
+    bound: float
 
 
 @dataclass
@@ -68,7 +69,7 @@ class IntegerProgram:
             weight[list(terms)] += list(terms.values())
         search = self.search(objective, weight)
         result = search.run()
-        return None if result is None else Optimum(result[0], result[1], search)
+        return None if result is None else Optimum(result[0], result[1], search, result[2])
 
     def search(self, objective: Terms, weight: np.ndarray) -> Search:
         """A search for the optimum of one objective, which decides columns of large weight first."""

@@ -213,4 +213,25 @@ def within(sizes: list[list[float]], knapsack: Terms, picks: list[list[int]], li
     for i, size in sized:
         room = limit - (least - min(size))
         rows += [Row({column: 1.0}, 0, 0) for column, n in zip(picks[i], size, strict=True) if n > room]
+    excess = {c: n - min(size) for i, size in sized for c, n in zip(picks[i], size, strict=True)}
+    return [*rows, *covers(excess, {c: i for i, _ in sized for c in picks[i]}, limit - least)]
+
+
+def covers(excess: Terms, item: dict[int, int], room: float) -> list[Row]:
+    """Of choices that each take more than a part 1 / (k + 1) of the room at most k are taken, for every k.
+
+    These cover inequalities follow from the knapsack for whole columns, and cut off fractional ones.
+
+    Args:
+        excess: bytes that a column's choice comes to beyond its item's least.
+        item: per column, its item.
+        room: what all the excess may come to.
+    """
+    rows: list[Row] = []
+    before = 0
+    for k in range(1, len(set(item.values()))):
+        large = [c for c, n in excess.items() if room / (k + 1) < n <= room]
+        if len({item[c] for c in large}) > k and len(large) > before:
+            rows.append(Row(dict.fromkeys(large, 1.0), 0, k))
+            before = len(large)
     return rows

@@ -11,8 +11,9 @@ import heapq
 import itertools
 from dataclasses import dataclass
 
-import highspy
 import numpy as np
+
+from .highs import highspy
 
 Fixed = dict[int, int]  # column -> 0 or 1
 ITERATIONS = 20_000  # of the simplex, from a basis that is near: ten times what the largest programs have taken
@@ -80,15 +81,15 @@ class Search:
             self._rule_out(reduced, best - bound)
             reached, x = self._descend(best - step, root, most)
             if x is None and reached < best - step:
-                x = self._better(cost, best - step)
+                x = self._better(cost, known, best - step)
             known = known if x is None else x
         self._rule_out(reduced, float(cost @ known) - bound)
         self.add(cost, float(cost @ known))
         return known
 
-    def _better(self, cost: np.ndarray, cutoff: float) -> np.ndarray | None:
-        """The general solver's assignment, where it costs no more than `cutoff`."""
-        general = self._general()
+    def _better(self, cost: np.ndarray, known: np.ndarray, cutoff: float) -> np.ndarray | None:
+        """The general solver's assignment, where it costs no more than `cutoff`; `known` is where it starts."""
+        general = self._general(known)
         return general[0] if general is not None and cost @ general[0] <= cutoff else None
 
     def add(self, terms: np.ndarray, most: float) -> None:
@@ -170,13 +171,17 @@ class Search:
         heavy = away * self.weight[self.integer]
         return int(self.integer[np.argmax(heavy if heavy.max() > INTEGRAL else away)])
 
-    def _general(self) -> tuple[np.ndarray, float, float] | None:
-        """The same by HiGHS's own branch and cut."""
+    def _general(self, known: np.ndarray | None = None) -> tuple[np.ndarray, float, float] | None:
+        """The same by HiGHS's own branch and cut, from an assignment where one is known."""
         model = self.highs.getLp()
         kinds = np.full(model.num_col_, highspy.HighsVarType.kContinuous)
         kinds[self.integer] = highspy.HighsVarType.kInteger
         model.integrality_ = list(kinds)
         highs = _solver(model)
+        if known is not None:
+            start = highspy.HighsSolution()
+            start.col_value = [*known]
+            highs.setSolution(start)
         highs.run()
         if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:
             return None

@@ -182,7 +182,7 @@ def _budget(problem: Problem, program: IntegerProgram, picks: list[list[int]], l
     Raises:
         PlanError: nothing fits; it says how much the leanest plan takes, and of what.
     """
-    x, least, _ = _minimise(program, program.budget_bytes, "least memory")
+    x, least, *_ = _minimise(program, program.budget_bytes, "least memory")
     if least > limit:
         raise PlanError(
             f"no plan fits into memory={amount(limit)} per rank: the leanest legal one holds {amount(least)}, "
@@ -223,7 +223,7 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
-    x, least, _ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
+    x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold
     # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.
     for kind in dict.fromkeys(item.kind for item in problem.items):
@@ -241,8 +241,10 @@ def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, fl
     """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
     cost = program.dense(program.microseconds)
     while True:
-        x, _, search = _minimise(program, _with_ties(program, tie), "least time")
+        x, _, search, proved = _minimise(program, _with_ties(program, tie), "least time")
         best = float(cost @ x)
+        if tie == 0 and proved >= best * (1 - EXACT):
+            return x, best
         # Two plans that differ by less than the second order weighs would be swapped: a conversion of a microsecond
         # in a step of a second is that little. So the seconds alone are asked whether anything is below.
         bound, better = search.below(cost, best * (1 - EXACT))

@@ -7,7 +7,7 @@ rewrite beside the rewrite itself. Both ways become functions of the same values
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -61,6 +61,7 @@ def alternative(
     rewrite: Callable[[fx.Graph, Mapping[fx.Node, fx.Node]], object],
     place: MeshPlace,
     sends: bool = False,
+    beside: Collection[fx.Node] = (),
 ) -> Alternative | None:
     """What a rewrite would put into a graph, beside what is there; the graph stays as it is.
 
@@ -70,6 +71,7 @@ def alternative(
         place: of this rank on the tp axis.
         sends: whether conversions are run, for what is about them. Otherwise those that keep a value's size are left
             out of both ways, where they send the same.
+        beside: nodes that stand in both ways though it leaves them as they are.
 
     Returns:
         None where it rewrote nothing, or the two cannot be run by themselves.
@@ -77,7 +79,7 @@ def alternative(
     copy, into = copy_graph(graph.nodes)
     rewrite(copy, into)
     copy.eliminate_dead_code()
-    change = _Change(graph, copy, {c: g for g, c in into.items()})
+    change = _Change(graph, copy, {c: g for g, c in into.items()}, beside)
     return change.alternative(name, place, sends)
 
 
@@ -90,11 +92,13 @@ class _Change:
         results: nodes of the region that are read outside of it, and in their place nodes of the copy.
     """
 
-    def __init__(self, graph: fx.Graph, copy: fx.Graph, back: Mapping[fx.Node, fx.Node]) -> None:
+    def __init__(
+        self, graph: fx.Graph, copy: fx.Graph, back: Mapping[fx.Node, fx.Node], beside: Collection[fx.Node] = ()
+    ) -> None:
         self.graph, self.copy, self.back = graph, copy, back
         there = {back[c]: c for c in copy.nodes if c in back}
         unused = _unused(graph)
-        self.region = {g for g in graph.nodes if g not in there and g not in unused}
+        self.region = {g for g in graph.nodes if (g not in there and g not in unused) or g in beside}
         self.results: dict[fx.Node, fx.Node] = {}
         for g, c in there.items():
             swapped = _swapped(g, c, back)

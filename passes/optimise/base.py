@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import fx
@@ -25,7 +25,16 @@ class Verdict(NamedTuple):
     why: str
 
 
-Judge = Callable[[Alternative], Verdict]
+class Judge(Protocol):
+    """Compares and times what an optimisation would put in."""
+
+    def __call__(self, alternative: Alternative) -> Verdict:
+        """Whether it is used."""
+        ...
+
+    def ahead(self, count: int) -> None:
+        """So many alternatives are about to come."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -76,10 +85,12 @@ class Optimisation(Pass[RankProgram]):
     Attributes:
         measurable: whether it asks `Setting.judges` of each thing that it would put in.
         sends: whether these are about what is sent, so that ranks run them together.
+        shares: whether ranks read each other's memory in it, so that only some machines can run it.
     """
 
     measurable: ClassVar[bool] = False
     sends: ClassVar[bool] = False
+    shares: ClassVar[bool] = False
 
     def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
         """Refuse marks that the optimisation forgot on what it put in."""

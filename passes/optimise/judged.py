@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator
+from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -11,7 +11,7 @@ from torch import fx
 from autotp.ir.copying import copy_graph
 from autotp.ir.marks import mark
 
-from .alternatives import alternative
+from .alternatives import Alternative, alternative
 from .base import Optimisation, RankProgram, Verdict
 from .matching import value_of
 
@@ -19,11 +19,12 @@ Position = tuple[fx.Node, int]  # where a change begins or ends, and which of th
 
 
 class Change(NamedTuple):
-    """What was put into a graph: its name in words, where, and its call."""
+    """What was put into a graph: its name in words, where, and its call; `beside`: calls that are measured with it."""
 
     name: str
     position: Position
     new: fx.Node
+    beside: tuple[fx.Node, ...] = ()
 
 
 Changing = Callable[[fx.Graph, Container[Position]], Iterator[Change]]  # makes all changes that are not refused
@@ -70,22 +71,33 @@ class Judged:
         graph = self._program.graph
         copy, into = copy_graph(graph.nodes)
         back = {c: g for g, c in into.items()}
-        bad: set[Position] = set()
-        for name, (node, number), new in self._changing(copy, {(into[g], k) for g, k in self.refused}):
+        found: list[tuple[Hashable, str, Position]] = []
+        asked: dict[Hashable, Alternative | None] = {}
+        for name, (node, number), new, beside in self._changing(copy, {(into[g], k) for g, k in self.refused}):
             if node not in back:  # made by another change
                 continue
-            position = back[node], number
             literals = str(fx.map_arg((new.args, dict(new.kwargs)), lambda _: None))
-            kind = name, new.target, literals, tuple(map(_kind, new.all_input_nodes))
-            if kind not in self._verdicts:
-                self._verdicts[kind] = self._verdict(name, position)
+            kind = name, new.target, literals, tuple(map(_kind, (*new.all_input_nodes, *beside)))
+            found.append((kind, name, (back[node], number)))
+            if kind not in self._verdicts and kind not in asked:
+                asked[kind] = self._alternative(name, (back[node], number), [back[x] for x in beside])
+        self._ask(asked)
+        bad: set[Position] = set()
+        for kind, name, position in found:
             used, why = self._verdicts[kind]
             self.why[name, used] = why
             if not used:
                 bad.add(position)
         return bad
 
-    def _verdict(self, name: str, position: Position) -> Verdict:
+    def _ask(self, asked: Mapping[Hashable, Alternative | None]) -> None:
+        assert self._judge is not None
+        if count := sum(x is not None for x in asked.values()):
+            self._judge.ahead(count)
+        for kind, x in asked.items():
+            self._verdicts[kind] = Verdict(False, "it cannot be run by itself") if x is None else self._judge(x)
+
+    def _alternative(self, name: str, position: Position, beside: Sequence[fx.Node]) -> Alternative | None:
         graph, place = self._program.graph, self._program.setting.place
 
         def rewrite(copy: fx.Graph, into: Any) -> None:
@@ -93,9 +105,7 @@ class Judged:
             for _ in self._changing(copy, _AllBut((into[node], number))):
                 pass
 
-        found = alternative(name, graph, rewrite, place, self._sends)
-        assert self._judge is not None
-        return Verdict(False, "it cannot be run by itself") if found is None else self._judge(found)
+        return alternative(name, graph, rewrite, place, self._sends, beside)
 
 
 def _kind(node: fx.Node) -> tuple[Any, ...]:

@@ -2,36 +2,67 @@
 
 from __future__ import annotations
 
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from torch import fx
+
 from autotp import compat
 from autotp.comm import peers, symmetric
+from autotp.comm.conversions import g
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram
-from .products import over_tp
+from .judged import Change, Judged, Position
+from .products import dealt, groups, over_tp
 
 
 @dataclass(frozen=True)
 class MicroPipeline(Optimisation):
-    """Where a compiled program runs on NVLink: every g and g*, for torch's fused operators."""
+    """Where a compiled program runs on NVLink: the g and g* that were measured faster in torch's fused operators.
+
+    What Inductor makes of them is no rewrite of this graph, so both ways are a conversion together with its products,
+    compiled without and with the fusion.
+    """
 
     name: ClassVar[str] = "micro_pipeline"
+    measurable: ClassVar[bool] = True
+    sends: ClassVar[bool] = True
+    shares: ClassVar[bool] = True
 
     def idle(self, program: RankProgram) -> str:
-        """Only for Inductor on GPUs that share memory."""
+        """Only for Inductor on GPUs that share memory, where somebody measures it."""
         setting = program.setting
         if setting.backend != "inductor":
             return "nowhere: it is a pass of backend='inductor'"
         why = peers.unavailable(setting.device, setting.place.size)
+        if not why and self.name not in setting.judges:
+            why = "not measured (optimise={'micro_pipeline': True})"
         return f"nowhere: {why}" if why else ""
 
     def run(self, program: RankProgram) -> Changes:
         """Rewrite the conversions; what Inductor then fused is counted when it compiles (`symmetric.Fused`)."""
-        found = [n for n in program.graph.nodes if over_tp(n, *symmetric.FORMS)]
-        if found:
-            compat.use_symmetric_memory(program.setting.place.group)
-        for node in found:
-            node.target = symmetric.FORMS[node.target]  # type: ignore[index]
-        return Changes(len(found), f"{len(found)} conversions" if found else "nowhere: the plan has no g or g*")
+        if not any(over_tp(n, *symmetric.FORMS) for n in program.graph.nodes):
+            return Changes(0, "nowhere: the plan has no g or g*")
+        compat.use_symmetric_memory(program.setting.place.group)
+        judged = Judged(program, self, _rewritten)
+        count = sum(1 for _ in _rewritten(program.graph, judged.refused))
+        parts = [f"{name} {'' if used else 'not used '}({why})" for (name, used), why in sorted(judged.why.items())]
+        measured = f"measured: {', '.join(parts)}" if parts else ""
+        return Changes(count, "; ".join(filter(None, (f"{count} conversions" if count else "nowhere", measured))))
+
+
+def _rewritten(graph: fx.Graph, refused: Container[Position]) -> Iterator[Change]:
+    beside: dict[fx.Node, tuple[fx.Node, ...]] = {}
+    for found in groups(graph):
+        beside[found.conversion] = tuple(p.node for p in found.products)
+    for found in dealt(graph):
+        beside[found.conversion] = (found.product.node,)
+    for node in list(graph.nodes):
+        if over_tp(node, *symmetric.FORMS) and (node, 0) not in refused:
+            products = beside.get(node, ())
+            kind, count = "g" if node.target is g else "g*", len(products)
+            name = f"{kind} with {count} product{'s' * (count != 1)}"
+            node.target = symmetric.FORMS[node.target]
+            yield Change(name, (node, 0), node, products)

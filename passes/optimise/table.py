@@ -11,11 +11,12 @@ from .base import Optimisation
 from .bucket import Bucket
 from .cached_attention import CachedAttention
 from .micro_pipeline import MicroPipeline
+from .one_shot import OneShot
 from .overlap import Overlap
 from .regather import Regather
 
 OPTIMISATIONS: tuple[Optimisation, ...] = (
-    CachedAttention(), Kernels(), MicroPipeline(), Bucket(), Overlap(), Regather(),
+    CachedAttention(), Kernels(), MicroPipeline(), OneShot(), Bucket(), Overlap(), Regather(),
 )  # fmt: skip
 
 Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 import autotp
+from autotp.cli.screen import Screen
 from autotp.cost import Cluster
 from autotp.cost.machines.calibrate import SIZES
 from autotp.plans.plan import Plan
@@ -296,6 +298,9 @@ def test_tune_measures_what_a_model_has_and_keeps_it(run, monkeypatch, tmp_path)
     assert {row["name"] for row in found["measured"]} == {"bias_gelu"}
     kept = (tmp_path / "measured.json").read_text()
     assert len(json.loads(kept)["devices"]) == 1 and "bias_gelu" in kept
+    counts: list[tuple[str, int, int]] = []
+    monkeypatch.setattr(Screen, "counting", lambda self, what: nullcontext(lambda *now: counts.append(now)))
     shown = run("tune", SMALL, "--tp", 2, "--seq", 8)  # from the file
+    assert [now[1:] for now in counts] == [(0, 1), (1, 1)] and counts[-1][0] == "measured: bias_gelu"
     assert all(row["why"] in shown.stdout for row in found["measured"])
     assert (tmp_path / "measured.json").read_text() == kept

@@ -1,12 +1,16 @@
 """The branch and bound against enumeration, on random small programs."""
 
+import importlib
 import itertools
+import sys
+from types import ModuleType
+from unittest.mock import patch
 
 import highspy
 import numpy as np
 import pytest
 
-from autotp.cost.solver import search
+from autotp.cost.solver import highs, search
 from autotp.cost.solver.search import Search
 
 
@@ -66,3 +70,22 @@ def test_relaxations_are_not_enough():
         got = Search(lp, np.array([], int), weight).run()
         fractional.append(got is not None and np.abs(got[0] - np.round(got[0])).max() > 0.01)
     assert any(fractional)
+
+
+def test_scipys_copy_of_highs_serves_where_highspy_is_not_installed():
+    carried = ModuleType("scipy.optimize._highspy")
+    carried._core = highspy._core  # type: ignore[attr-defined]  the same bindings, under scipy's name
+    absent = {"highspy": None, "scipy": None, "scipy.optimize._highspy": None}
+    stand_in = absent | {"scipy": ModuleType("scipy"), "scipy.optimize": ModuleType("o"), carried.__name__: carried}
+    lp, weight, cost = random_program(0)
+    try:
+        with patch.dict(sys.modules, absent), pytest.raises(ImportError, match="highspy"):
+            importlib.reload(highs)
+        with patch.dict(sys.modules, stand_in):
+            other = importlib.reload(highs).highspy
+        assert other is not highspy
+        with patch.object(search, "highspy", other):
+            found = Search(lp, np.arange(len(cost)), weight).run()
+        assert found is not None and found[1] == pytest.approx(enumerated(lp, weight, cost))
+    finally:
+        importlib.reload(highs)

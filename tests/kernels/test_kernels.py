@@ -217,7 +217,7 @@ def test_they_compile_for_a_device(name):
 
 # Triton 3.9 says of its own default that it will change; it does not matter here.
 @pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("name", CASES)
 def test_on_a_device(name):
     found = errors(name, "triton", ((5, 37), (300, 4096), (3, 20001), (0, 8)), "cuda")

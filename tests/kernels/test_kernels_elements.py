@@ -264,7 +264,7 @@ def test_they_compile_for_a_device(dtype):
     assert len(made) == 10
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device")
+@pytest.mark.cuda
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_on_a_device(dtype):
     for name in SHAPES:

@@ -17,7 +17,11 @@ from torch.distributed import _symmetric_memory as memory
 
 import autotp
 from autotp import compat
-from autotp.comm import symmetric
+from autotp.comm import peers, symmetric
+from autotp.ir.program import MeshPlace
+from autotp.passes.optimise import RankProgram, Setting
+from autotp.passes.optimise.micro_pipeline import MicroPipeline
+from autotp.passes.optimise.one_shot import OneShot
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 
 
@@ -78,7 +82,22 @@ def test_uneven_splits_and_a_switch_that_is_off_fuse_nothing(pool):
         assert found["after"] == ["micro_pipeline: switched off"] and found["gradients"] < 1e-5, found
 
 
-def test_it_says_why_it_is_idle(pool):
+def test_where_ranks_share_memory_it_is_on_only_where_somebody_measures_it():
+    def idle(of: Any, judges: Any, tp: int = 2, backend: str = "inductor") -> str:
+        given: Any = (MeshPlace(0, tp, ""), None, None, torch.device("cuda"), backend)
+        return of.idle(RankProgram(torch.fx.Graph(), Setting(*given, judges=judges)))
+
+    for of in (MicroPipeline(), OneShot()):
+        with patch.object(peers, "unavailable", lambda device, tp: ""):
+            assert idle(of, {}) == f"nowhere: not measured (optimise={{'{of.name}': True}})"
+            assert idle(of, {of.name: None}) == ""
+        with patch.object(peers, "unavailable", lambda device, tp: "the tp ranks span nodes"):
+            assert idle(of, {of.name: None}) == "nowhere: the tp ranks span nodes"
+    assert idle(OneShot(), {}, tp=1) == "nowhere: nothing is sent in one process"
+    assert idle(MicroPipeline(), {}, backend="eager") == "nowhere: it is a pass of backend='inductor'"
+
+
+def test_it_says_why_it_is_idle():
     model, x = Feed(), torch.randn(2, 8, 16)
     lines = autotp.compile(model, 1, example_inputs=x).plan.fired
     assert "micro_pipeline: nowhere: it is a pass of backend='inductor'" in lines

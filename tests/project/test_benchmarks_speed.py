@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from benchmarks import activations, gpu, overhead, step_time
+from benchmarks import activations, overhead, step_time
 from benchmarks.hand_plans import FakeStore
 from benchmarks.helpers.interleaved import Times, interleaved, ratio
 from benchmarks.helpers.megatron import Llama, Shape, by_hand, megatron_pins, split_dim, untouched
@@ -161,20 +161,6 @@ def test_sequence_parallelism_and_regathering_keep_less():
     assert all(0.5 <= r["parameters"] < 0.52 for r in found.values())
     text = activations.page({**MADE, "results": found})
     assert "| autotp, sequence-parallel, regathered |" in text
-
-
-def test_a_rank_of_a_layer_is_measured():
-    found = gpu.measure(SMALL, 8, "eager", "cpu", tp=2, rounds=1)
-    assert found["ratio"] > 0 and found["ratio"] == found["part"] / (found["whole"] / 2)
-    text = gpu.page({**MADE, "device": "a device", "results": {"a layer": found}})
-    assert "a device" in text and "| a layer |" in text
-
-
-def test_without_a_gpu_nothing_is_written(monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(gpu, "write_section", lambda *_: pytest.fail("it wrote"))
-    gpu.main(["--write"])
-    assert "no GPU" in capsys.readouterr().out
 
 
 def test_weights_have_the_names_of_transformers():

@@ -62,7 +62,7 @@ def parsers() -> Iterator[str]:
         for parameter in command.params:
             yield from (*parameter.opts, *parameter.secondary_opts)
     yield "--help"
-    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]:
+    for path in [*(ROOT / "examples").glob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("add", "parser.add_argument"):
                 names = [str(a.value) for a in node.args if isinstance(a, ast.Constant)]

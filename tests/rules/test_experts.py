@@ -43,7 +43,8 @@ def dims(plan: Plan) -> set[tuple[str, int]]:
 @pytest.mark.parametrize("pins", [None, BY_EXPERT], ids=["as priced", "by expert"])
 def test_grouped_mm(tp: int, pins: dict | None):
     """Router gradients too: every gradient is compared. Five experts on three ranks: two, two, one."""
-    report = autotp.verify(redrawn(mixture()), tp, TOKENS, pins=pins)
+    layers = 2 if tp == 2 else 1  # uneven shares of two layers take the solver ten times as long as those of one
+    report = autotp.verify(redrawn(mixture(num_hidden_layers=layers)), tp, TOKENS, pins=pins)
     assert report, report
     assert report.plan is not None
     if pins:
@@ -55,6 +56,7 @@ def test_grouped_mm(tp: int, pins: dict | None):
 def test_experts_with_biases(pins: dict | None):
     """A bias row is looked up for every token, before it is known where the groups end."""
     sizes = {k: v for k, v in SIZES.items() if k not in ("moe_intermediate_size", "num_experts")}
+    sizes["num_hidden_layers"] = 1
     config = GptOssConfig(**sizes, num_local_experts=4, use_cache=False, attn_implementation="eager")  # type: ignore
     report = autotp.verify(redrawn(GptOssForCausalLM(config)), 2, TOKENS, pins=pins)
     assert report, report
@@ -101,11 +103,12 @@ def test_every_form_of_the_product_in_float64_is_the_kernels(shapes: tuple[tuple
 def test_rows_of_other_ranks_are_masked(monkeypatch: pytest.MonkeyPatch):
     """The control: where the mask lets something through, the values of rows of other ranks are noticed to differ; no
     result is made of them here."""
-    assert autotp.verify(redrawn(mixture()), 2, TOKENS, pins=BY_EXPERT).inside is None
+    model = redrawn(mixture(num_hidden_layers=1))
+    assert autotp.verify(model, 2, TOKENS, pins=BY_EXPERT).inside is None
     take = GroupedSpec.take
     for name in ("take", "place", "own"):
         monkeypatch.setattr(GroupedSpec, name, lambda spec, x, rank, tp: take(spec, x, rank, tp) + 1e-3)
-    report = autotp.verify(redrawn(mixture()), 2, TOKENS, pins=BY_EXPERT)
+    report = autotp.verify(model, 2, TOKENS, pins=BY_EXPERT)
     assert report.inside is not None and "experts" in report.inside.module
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,11 +59,19 @@ class Lowering:
         """What compiles one program; None where it runs as it is."""
         if self.backend == EAGER:
             return None
+        fused, options = self._options(graph)
+        return Compiler(lambda f: compat.compile_whole(f, self.backend, options), fused)
+
+    def _options(self, graph: fx.Graph) -> tuple[symmetric.Fused | None, dict[str, Any] | None]:
+        """The backend's options for a graph: where conversions are ready for it, with what fuses and counts them."""
         options = dict(self.options) if self.options is not None else None
         ready = sum(node.target in symmetric.FORMS.values() for node in graph.nodes)
         fused = symmetric.Fused(ready) if ready else None
-        options = fused.options(options) if fused is not None else options
-        return Compiler(lambda f: compat.compile_whole(f, self.backend, options), fused)
+        return fused, fused.options(options) if fused is not None else options
+
+    def _compiled(self, function: fx.GraphModule) -> Any:
+        """A way of an alternative, as a program with its operators is compiled."""
+        return compat.compile_whole(function, self.backend, self._options(function.graph)[1])
 
     @property
     def name(self) -> str:
@@ -87,7 +94,7 @@ class Lowering:
         planners = ranks and ranks.planners
         if not names or (planners is not None and dist.get_backend(planners.group) == "fake"):
             return {}
-        compiled = None if self.backend == EAGER else partial(compat.compile_whole, backend=self.backend, options=None)
+        compiled = None if self.backend == EAGER else self._compiled
         verdicts = Verdicts(path_of(), device_key(device))
         judge = Measures(planners, device, self.objective.training, verdicts, compiled)
         return dict.fromkeys(names, judge)

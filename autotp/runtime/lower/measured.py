@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -59,13 +59,19 @@ def clock_of(device: torch.device) -> Clock:
     return on_device
 
 
-Watcher = Callable[[Alternative, Verdict, torch.device], None]
+class Watcher(NamedTuple):
+    """Who follows the measuring: `verdict` is called with each, and `ahead` with how many more are to come."""
+
+    verdict: Callable[[Alternative, Verdict, torch.device], None]
+    ahead: Callable[[int], None] = lambda count: None
+
+
 _watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
 
 
 @contextlib.contextmanager
 def watched(watcher: Watcher) -> Iterator[None]:
-    """Every verdict is told, as soon as it is there."""
+    """Within this context every verdict is told, as soon as it is there."""
     token = _watcher.set(watcher)
     try:
         yield
@@ -109,8 +115,13 @@ class Measures:
         verdict = Verdict(not worst.fault and worst.ratio >= GAIN, worst.told)
         log.info("%s on %s: %s", alternative.name, self.device, verdict.why)
         if (watcher := _watcher.get()) is not None:
-            watcher(alternative, verdict, self.device)
+            watcher.verdict(alternative, verdict, self.device)
         return verdict
+
+    def ahead(self, count: int) -> None:
+        """So many are about to come."""
+        if (watcher := _watcher.get()) is not None:
+            watcher.ahead(count)
 
     @property
     def _link(self) -> str:

@@ -1,0 +1,99 @@
+"""Sharded modules on the device: what measuring decides there, and steps that can be recorded as CUDA graphs.
+
+Each runs on the CPU too, so that only the device is new where there is one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import autotp
+from autotp.runtime.lower import lower, measured
+from benchmarks.gpu.decoding import graphed, our_way, ours
+from benchmarks.gpu.sizes import TINY
+from benchmarks.helpers.megatron import Llama
+from tests.helpers.compare import gradients_differ
+from tests.helpers.models import inputs_of, transformer
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]  # "@pytest.mark.cuda" is how `make gpu` finds this file
+CLOSE = 1e-4  # float32, where a device sums in another order
+
+
+class Reads(TorchDispatchMode):
+    """Within this context: operators that bring a value from the device to the host, which no CUDA graph can record."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::equal", "aten::masked_select"):
+            self.calls.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture(autouse=True)
+def exact() -> Iterator[None]:
+    """No TF32: it has ten bits."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_measured_computes_the_same(device):
+    model = transformer("llama", num_hidden_layers=1).to(device)
+    inputs = {k: x.to(device) for k, x in inputs_of(model).items()}
+    switches: Any = {"kernels": "measured"} if device == "cpu" else None  # the default where there is a device
+    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "LIMIT", 0.01):
+        sharded: Any = autotp.compile(model, 1, example_inputs=inputs, optimise=switches)
+    for m in (model, sharded):
+        m(**inputs).logits.float().square().mean().backward()
+    assert gradients_differ(sharded, model) < CLOSE
+    [told] = [line for line in sharded.plan.fired if line.startswith("kernels: ")]
+    for name in ("gated", "add_norm", "norm", "rotary"):
+        assert name in told
+    assert "of torch's speed" in told and "failed" not in told and "differs" not in told, told
+
+
+@pytest.mark.cuda
+def test_what_is_measured_computes_the_same_compiled():
+    model = transformer("llama", num_hidden_layers=1).to("cuda")
+    inputs = {k: x.to("cuda") for k, x in inputs_of(model).items()}
+    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "LIMIT", 0.01):
+        sharded: Any = autotp.compile(model, 1, example_inputs=inputs, backend="inductor")
+    for m in (model, sharded):
+        m(**inputs).logits.float().square().mean().backward()
+    assert gradients_differ(sharded, model) < CLOSE
+    assert any(line.startswith("kernels: ") and "failed" not in line for line in sharded.plan.fired)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_prefill_and_decode_can_be_recorded(device):
+    scale = dataclasses.replace(TINY, device=device)
+    with torch.device(device), torch.no_grad():
+        model = Llama(scale.decoder).eval()
+        ids = torch.randint(scale.decoder.vocabulary, (1, scale.prompt + 1))
+        way = our_way(ours(scale, model, ids, 1), ids)
+        for step, wanted in zip(way, (model(ids[:, :-1]), model(ids)), strict=True):
+            step()
+            step()  # the second one finds the cache's tensors, and is another program
+            with Reads() as reads:
+                step()
+            assert reads.calls == []
+            torch.testing.assert_close(graphed(step, device)()[:, -1], wanted[:, -1], atol=CLOSE, rtol=CLOSE)
+
+
+def test_a_read_is_noticed():
+    """The negative control."""
+    with Reads() as reads:
+        torch.ones(2).sum().item()
+    assert reads.calls
