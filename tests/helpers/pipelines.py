@@ -290,6 +290,8 @@ def refused(rank: int, world: int, group: Any) -> dict[str, str]:
         "loss": _told(lambda: pipe.schedule(schedules.ScheduleGPipe, 4, loss=error)),
         "called": _told(lambda: pipe.module(batch["input_ids"])),
         "printed": str(pipe),
+        "mode": _told(lambda: pipe.eval().step(schedule, **batch)),
+        "other": _told(lambda: pipe.train().step(None, **batch)),
     }
     dist.barrier(group)
     return told

@@ -45,6 +45,11 @@ class Modes:
         stages = {i: Stage(self.module, pieces[i], i, self.loss and i == last) for i in self.own}
         self.made[training] = Running(feed, stages)
 
+    @property
+    def now(self) -> Running:
+        """The stages of the present mode, of which there is a schedule."""
+        return self.made[self.module.training]
+
     def __getitem__(self, training: bool) -> Running:
         """The stages of a mode. A collective call of all ranks where it is the first."""
         if training not in self.made:

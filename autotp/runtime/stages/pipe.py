@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -75,6 +76,7 @@ class Pipe:
     ) -> None:  # fmt: skip
         self.plan, self.module, self.staging = plan, module, staging
         self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
+        self._made: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -126,11 +128,14 @@ class Pipe:
         def share(output: Any, target: Any) -> Tensor:
             return (output.sum() if loss is None else loss(output, target)) / microbatches
 
-        parts = [self._pipeline_stage(stage) for stage in self.stages.values()]
+        stages = list(self.stages.values())
+        parts = [self._pipeline_stage(stage) for stage in stages]
         if not self._example:
             raise InputError("the model takes no tensors.")
         of: Any = parts[0] if single else parts
-        return kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
+        made = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
+        self._made[made] = microbatches, stages
+        return made
 
     def _pipeline_stage(self, stage: Stage) -> PipelineStage:
         ranks, piece = self._grid.world, stage.piece
@@ -149,26 +154,43 @@ class Pipe:
         )  # fmt: skip
 
     def feed(self, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
-        """What the schedules' `step` takes on this rank for a batch: the inputs that its stages read, by name.
+        """What the schedules' `step` takes on this rank for a batch, by name: what its stages read. A collective call.
 
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
-        tensors = self._now.feed.tensors(inputs)
+        fed = together(self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches))
+        return fed | self._base(microbatches)
+
+    def _own(self, now: Running, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
+        """The inputs that this rank's stages read, moved to its device."""
+        tensors = now.feed.tensors(inputs)
         shapes, wanted = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
         if shapes != wanted:
             raise InputError(
                 f"micro-batches of {shapes} were given, and the stages were made for {wanted}: what they send each "
                 "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
             )
-        read = {name for stage in self.stages.values() for name in stage.piece.inputs}
+        read = {name for stage in now.stages.values() for name in stage.piece.inputs}
         device = self._grid.world.device
-        fed = {name: t.to(device) for name, t in tensors.items() if name in read}
-        if any(x.kind is SEEDS for x in self._now.feed.capture.leaves):
-            drawn = torch.tensor([base_seed() for _ in range(microbatches)])
-            dist.broadcast(drawn, group=self._grid.world.group, group_src=0)
-            fed[BASE] = drawn
-        return fed
+        return {name: t.to(device) for name, t in tensors.items() if name in read}
+
+    def _base(self, microbatches: int) -> dict[str, Tensor]:
+        """The numbers that random numbers of each micro-batch are made from: the first rank's."""
+        if not any(x.kind is SEEDS for x in self._modes.now.feed.capture.leaves):
+            return {}
+        drawn = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
+        dist.broadcast(drawn, group=self._grid.world.group, group_src=0)
+        return {BASE: drawn.cpu()}
+
+    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, dict[str, Tensor]]:
+        """How many micro-batches a schedule runs, and this rank's inputs; or why it cannot run them."""
+        if schedule is None or schedule not in self._made:
+            raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
+        count, stages = self._made[schedule]
+        for stage in stages:
+            stage.check_mode()
+        return count, self._own(self._modes.now, inputs, count)
 
     def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
@@ -179,24 +201,25 @@ class Pipe:
 
         Returns: the mean of the micro-batches' losses, on every rank.
         """
-        return self._run(schedule, schedule.step, Inputs(*args, **kwargs), target, self._sums.step())
+        return self._run(schedule, "step", Inputs(*args, **kwargs), target, self._sums.step())
 
     @torch.no_grad()
     def evaluate(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch without backwards; otherwise as `step`."""
-        return self._run(schedule, schedule.eval, Inputs(*args, **kwargs), target, torch.no_grad())
+        return self._run(schedule, "eval", Inputs(*args, **kwargs), target, torch.no_grad())
 
-    def _run(self, schedule: Any, step: Any, inputs: Inputs, target: Tensor | None, around: Any) -> Tensor:
-        count, grid = schedule._n_microbatches, self._grid
-        fed = together(grid.world, "reading the inputs", lambda: self.feed(inputs, count))
+    def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None, around: Any) -> Tensor:
+        grid = self._grid
+        count, fed = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+        fed |= self._base(count)
         losses: list[Tensor] = []
-        last = grid.rank == grid.last
-        if last:
-            target = torch.zeros(count) if target is None else target
-        with around:
-            step(**fed, target=target.to(grid.world.device) if last and target is not None else None,
-                 losses=losses if last else None)  # fmt: skip
+        told: dict[str, Any] = {}
         device = grid.world.device
+        if grid.rank == grid.last:
+            target = torch.zeros(count) if target is None else target
+            told = {"target": target.to(device), "losses": losses}
+        with around:
+            getattr(schedule, method)(**fed, **told)
         total = torch.zeros((), dtype=torch.double)
         for loss in losses:
             total += loss.detach().double().cpu()

@@ -45,7 +45,7 @@ class Stage(nn.Module):
                 f"{', '.join(self.piece.inputs) or 'none'}; it got {len(received)}, and lacks {names}. "
                 "Pass what pipe.feed(...) gives to the schedule's step."
             )
-        self._check_mode()
+        self.check_mode()
         base = int(inputs[BASE]) if BASE in inputs else 0
         values = [*map(_received, received), *(inputs[n] for n in self.piece.inputs)]
         outputs = self.module.run(self.program, values, base)
@@ -55,7 +55,7 @@ class Stage(nn.Module):
             return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
-    def _check_mode(self) -> None:
+    def check_mode(self) -> None:
         """Refuse a mode that the program was not captured in."""
         captured = self.piece.capture
         kind = self.module._shards.device.type

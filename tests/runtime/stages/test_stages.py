@@ -18,8 +18,14 @@ WORDS = {
     "dividing": "InputError: 4 micro-batches do not divide a batch of 6",
     "sizes": "InputError: micro-batches of",
     "loss": "InputError: the model gives its loss already",
+    "mode": "StateError: this schedule was made with training=True",
+    "other": "InputError: this schedule is not of these stages",
     "called": "StateError: this module holds the stages of one rank",
 }
+
+
+def test_a_tied_gradient_that_is_dropped_shows(pool: Pool) -> None:
+    assert min(pool.run(untied, Case("tower"))) > 1e-3
 
 
 def test_two_stages_are_the_model(pool: Pool) -> None:
@@ -29,10 +35,6 @@ def test_two_stages_are_the_model(pool: Pool) -> None:
     held = [set(names) for *_, names in found]
     assert held[0] == held[1] and held[2] == held[3] and held[0] & held[2] == {"embed.weight"}
     assert "blocks.0.1.weight" in held[0] and "blocks.1.1.weight" in held[2]
-
-
-def test_a_tied_gradient_that_is_dropped_shows(pool: Pool) -> None:
-    assert min(pool.run(untied, Case("tower"))) > 1e-3
 
 
 def test_dropout_draws_the_same_masks_in_stages_and_evaluation_none(pool: Pool) -> None:
