@@ -15,7 +15,7 @@ else:
             from scipy.optimize._highspy import _core
         except ImportError:
             raise error from None
-        names = ("HighsLp", "HighsModelStatus", "HighsVarType", "MatrixFormat")
+        names = ("HighsLp", "HighsModelStatus", "HighsSolution", "HighsVarType", "MatrixFormat")
         highspy = SimpleNamespace(Highs=_core._Highs, **{name: getattr(_core, name) for name in names})
 
 __all__ = ["highspy"]
