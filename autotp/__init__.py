@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
+    from autotp.runtime.stages.make import stages
     from autotp.runtime.verify import verify
 
     from .api import Sweep, compile, parallelize, plan, sweep
@@ -37,6 +38,7 @@ HOMES = {
     "plan": "autotp.api",
     "prove_rule": "autotp.proof.prove",
     "register_rule": "autotp.rules.register",
+    "stages": "autotp.runtime.stages.make",
     "sweep": "autotp.api",
     "verify": "autotp.runtime.verify",
 }
@@ -71,6 +73,7 @@ __all__ = [
     "plan",
     "prove_rule",
     "register_rule",
+    "stages",
     "sweep",
     "verify",
 ]

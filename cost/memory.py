@@ -11,7 +11,7 @@ collectives, and what an optimizer's step needs for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import fx
@@ -83,6 +83,16 @@ def measure(
 def lifetimes(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> tuple[float, float]:
     """Bytes that autograd keeps, and bytes at the fullest moment beside what is steady, for these sizes."""
     return _Line(planned, sharded, objective, hints).peak()[:2]
+
+
+def kept_for_backward(
+    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints
+) -> Iterator[tuple[fx.Node, float]]:
+    """Nodes of the program of one rank whose values autograd keeps, or which keep something of their own, and bytes."""
+    line = _Line(planned, sharded, objective, hints)
+    savers, extras = line.savers()
+    yield from ((node, line.size(sharded.origin[node], sharded.layouts[node])) for node in savers)
+    yield from ((line.nodes[moment], size) for moment, size in extras)
 
 
 def _cache(part: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
@@ -169,7 +179,7 @@ class _Line:
     def peak(self) -> tuple[float, float, fx.Node | None, str]:
         """Bytes that autograd keeps, bytes at the fullest moment, its node and its direction."""
         n = len(self.nodes)
-        savers, extras = self._savers() if self.training else ({}, [])
+        savers, extras = self.savers() if self.training else ({}, [])
         changes = [0.0] * (2 * n + 1)
         activations = 0.0
         for start, size in extras:
@@ -212,7 +222,7 @@ class _Line:
                     last[self.base[read]] = i
         return last
 
-    def _savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:
+    def savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:
         """Memory -> moment of the first operator that saves it; (moment, bytes) of what operators add of their own."""
         moments: dict[fx.Node, int] = {}
         extras: list[tuple[int, float]] = []

@@ -231,6 +231,17 @@ def apply_plan(
         outputs: see `CaptureRequest`.
         states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
     """
+    return applied(captured, plan, options, outputs, states)[:2]
+
+
+def applied(
+    captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
+) -> tuple[Planned, Sharded, Builder]:
+    """What `apply_plan` gives, and what prices it.
+
+    Args:
+        captured, plan, options, outputs, states: see `apply_plan`.
+    """
     captured = _ready(captured, plan.tp)
     if odd := plan.tables.keys() & set(captured.mutations.values()):
         raise PlanError(
@@ -252,7 +263,7 @@ def apply_plan(
     with stage("rewrite"):
         sharded = _sharded(planned, builder, outputs)
     dump("sharded", sharded.graph)
-    return planned, sharded
+    return planned, sharded, builder
 
 
 def _ready(captured: Capture, tp: int) -> Capture:

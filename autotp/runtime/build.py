@@ -60,9 +60,13 @@ class Build:
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         captured, notes = self.captured or self.capture(inputs)
+        return self.shard(self.decided(captured, notes, inputs), captured)
+
+    def decided(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
+        """The plan, given or solved, once all ranks have the same model."""
         told = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
         agree(self.ranks and self.ranks.planners, "the model", told)
-        return self.shard(self.plan or self._solve(captured, notes, inputs), captured)
+        return self.plan or self._solve(captured, notes, inputs)
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
         """The model's graph for these inputs, the same on every rank, and what the user should know of it."""

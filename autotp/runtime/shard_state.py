@@ -36,6 +36,7 @@ class ShardState:
         holders: first name of each buffer -> all modules that hold it, and under which attribute.
         units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
         summing: whether gradients are summed over dp in this backward.
+        elsewhere: names in the original's state dict of what other stages of a pipeline hold.
     """
 
     bare: nn.Module
@@ -49,6 +50,7 @@ class ShardState:
     holders: dict[str, list[tuple[nn.Module, str]]] = field(default_factory=dict)
     units: dict[str, str] = field(default_factory=dict)
     summing: bool = True
+    elsewhere: frozenset[str] = frozenset()
 
     @property
     def device(self) -> torch.device:

@@ -190,8 +190,8 @@ def no_batching() -> bool:
     return not hasattr(autotp.ShardedModule, "generate_batch")
 
 
-def no_stages() -> bool:
-    return lacks(autotp.compile, "pp", "pipeline", "stages")
+def no_sharded_stages() -> bool:
+    return lacks(autotp.stages, "fully_shard", "carried", "cp")
 
 
 def no_dp() -> bool:
@@ -210,14 +210,14 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "weights or activations cannot be captured": branch_fails,
     "its times are predictions": None,
     "`torch.compile(sharded)` does not work": REFUSALS,
-    "No pipeline stages of its own": no_stages,
+    "[Pipeline stages](docs/pipeline.md) have no": no_sharded_stages,
     "takes several times as long as torch's own": None,
     "Continuous batching; what": no_batching,
     "weights, activations or random numbers cannot": branch_fails,
     "ranks plans; it does not predict times": None,
     "`autotp.verify` and `sweep` have no dp": no_dp,
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
-    "autotp makes no pipeline stages": no_stages,
+    "[Pipeline stages](pipeline.md) have fixed sizes": no_sharded_stages,
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
     "by themselves: the classes of [integrations]": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,

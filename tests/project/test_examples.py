@@ -52,6 +52,12 @@ def test_train(more, ranks, tmp_path):
     assert [step for step, _ in losses] == [1, 2, 3, 4, 5] and f"{losses[-1][1]} at the last" in printed
 
 
+def test_train_pipeline(tmp_path):
+    printed = run("train_pipeline.py", "--steps", "2", "--save", str(tmp_path / "saved"), ranks=4)
+    assert "2 stages over pp=2 x tp=2" in printed and printed.endswith("Right\n")
+    assert (tmp_path / "saved" / ".metadata").is_file()
+
+
 def test_trainer(tmp_path):
     printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
     assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed

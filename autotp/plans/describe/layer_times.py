@@ -92,16 +92,20 @@ class Steps:
         Args:
             sharded: the program of one rank.
         """
+        return (placed for _, placed in self.each(sharded))
+
+    def each(self, sharded: Sharded) -> Iterator[tuple[fx.Node | None, Placed]]:
+        """The same, each with its node in the program; None for an operator without a tensor as its result."""
         left = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]
             if mark(node).conversion is not None:
-                yield from self._conversion(node, sharded.origin[node])
+                yield from ((node, placed) for placed in self._conversion(node, sharded.origin[node]))
             elif origin in left:
                 del left[origin]
-                yield from self._operator(origin)
-        for node in left:  # without a tensor as its result
-            yield from self._operator(node)
+                yield from ((node, placed) for placed in self._operator(origin))
+        for node in left:
+            yield from ((None, placed) for placed in self._operator(node))
 
     def _operator(self, node: fx.Node) -> Iterator[Placed]:
         first = self.planned.same[node]

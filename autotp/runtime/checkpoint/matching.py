@@ -102,6 +102,7 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Nam
                 stored[first].append(rename(name))
     missing = [n for n, first in names.items() if first not in stored]
     ignored = [re.compile(p) for p in getattr(shards.bare, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    used |= {rename(n) for n in shards.elsewhere}  # other stages of a pipeline look for those
     unexpected = [
         n for n in archive.entries if n not in used and n.startswith(within) and not any(p.search(n) for p in ignored)
     ]

@@ -46,6 +46,30 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[t
     return tensors, {"groups": _groups(shards, optimizer), "numbers": numbers, "elements": elements}
 
 
+def joined(told: Sequence[Any]) -> Any:
+    """What ranks say of their optimizers, each over parameters of its own, as of one optimizer; None where none is.
+
+    Raises:
+        StateError: some have none, or other groups.
+    """
+    if all(one is None for one in told):
+        return None
+    if any(one is None for one in told) or len({len(one["groups"]) for one in told}) > 1:
+        raise StateError(
+            "the stages' optimizers have other groups on some ranks. Give each rank's parameters the same."
+        )
+    groups = []
+    for each in zip(*(one["groups"] for one in told), strict=True):
+        options = [{k: v for k, v in group.items() if k != "params"} for group in each]
+        if any(other != options[0] for other in options):
+            raise StateError(f"the stages' optimizers have other options on some ranks: {options[0]} on the first.")
+        groups.append({**options[0], "params": list(dict.fromkeys(name for group in each for name in group["params"]))})
+    found: dict[str, Any] = {"groups": groups}
+    for key in ("numbers", "elements"):
+        found[key] = {name: value for one in told for name, value in one[key].items()}
+    return found
+
+
 def _by_element(name: str, key: str, held: Sequence[Tensor], values: Sequence[Any]) -> bool:
     """Whether a state has one value for each element of its parameter, rather than one number."""
     like = [
@@ -158,7 +182,8 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
     # Groups are compared by names: their options are given back by position, and a parameter in another group would
     # train with another learning rate.
     mine = _groups(shards, optimizer)
-    if [set(g["params"]) for g in mine] != [set(g["params"]) for g in saved["groups"]]:
+    there = [set(g["params"]) - shards.elsewhere for g in saved["groups"]]
+    if [set(g["params"]) for g in mine] != there:
         told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
         raise StateError(
             f"{archive.path}: the optimizer's groups hold other parameters than this one's: {told[0]} of them there, "

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, broadcast, together
+from autotp.comm.ranks import Ranks, broadcast, from_all, together
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
@@ -58,7 +58,10 @@ def save(
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
         huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, notes = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
+    tensors, told = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
+    if shards.elsewhere and ranks is not None:  # each stage of a pipeline has an optimizer of its own
+        told["optimizer"] = optimizers.joined([one.get("optimizer") for one in from_all(ranks, told, "what is saved")])
+    notes = together(ranks, "reading the state", lambda: _as_json(told))
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     pending = _dcp(ranks, place, tensors, notes, background)
     return pending.start() if background else pending.result()
@@ -89,8 +92,8 @@ Tensors = dict[str, tuple[tuple[int, ...], list[Box]]]
 
 def _collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
-) -> tuple[Tensors, str]:
-    """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes as JSON."""
+) -> tuple[Tensors, dict[str, Any]]:
+    """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""
     found: Tensors = {}
     names = [first for _, first in state.named_tensors(shards)] if weights else []
     for first in dict.fromkeys(names):  # what is tied once
@@ -104,8 +107,12 @@ def _collect(
     if optimizer is not None:
         states, notes["optimizer"] = optimizers.collect(shards, optimizer)
         found |= states
+    return found, notes
+
+
+def _as_json(notes: Mapping[str, Any]) -> str:
     try:
-        return found, json.dumps(notes)
+        return json.dumps({k: v for k, v in notes.items() if v is not None})
     except (TypeError, ValueError) as error:
         raise StateError(f"extra= is saved as JSON, and cannot be: {error}.") from error
 

@@ -1,0 +1,216 @@
+"""`autotp.stages`: one plan, cut into the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autotp import compat
+from autotp.capture.capture import aliases, skeleton
+from autotp.comm.ranks import Ranks, agree, check_degree, together
+from autotp.cost import Cluster
+from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
+from autotp.driver.pipeline import applied, mode_of, needed, prepare
+from autotp.driver.staging import Staging, found_units, staging
+from autotp.errors import InputError, PlanError
+from autotp.inputs import Inputs, without_cache
+from autotp.ir.graph import Capture, draws
+from autotp.passes.decompose.losses import with_loss
+from autotp.passes.shard.pins import Pins
+from autotp.passes.stages.cut import Piece, cut
+from autotp.passes.stages.units import stage_starts
+from autotp.plans.plan import Plan
+from autotp.runtime.build import Build
+from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.programs import Source
+
+from .feed import Feed
+from .modes import Modes
+from .part import StagedModule
+from .pipe import Grid, Pipe, tied_over_ranks
+from .pruned import pruned, unread
+from .sums import Sums
+
+ORDERS = ("loop", "v")
+
+
+def stages(
+    model: nn.Module,
+    pp: int,
+    tp: int = 1,
+    *,
+    dp: int = 1,
+    chunks: int = 1,
+    order: str = "loop",
+    example_inputs: Any = None,
+    loss: Callable[[Any, Any], Tensor] | None = None,
+    outputs: str = "loss",
+    mesh: DeviceMesh | None = None,
+    plan: Plan | None = None,
+    pins: Pins | None = None,
+    cluster: str | Cluster | None = None,
+    optimizer: str = "adamw",
+    sequence_parallel: bool | None = None,
+    memory: float | str | None = None,
+    backend: str | Callable[..., Any] = "eager",
+    options: Mapping[str, Any] | None = None,
+    optimise: Any = None,
+    check: bool | None = None, check_capture: bool | None = None,
+) -> Pipe:  # fmt: skip
+    """Cut a model into pipeline stages of one tensor-parallel plan. Run it by torchrun on pp x dp x tp ranks.
+
+    Stages are cut between repeated blocks: so that the slowest takes the least time by the plan's own seconds, and none
+    holds more than `memory`. Each rank holds the parameters of its own stages alone, under the original's names.
+
+    Args:
+        model: any `nn.Module` with repeated blocks; it is left as it is. On the meta device too (then load weights).
+        pp, tp, dp: ranks of the pipeline, and of each of its places: tensor- and data-parallel ones.
+        chunks: stages of each rank, for interleaved schedules.
+        order: "loop" deals stages to ranks in turn, "v" there and back, as torch's zero-bubble V schedule wants it.
+        example_inputs: one micro-batch (of one dp rank): a tensor, args, kwargs, or `autotp.Inputs`.
+        loss: the model then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
+        outputs: "loss": the last stage gives the model's loss; "full": its outputs, a tensor or a tuple of them, for
+            the loss of a schedule.
+        mesh: with dimensions "pp", "tp", and with dp "dp"; by default the world, tp ranks next to each other.
+        plan: use this plan for the whole model instead of making one.
+        pins, cluster, optimizer, sequence_parallel: see `autotp.plan`. memory: what a rank may hold, likewise.
+        backend, options, optimise, check, check_capture: see `autotp.compile`.
+
+    Returns: the `Pipe`; print it for the stages, `pipe.schedule(...)` and `pipe.step(...)` run it.
+    Raises: AutoTPError: its subclasses say what is wrong; all ranks raise together.
+    """
+    axis = _read(pp, tp, dp, chunks, order)
+    steering = Steering(pins=pins, cluster=cluster, optimizer=optimizer, sequence_parallel=sequence_parallel)
+    steering.refuse_beside(plan)
+    grid, ranks = _grid(pp, tp, dp, chunks, order, mesh)
+    model = with_loss(model, loss) if loss is not None else model
+    inputs = together(grid.world, "reading the example inputs", lambda: needed(model, example_inputs, "autotp.stages"))
+    lowering, request = Lowering.read(backend, options, optimise), CaptureRequest.read(dp, outputs, "counter")
+    chosen = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axis)
+    if plan is not None and (plan.tp, plan.batch.size) != (tp, dp):
+        raise PlanError(f"the plan is for tp={plan.tp} and dp={plan.batch.size}, and tp={tp}, dp={dp} are asked for.")
+    build = Build(model, grid.world, chosen, request, lowering, plan, check, check_capture)
+    limit = Options.read(tp, Steering(memory=memory)).memory
+    return _made(build, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
+
+
+def _made(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool) -> Pipe:
+    """Capture, plan, cut, and of the stages those of this rank."""
+    captured, notes = build.capture(inputs)
+    plan = build.decided(captured, notes, inputs)
+    found, pieces = together(grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit))
+    agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
+    return _pipe(build, captured, plan, found, pieces, grid, ranks, inputs, loss)
+
+
+def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
+    for name, value in (("pp", pp), ("chunks", chunks)):
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise InputError(
+                f"{name}={value!r}: it counts {'ranks' if name == 'pp' else 'stages'}, so it is at least 1."
+            )
+    check_degree(tp)
+    if order not in ORDERS or (order == "v" and chunks != 2):
+        raise InputError(f"order={order!r}: take 'loop', or with chunks=2 'v'.")
+    return read_axis(dp, False, tp)
+
+
+def _grid(pp: int, tp: int, dp: int, chunks: int, order: str, mesh: DeviceMesh | None) -> tuple[Grid, Ranks]:
+    """The ranks of the pipeline, and those of this one's stages."""
+    if mesh is None:
+        every = Ranks.find()
+        if every is None:
+            raise InputError(f"stages run on ranks: launch pp x dp x tp = {pp * dp * tp} of them with torchrun.")
+        if every.tp != pp * dp * tp:
+            raise InputError(
+                f"pp={pp} x dp={dp} x tp={tp} makes {pp * dp * tp} ranks; the world has {every.tp}. Launch as many, "
+                "or pass a mesh with dimensions 'pp', 'dp' and 'tp' over a part of them."
+            )
+        kind = every.device.type
+        mesh = DeviceMesh(kind, torch.arange(every.tp).view(pp, dp, tp), mesh_dim_names=("pp", "dp", "tp"))
+    sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    if (sizes.get("pp"), sizes.get("dp", 1), sizes.get("tp")) != (pp, dp, tp) or set(sizes) - {"pp", "dp", "tp"}:
+        raise InputError(f"the mesh has dimensions {sizes}, and pp={pp}, dp={dp}, tp={tp} are asked for.")
+    ranks = Ranks.find(tp, mesh, dp)
+    world = Ranks.find(mesh=compat.flat_mesh(mesh))
+    assert ranks is not None and world is not None
+    there = list(range(pp))
+    places = there * chunks if order == "loop" else [*there, *reversed(there)]
+    group, rank = mesh["pp"].get_group(), mesh["pp"].get_local_rank()
+    return Grid(replace(world, axes="pp, dp and tp"), group, rank, pp, chunks, tuple(places)), ranks
+
+
+def _cut(
+    captured: Capture, plan: Plan, options: Options, grid: Grid, limit: float | None
+) -> tuple[Staging, list[Piece]]:
+    """The best division, by the first rank, and the programs of its stages."""
+    odd = next((n for n in captured.graph.nodes if n.op == "call_function" and draws(n)), None)
+    if odd is not None:
+        raise PlanError(
+            f"{odd.name} draws random numbers by torch's generator, and those of stages must not depend on where they "
+            "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
+        )
+    planned, sharded, builder = applied(captured, plan, options)
+    found = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+    units = found_units(sharded, plan.model, grid.size, grid.chunks)
+    return found, cut(planned, sharded, stage_starts(units, found.division.sizes))
+
+
+def _pipe(
+    build: Build, captured: Capture, plan: Plan, found: Staging, pieces: list[Piece], grid: Grid, ranks: Ranks,
+    inputs: Inputs, loss: bool,
+) -> Pipe:  # fmt: skip
+    """This rank's modules."""
+    model, first = build.model, aliases(build.model)
+    own = [i for i, place in enumerate(grid.places) if place == grid.rank]
+    names = [_first(piece.names, first) for piece in pieces]
+    placed = [place for place, size in zip(grid.places, found.division.sizes, strict=True) for _ in range(size)]
+    blocks = tuple(f"{u}." for u, place in zip(found.units, placed, strict=True) if place == grid.rank)
+    names[0] |= unread(model, set().union(*names))
+    mine = set().union(*(names[i] for i in own))
+    paths = set().union(*(pieces[i].paths for i in own))
+    paths |= {path for path, _ in model.named_modules() if f"{path}.".startswith(blocks)}  # in other modes too
+    part = pruned(model, mine, paths)
+    elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
+    source = Source(
+        bare=skeleton(part, ranks.device), make=_no_other, ranks=ranks, tp=plan.tp, aliases=aliases(part),
+        want=build.request, lowering=build.lowering.priced(build.options.cluster, build.options.objective),
+    )  # fmt: skip
+    module = StagedModule(part, plan, source)
+    module._shards.elsewhere = frozenset(elsewhere)
+    parameters = {n for n, _ in model.named_parameters()}
+    tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
+    shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
+    counted = {n for n in module._shards.storages if n not in tied or tied[n][0] == grid.rank}
+    sums = Sums(module._shards, shared, frozenset(counted), grid.pipeline, ranks.batch)
+    inputs = without_cache(model, inputs)[0]
+    bare, options, request = skeleton(model, ranks.device), build.options, build.request
+
+    def again(training: bool) -> tuple[Feed, list[Piece]]:
+        bare.train(training)
+        other = prepare(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request=request)
+        return Feed(bare, other), _pieces(other, plan, options, grid, found)
+
+    modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
+    modes.add(captured.training, Feed(bare, captured), pieces)
+    return Pipe(plan, module, modes, found, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
+
+
+def _first(names: set[str], first: Mapping[str, str]) -> set[str]:
+    return {first.get(n, n) for n in names}
+
+
+def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, found: Staging) -> list[Piece]:
+    """The stages of another program of the model, cut before the same blocks."""
+    planned, sharded, _ = applied(captured, plan, options)
+    units = found_units(sharded, plan.model, grid.size, grid.chunks)
+    return cut(planned, sharded, stage_starts(units, found.division.sizes))
+
+
+def _no_other(*args: Any) -> Any:
+    raise PlanError("stages run the one program that they were cut from. Make stages again for other inputs or modes.")

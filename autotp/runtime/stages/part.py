@@ -1,0 +1,76 @@
+"""What one rank of a pipeline holds: one sharded module with the parameters of all its stages, and their programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from autotp.errors import StateError
+from autotp.ir.leaves import CONSTANT
+from autotp.passes.stages.cut import Piece
+from autotp.runtime import state
+from autotp.runtime.module import ShardedModule
+from autotp.runtime.programs import Program, taken
+from autotp.runtime.tree import Assembler
+
+ALONE = (
+    "this module holds the stages of one rank of a pipeline, which needs what other ranks make: it cannot be called by "
+    "itself. Run it by a schedule: pipe.step(pipe.schedule(...), ...)."
+)
+
+
+class StagedModule(ShardedModule):
+    """The stages of one rank under the original's names; made by `autotp.stages`, and run by its schedules.
+
+    Parameters, hooks, `train()` and `eval()` are as of a `ShardedModule`. It is not called by itself.
+    """
+
+    def forward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: stages run by a schedule."""
+        raise StateError(ALONE)
+
+    def install(self, piece: Piece) -> Program:
+        """Make one stage's program runnable on this rank."""
+        source, shards, key = self._source, self._shards, self._programs_made.key()
+        judges = source.lowering.judges(source.ranks, source.tp, shards.place)
+        peak = self._plan.memory.peak
+        graph, fired = source.lowering.program(piece.sharded, source.places(), shards.place, peak, judges)
+        inputs, reads, count = taken(piece.capture, graph, shards)
+        constants = {x.name: piece.capture.constants[x.name] for x in piece.capture.leaves if x.kind is CONSTANT}
+        compiler = source.lowering.compiler(graph)
+        Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
+        none: Any = None  # of a call: a stage is called by position
+        program = Program(piece.capture, piece.sharded, graph, key, none, count, False, fired, compiler)
+        self._programs_made.add(program, self._order, self._known)
+        return program
+
+    def run(self, program: Program, values: Sequence[Tensor], base: int) -> list[Any]:
+        """A stage's outputs, without what it writes to buffers.
+
+        Args:
+            values: of its inputs. base: the number that its random numbers are made from.
+        """
+        cast = program.capture.state[-1] is not None
+        plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        with plain:
+            outputs = self._programs[program.key](*values, *program.random(self._shards, base))
+        kept = []
+        for i, value in enumerate(outputs):
+            taker = program.capture.mutations.get(i)
+            if isinstance(taker, str):
+                state.write(self._shards, taker, value)
+            else:
+                kept.append(value)
+        return kept
+
+    def own(self, names: Mapping[str, Any] | set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+        """The parameters, by name, that hold these of the original's."""
+        shards, out = self._shards, []
+        for name in shards.storages:
+            if name in names:
+                out += [(name, p) for p in state.pieces(shards, name)]
+        return out

@@ -1,0 +1,283 @@
+"""`Pipe`: the stages of this rank, and what is done with all stages together."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle
+from torch.optim import Optimizer
+
+from autotp.comm.ranks import Ranks, together
+from autotp.driver.staging import Staging
+from autotp.errors import InputError
+from autotp.inputs import Inputs
+from autotp.ir.graph import outputs_of
+from autotp.ir.leaves import SEEDS
+from autotp.passes.decompose.counter_random import base_seed
+from autotp.plans.plan import Plan
+from autotp.runtime import checkpoint
+
+from .feed import local_example, split_of
+from .modes import Modes, Running
+from .part import StagedModule
+from .shown import table
+from .stage import BASE, Stage
+from .sums import Sums
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The ranks of a pipeline.
+
+    Attributes:
+        world: all of them. pipeline: those of this one's lane, one for each place; `rank` of `size`.
+        chunks: stages of each rank. places: the rank of each stage.
+    """
+
+    world: Ranks
+    pipeline: Any
+    rank: int
+    size: int
+    chunks: int
+    places: tuple[int, ...]
+
+    @property
+    def stages(self) -> int:
+        return self.size * self.chunks
+
+    @property
+    def last(self) -> int:
+        """The place in the pipeline of the rank that has the last stage."""
+        return self.places[-1]
+
+
+class Pipe:
+    """A model cut into stages, and of these the ones of this rank; made by `autotp.stages`.
+
+    Print it for the blocks, seconds and memory of every stage.
+
+    Attributes:
+        plan: of the whole model.
+        module: a sharded module with the parameters of this rank's stages, under the original's names.
+        staging: how the model's blocks are divided.
+    """
+
+    def __init__(
+        self, plan: Plan, module: StagedModule, modes: Modes, staging: Staging, grid: Grid, sums: Sums,
+        example: dict[str, Tensor], loss: bool,
+    ) -> None:  # fmt: skip
+        self.plan, self.module, self.staging = plan, module, staging
+        self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
+        self._made: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
+
+    @property
+    def stages(self) -> dict[int, Stage]:
+        """The modules of this rank's stages in the present mode, for `PipelineStage`, by their index."""
+        return self._now.stages
+
+    @property
+    def _now(self) -> Running:
+        return self._modes[self.module.training]
+
+    def parameters(self) -> Any:
+        """The parameters of this rank's stages, for an optimizer."""
+        return self.module.parameters()
+
+    def train(self, mode: bool = True) -> Pipe:
+        """Set the mode of this rank's stages; a schedule is for the mode that it was made in."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Pipe:
+        """Set the mode to evaluation; its first schedule cuts the model again, on all ranks together."""
+        return self.train(False)
+
+    # ---- running ---------------------------------------------------------------------------------------------------
+
+    def schedule(
+        self, kind: Any, microbatches: int, loss: Callable[[Any, Any], Tensor] | None = None, **options: Any
+    ) -> Any:
+        """One of torch's schedules over this rank's stages.
+
+        Args:
+            kind: a class of `torch.distributed.pipelining`, such as `Schedule1F1B`.
+            microbatches: how many slices of a batch go through the stages, each like the example inputs.
+            loss: of a micro-batch's outputs and its targets; left out where the model gives its loss.
+            options: what else the schedule takes.
+
+        Raises:
+            InputError: a schedule for one stage a rank where there are several, or the other way round; no loss.
+        """
+        single = isinstance(kind, type) and issubclass(kind, PipelineScheduleSingle)
+        if single and self._grid.chunks > 1:
+            raise InputError(
+                f"{kind.__name__} runs one stage a rank, here are chunks={self._grid.chunks}. Leave it out."
+            )
+        if (loss is None) != self._loss:
+            need = "gives outputs, and no loss" if loss is None else "gives its loss already"
+            raise InputError(f"the model {need}: {'pass' if loss is None else 'leave out'} schedule(..., loss=).")
+
+        def share(output: Any, target: Any) -> Tensor:
+            return (output.sum() if loss is None else loss(output, target)) / microbatches
+
+        stages = list(self.stages.values())
+        parts = [self._pipeline_stage(stage) for stage in stages]
+        if not self._example:
+            raise InputError("the model takes no tensors.")
+        of: Any = parts[0] if single else parts
+        made = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
+        self._made[made] = microbatches, stages
+        return made
+
+    def _pipeline_stage(self, stage: Stage) -> PipelineStage:
+        ranks, piece = self._grid.world, stage.piece
+        tp = self.module._source.ranks
+        assert tp is not None
+        sizes = self._now.feed.sizes(self._example)
+        received = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.received)
+        sent = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.sent)
+        if not sent:
+            sent = tuple(
+                torch.empty(1, device="meta") for _ in outputs_of(piece.capture)
+            )  # of the last: their number counts
+        return PipelineStage(
+            stage, stage.index, self._grid.stages, ranks.device, input_args=received, output_args=sent,
+            group=self._grid.pipeline,
+        )  # fmt: skip
+
+    def feed(self, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
+        """What the schedules' `step` takes on this rank for a batch, by name: what its stages read. A collective call.
+
+        Raises:
+            InputError: the batch is not cut into micro-batches like the example inputs.
+        """
+        fed = together(self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches))
+        return fed | self._base(microbatches)
+
+    def _own(self, now: Running, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
+        """The inputs that this rank's stages read, moved to its device."""
+        tensors = now.feed.tensors(inputs)
+        shapes, wanted = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
+        if shapes != wanted:
+            raise InputError(
+                f"micro-batches of {shapes} were given, and the stages were made for {wanted}: what they send each "
+                "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
+            )
+        read = {name for stage in now.stages.values() for name in stage.piece.inputs}
+        device = self._grid.world.device
+        return {name: t.to(device) for name, t in tensors.items() if name in read}
+
+    def _base(self, microbatches: int) -> dict[str, Tensor]:
+        """The numbers that random numbers of each micro-batch are made from: the first rank's."""
+        if not any(x.kind is SEEDS for x in self._modes.now.feed.capture.leaves):
+            return {}
+        drawn = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
+        dist.broadcast(drawn, group=self._grid.world.group, group_src=0)
+        return {BASE: drawn.cpu()}
+
+    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, dict[str, Tensor]]:
+        """How many micro-batches a schedule runs, and this rank's inputs; or why it cannot run them."""
+        if schedule is None or schedule not in self._made:
+            raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
+        count, stages = self._made[schedule]
+        for stage in stages:
+            stage.check_mode()
+        return count, self._own(self._modes.now, inputs, count)
+
+    def step(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """One step of a schedule: forwards, backwards, and the sums of gradients over stages and dp.
+
+        Args:
+            schedule: of `schedule(...)`. args, kwargs: the model's inputs of a whole batch, the same on the ranks of
+                all stages. target: of the batch, where the schedule has a loss of its own.
+
+        Returns: the mean of the micro-batches' losses, on every rank.
+        """
+        return self._run(schedule, "step", Inputs(*args, **kwargs), target, self._sums.step())
+
+    @torch.no_grad()
+    def evaluate(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
+        """The loss of a batch without backwards; otherwise as `step`."""
+        return self._run(schedule, "eval", Inputs(*args, **kwargs), target, torch.no_grad())
+
+    def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None, around: Any) -> Tensor:
+        grid = self._grid
+        count, fed = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+        fed |= self._base(count)
+        losses: list[Tensor] = []
+        told: dict[str, Any] = {}
+        device = grid.world.device
+        if grid.rank == grid.last:
+            target = torch.zeros(count) if target is None else target
+            told = {"target": target.to(device), "losses": losses}
+        with around:
+            getattr(schedule, method)(**fed, **told)
+        total = torch.zeros((), dtype=torch.double)
+        for loss in losses:
+            total += loss.detach().double().cpu()
+        total = total.to(device)
+        dist.broadcast(total, group=grid.pipeline, group_src=grid.last)
+        return total
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Scale the gradients so that their norm over the whole model, all stages, is at most this. Collective.
+
+        Returns: the norm before, on every rank.
+        """
+        return self._sums.clip(max_norm, norm_type)
+
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
+
+    def save_checkpoint(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        optimizer: Optimizer | None = None,
+        extra: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Save all stages as one folder (DCP), for any number of stages and ranks. A collective call of all ranks.
+
+        Args:
+            path, optimizer, extra: see `ShardedModule.save_checkpoint`; the optimizer is over this rank's parameters.
+        """
+        checkpoint.save(self._everywhere(), path, optimizer=optimizer, extra=extra)
+
+    def load_checkpoint(
+        self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None, **options: Any
+    ) -> checkpoint.Loaded:
+        """Load a checkpoint of the whole model; each rank reads its own part. A collective call of all ranks.
+
+        Args:
+            source, optimizer, options: see `ShardedModule.load_checkpoint`.
+        """
+        return checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
+
+    def _everywhere(self) -> Any:
+        """What this rank holds, as a part of what all ranks hold."""
+        shards = self.module._shards
+        assert shards.ranks is not None
+        return replace(shards, ranks=replace(shards.ranks, every=self._grid.world))
+
+    def __str__(self) -> str:
+        return table(self.plan, self.staging, self._grid.size, self._grid.chunks, self._grid.places)
+
+
+def tied_over_ranks(stages: Mapping[int, Any], places: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """First name of each parameter that several ranks of the pipeline hold -> these ranks.
+
+    Args:
+        stages: names of the parameters that each reads. places: the rank of each stage.
+    """
+    homes: dict[str, set[int]] = {}
+    for stage, names in stages.items():
+        for name in names:
+            homes.setdefault(name, set()).add(places[stage])
+    return {name: tuple(sorted(ranks)) for name, ranks in homes.items() if len(ranks) > 1}

@@ -1,0 +1,88 @@
+"""One stage as a module: what `torch.distributed.pipelining.PipelineStage` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autotp.errors import InputError, StateError
+from autotp.passes.stages.cut import Piece
+from autotp.runtime.programs import Program
+
+from .part import StagedModule
+
+BASE = "random_base"  # the argument with the number that random numbers of a micro-batch are made from
+
+
+class Stage(nn.Module):
+    """A stage of the pipeline: what the stage before gives goes in by position, the model's own inputs by name.
+
+    Attributes:
+        index: its place in the pipeline.
+        piece: its program before this rank's.
+        module: what holds its parameters, with those of the rank's other stages.
+    """
+
+    def __init__(self, module: StagedModule, piece: Piece, index: int, loss: bool) -> None:
+        super().__init__()
+        self.index, self.piece, self.loss = index, piece, loss
+        object.__setattr__(self, "module", module)  # no child: a rank's stages share it
+        first = module._shards.aliases
+        self.names = {first.get(n, n) for n in piece.names}
+        self.program: Program = module.install(piece)
+
+    module: StagedModule
+
+    def forward(self, *received: Tensor, **inputs: Any) -> Any:
+        """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
+        names = [n for n in self.piece.inputs if n not in inputs]
+        if names or len(received) != len(self.piece.received):
+            raise InputError(
+                f"stage {self.index} takes {len(self.piece.received)} values of the stage before and the inputs "
+                f"{', '.join(self.piece.inputs) or 'none'}; it got {len(received)}, and lacks {names}. "
+                "Pass what pipe.feed(...) gives to the schedule's step."
+            )
+        self.check_mode()
+        base = int(inputs[BASE]) if BASE in inputs else 0
+        values = [*map(_received, received), *(inputs[n] for n in self.piece.inputs)]
+        outputs = self.module.run(self.program, values, base)
+        if self.piece.sent:
+            return tuple(x.contiguous() for x in outputs)
+        if self.loss:
+            return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    def check_mode(self) -> None:
+        """Refuse a mode that the program was not captured in."""
+        captured = self.piece.capture
+        kind = self.module._shards.device.type
+        autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+        if self.module.training != captured.training or autocast != captured.state[-1]:
+            raise StateError(
+                f"this schedule was made with training={captured.training} and autocast {captured.state[-1]}, and now "
+                f"it is training={self.module.training} and {autocast}. Make one in this mode: pipe.schedule(...); "
+                "for autocast, make the stages under it."
+            )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that this stage reads, under the original's names."""
+        outer = f"{prefix}." if prefix else ""
+        yield from ((outer + n, p) for n, p in self.module.own(self.names))
+
+    def train(self, mode: bool = True) -> Stage:
+        """The mode is that of all of the rank's stages: `pipe.module.train()`."""
+        return super().train(mode)
+
+
+def _received(value: Tensor) -> Tensor:
+    """A value of the stage before, whose gradient can be sent back as it lies in memory."""
+    if not value.requires_grad:
+        return value
+    value = value.view_as(value)  # the schedule's own tensor is there for all steps, and would keep a hook of each
+    value.register_hook(Tensor.contiguous)
+    return value

@@ -1,0 +1,113 @@
+"""Gradients over more than one stage: of tied weights, over dp, and the norm of all of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from autotp import compat
+from autotp.comm.ranks import Ranks
+from autotp.runtime import state
+from autotp.runtime.shard_state import ShardState
+
+
+@dataclass
+class Sums:
+    """What the ranks of a pipeline do with gradients once a step's backwards are done.
+
+    Attributes:
+        shards: what this rank holds.
+        tied: first name of a parameter that this rank of the pipeline holds and others too -> all these.
+        counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
+        pipeline: the group of this lane's ranks, one for each place in the pipeline.
+        batch: the dp ranks; None where there are none.
+    """
+
+    shards: ShardState
+    tied: Mapping[str, tuple[int, ...]]
+    counted: frozenset[str]
+    pipeline: Any
+    batch: Ranks | None = None
+    before: dict[Tensor, Tensor | None] = field(default_factory=dict)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Around the backwards of one step: afterwards gradients are those of one device."""
+        for p in self._held(self.tied):  # what a step before has summed must not be summed again
+            self.before[p], p.grad = p.grad, None
+        yield
+        for name, holders in self.tied.items():
+            for p in state.pieces(self.shards, name):
+                self._sum(p, holders)
+        if self.batch is not None:
+            self._mean(self.batch)
+        for p, grad in self.before.items():
+            if grad is not None:
+                p.grad = grad if p.grad is None else p.grad.add_(grad)
+        self.before.clear()
+
+    @torch.no_grad()
+    def _sum(self, parameter: nn.Parameter, holders: tuple[int, ...]) -> None:
+        """The sum of a gradient over the ranks that hold the parameter; one that has none adds zero.
+
+        Summed in one order on all of them, so that what is tied stays equal to the bit.
+        """
+        if not parameter.requires_grad:
+            return
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        own, me = _local(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
+        parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
+        ranks = dist.get_process_group_ranks(self.pipeline)
+        others = [rank for rank in holders if rank != me]
+        sends = [dist.P2POp(dist.isend, own, ranks[rank], self.pipeline) for rank in others]
+        takes = [dist.P2POp(dist.irecv, parts[rank], ranks[rank], self.pipeline) for rank in others]
+        for work in dist.batch_isend_irecv([*sends, *takes]):
+            work.wait()
+        total = parts[holders[0]].clone()
+        for rank in holders[1:]:
+            total.add_(parts[rank])
+        _local(parameter.grad).copy_(total)
+
+    def _mean(self, batch: Ranks) -> None:
+        """The mean of all gradients over dp, those of one type in one collective."""
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for p in self.shards.root.parameters():
+            if p.grad is not None:
+                kinds.setdefault(p.grad.dtype, []).append(_local(p.grad))
+        for grads in kinds.values():
+            flat = torch.cat([g.reshape(-1) for g in grads])
+            dist.all_reduce(flat, group=batch.group)
+            flat.div_(batch.tp)
+            for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
+                g.copy_(part.view_as(g))
+
+    def _held(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
+        for name in names:
+            yield from state.pieces(self.shards, name)
+
+    @torch.no_grad()
+    def clip(self, max_norm: float, norm_type: float) -> Tensor:
+        """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
+        own = [p.grad for p in self._held(sorted(self.counted)) if p.grad is not None]
+        norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if norm_type == float("inf"):
+            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.pipeline)
+        else:
+            powers = norm**norm_type
+            dist.all_reduce(powers, group=self.pipeline)
+            norm = powers ** (1 / norm_type)
+        torch.nn.utils.clip_grads_with_norm_(self.shards.root.parameters(), max_norm, norm)
+        return norm
+
+
+def _local(grad: Any) -> Tensor:
+    return compat.local_of(grad) if isinstance(grad, DTensor) else grad

@@ -1,0 +1,91 @@
+"""How many units each stage gets: the slowest stage as fast as can be, by dynamic programming."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+
+
+@dataclass(frozen=True)
+class Weight:
+    """What a unit costs a rank.
+
+    Attributes:
+        seconds: of its forward and backward, for one micro-batch.
+        steady: bytes of its parameters, gradients and optimizer states. kept: bytes that autograd keeps of one
+            micro-batch.
+    """
+
+    seconds: float
+    steady: float = 0.0
+    kept: float = 0.0
+
+
+@dataclass(frozen=True)
+class Division:
+    """A division of units into stages.
+
+    Attributes:
+        sizes: how many units each stage has.
+        seconds, memory: of each stage, for one micro-batch and at its fullest.
+    """
+
+    sizes: tuple[int, ...]
+    seconds: tuple[float, ...]
+    memory: tuple[float, ...]
+
+
+def in_flight(stage: int, ranks: int, chunks: int) -> int:
+    """How many micro-batches a stage holds activations of at most in a 1F1B schedule (with `chunks` stages a rank in
+    the interleaved one, where a rank's are dealt out evenly: Narayanan et al. 2021)."""
+    ahead = ranks - stage % ranks
+    if chunks == 1:
+        return ahead
+    return math.ceil((2 * (ahead - 1) + (chunks - 1) * ranks + 1) / chunks)
+
+
+def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float | None = None) -> Division | None:
+    """The division with the least seconds of the slowest stage, and of equal ones the least memory of the fullest.
+
+    Args:
+        weights: of the units, in order. ranks: of the pipeline. chunks: stages of each rank.
+        limit: bytes that a stage may hold (of a rank's, its share by `chunks`); None for no limit.
+
+    Returns: None where none fits; every stage has one unit at least.
+    """
+    count, stages = len(weights), ranks * chunks
+    seconds, steady, kept = ([0.0], [0.0], [0.0])
+    for w in weights:
+        seconds.append(seconds[-1] + w.seconds)
+        steady.append(steady[-1] + w.steady)
+        kept.append(kept[-1] + w.kept)
+
+    def memory(a: int, b: int, stage: int) -> float:
+        return steady[b] - steady[a] + (kept[b] - kept[a]) * in_flight(stage, ranks, chunks)
+
+    @cache
+    def best(a: int, stage: int) -> tuple[float, float, tuple[int, ...]] | None:
+        """Of the units from `a` on, over this stage and those after it: the worst seconds and bytes, and the sizes."""
+        left = stages - stage
+        found = None
+        for b in [count] if left == 1 else range(a + 1, count - left + 2):
+            held = memory(a, b, stage)
+            rest = (0.0, 0.0, ()) if left == 1 else best(b, stage + 1)
+            if rest is None or (limit is not None and held > limit / chunks):
+                continue
+            made = max(seconds[b] - seconds[a], rest[0]), max(held, rest[1]), (b - a, *rest[2])
+            found = made if found is None or made[:2] < found[:2] else found
+        return found
+
+    chosen = best(0, 0) if count >= stages else None
+    if chosen is None:
+        return None
+    ends = [0]
+    for size in chosen[2]:
+        ends.append(ends[-1] + size)
+    spans = list(pairwise(ends))
+    times = tuple(seconds[b] - seconds[a] for a, b in spans)
+    return Division(chosen[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))

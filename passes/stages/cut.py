@@ -1,0 +1,300 @@
+"""The program of the tp ranks cut into one for each stage, at places of its order.
+
+What needs no weights, such as masks and tables of positions, is made on each stage that reads it, from the model's own
+inputs. Any other value that a later stage reads flows through all boundaries in between. A conversion stands on the
+side where what crosses is Invariant or Shard; where there is none, one is put in on each side.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.comm import conversions
+from autotp.errors import PlanError
+from autotp.ir.copying import copy_node
+from autotp.ir.graph import Capture, Leaf, draws
+from autotp.ir.layouts import I, Layout
+from autotp.ir.leaves import BUFFER, CONSTANT, INPUT, SEEDS
+from autotp.ir.marks import inherit, mark, write
+from autotp.ir.program import Planned, Sharded
+from autotp.ir.scopes import innermost, module_of, scope_path
+
+from .wires import Wire, check, passes, tensor_of
+
+MADE_AGAIN = (BUFFER, CONSTANT, INPUT, SEEDS)  # kinds of leaves of which each stage makes for itself what it reads
+
+
+@dataclass
+class Piece:
+    """The program of one stage.
+
+    Attributes:
+        capture: what its placeholders and outputs mean; a received value counts as an input.
+        sharded: the program of all tp ranks.
+        received, sent: what flows in and out, in order.
+        names: of the parameters, buffers and constants that it reads or writes. paths: of the modules that it calls.
+        inputs: names of the placeholders that take the model's own inputs.
+    """
+
+    capture: Capture
+    sharded: Sharded
+    received: tuple[Wire, ...]
+    sent: tuple[Wire, ...]
+    names: set[str] = field(default_factory=set)
+    paths: set[str] = field(default_factory=set)
+    inputs: tuple[str, ...] = ()
+
+
+def cut(planned: Planned, sharded: Sharded, starts: Sequence[int]) -> list[Piece]:
+    """The programs of the stages.
+
+    Args:
+        planned: the decisions; `sharded`: the program that was made by them, which stays as it is.
+        starts: for each stage the position of its first node in the graph; 0 for the first.
+
+    Raises:
+        PlanError: a value flows between stages that cannot.
+    """
+    return _Cutter(planned, sharded, list(starts)).run()
+
+
+class _Cutter:
+    def __init__(self, planned: Planned, sharded: Sharded, starts: list[int]) -> None:
+        self.planned, self.sharded, self.program = planned, sharded, planned.program
+        self.stages = len(starts)
+        self.order = {n: i for i, n in enumerate(sharded.graph.nodes)}
+        heads = [n for n in sharded.graph.nodes if n.op == "placeholder"]
+        self.leaf: dict[fx.Node, Leaf] = dict(zip(heads, self.program.leaves, strict=True))
+        self.at = {n: bisect_right(starts, i) - 1 for n, i in self.order.items() if n.op == "call_function"}
+        self.written = {x for x in self.program.mutations.values() if isinstance(x, str)}
+        self.result: Any = sharded.graph.output_node().args[0]
+        self.early: set[fx.Node] = set()  # sums that are taken before the stage of their first reader
+        self.free = self._free()
+        self._settle()
+        self.nodes: list[set[fx.Node]] = [set() for _ in starts]  # what each stage computes, and its leaves
+        self.read: dict[fx.Node, set[int]] = {}  # value -> later stages that receive it
+
+    def run(self) -> list[Piece]:
+        self._refuse_odd()
+        for stage in range(self.stages):
+            for node in [n for n, at in self.at.items() if at == stage and n not in self.free]:
+                self._take(node, stage)
+        for position, value in enumerate(self.result):
+            if isinstance(value, fx.Node):
+                taker = self.program.mutations.get(position)
+                self._need(value, self.stages - 1 if taker is None else self._home(value))
+        boundaries = [self._boundary(k) for k in range(self.stages - 1)]
+        return [self._piece(stage, boundaries) for stage in range(self.stages)]
+
+    def _refuse_odd(self) -> None:
+        if any(isinstance(x, int) for x in self.program.mutations.values()):
+            raise PlanError("the model writes to its inputs, which stages receive as copies: it cannot be cut.")
+        for node, leaf in self.leaf.items():
+            homes = {self.at[n] for n in node.users if n in self.at}
+            if leaf.name in self.written and len(homes) > 1:
+                raise PlanError(
+                    f"the buffer {leaf.name} is written by the forward, and stages {sorted(homes)} read it."
+                )
+
+    # ---- where each node runs --------------------------------------------------------------------------------------
+
+    def _free(self) -> set[fx.Node]:
+        """What needs no weights and does not draw: each stage makes what it reads of it."""
+        free: set[fx.Node] = set()
+        for node in self.order:
+            if node.op == "placeholder":
+                leaf = self.leaf[node]
+                if leaf.kind in MADE_AGAIN and leaf.name not in self.written:
+                    free.add(node)
+            elif node.op == "call_function" and free.issuperset(node.all_input_nodes) and not self._random(node):
+                free.add(node)
+        return free
+
+    def _random(self, node: fx.Node) -> bool:
+        tagged = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+        return tagged and draws(node)
+
+    def _settle(self) -> None:
+        """Sums are taken in the stage that makes the summands, though their first reader is in a later one."""
+        for node in self.order:
+            found = mark(node).conversion
+            source: Any = node.args[0] if found is not None else None
+            if found is not None and found[0].mark == "P" and self.at.get(source, self.at.get(node)) != self.at[node]:
+                self.at[node] = self.at[source]
+                self.early.add(node)
+
+    def _home(self, node: fx.Node) -> int:
+        """The stage that makes a value which a buffer becomes: the one that reads what it is made of."""
+        if node in self.at and node not in self.free:
+            return self.at[node]
+        return max((self._home(n) for n in node.all_input_nodes), default=0)
+
+    def _graded(self, node: fx.Node) -> bool:
+        return node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
+
+    def _layout(self, node: fx.Node) -> Layout:
+        layout = self.sharded.layouts.get(node)
+        if layout is None:
+            raise PlanError(f"{node.name} flows between stages, and nothing says how it lies. Please report the model.")
+        return layout
+
+    # ---- what each stage needs -------------------------------------------------------------------------------------
+
+    def _take(self, node: fx.Node, stage: int) -> None:
+        """Run a node in this stage, with all that it reads."""
+        work = [node]
+        while work:
+            at = work.pop()
+            if at not in self.nodes[stage]:
+                self.nodes[stage].add(at)
+                work += [n for n in at.all_input_nodes if self._need(n, stage, deep=False)]
+
+    def _need(self, node: fx.Node, stage: int, deep: bool = True) -> bool:
+        """Let a stage have a value; whether it is made there, and its operands are still to be had."""
+        here = node.op == "placeholder" or node in self.free or self.at[node] == stage or self._moves(node)
+        if not here:
+            tensor_of(node)
+            self.read.setdefault(node, set()).add(stage)
+        elif deep:
+            self._take(node, stage)
+        return here
+
+    def _moves(self, node: fx.Node) -> bool:
+        """Whether this is a conversion that each stage makes that reads it: its operand may cross, or is there."""
+        if mark(node).conversion is None or passes(self._layout(node), self._graded(node)):
+            return False
+        source: Any = node.args[0]
+        there = source in self.free or source.op == "placeholder"
+        return there or passes(self._layout(source), self._graded(source))
+
+    def _boundary(self, k: int) -> list[fx.Node]:
+        """What flows from stage k to the next, in the order of the program."""
+        crossing = [n for n, stages in self.read.items() if self.at[n] <= k < max(stages)]
+        return sorted(crossing, key=self.order.__getitem__)
+
+    def _wires(self, nodes: Sequence[fx.Node], stage: int) -> tuple[Wire, ...]:
+        wires = []
+        for node in nodes:
+            layout, graded = self._layout(node), self._graded(node)
+            crosses = layout if passes(layout, graded) or not _convertible(layout) else I
+            wires.append(Wire(node.name, tensor_of(node), crosses, graded))
+        check(wires, stage)
+        return tuple(wires)
+
+    # ---- writing the pieces ----------------------------------------------------------------------------------------
+
+    def _piece(self, stage: int, boundaries: Sequence[Sequence[fx.Node]]) -> Piece:
+        before = boundaries[stage - 1] if stage else []
+        after = boundaries[stage] if stage + 1 < self.stages else None
+        writer = _Writer(self, stage)
+        received, sent = self._wires(before, stage - 1), self._wires(after or (), stage)
+        leaves = writer.begin(zip(before, received, strict=True))
+        written = [i for i, x in enumerate(self.result) if self._writes(i, x, stage)]
+        if after is None:
+            plain = [i for i in range(len(self.result)) if i not in self.program.mutations]
+            out_spec, values = self.program.out_spec, [self.result[i] for i in plain]
+        else:
+            out_spec, values = compat.tree_flatten(tuple(range(len(after))))[1], list(after)
+        wires = sent if after is not None else [None] * len(values)
+        made = [writer.env.get(self.result[i]) for i in written]
+        made += [writer.leave(x, wire) for x, wire in zip(values, wires, strict=True)]
+        writer.graph.output(tuple(made))
+        mutations: dict[int, str | int] = {k: self.program.mutations[i] for k, i in enumerate(written)}
+        capture = replace(self.program, graph=writer.graph, leaves=leaves, mutations=mutations, out_spec=out_spec)
+        capture = replace(capture, symbols={}, carried={})
+        names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
+        names |= {str(x) for x in mutations.values()}
+        own = (x.node for x in leaves[len(before) :] if x.kind.passed)
+        inputs = tuple(node.name for node in own if isinstance(node.meta.get("val"), Tensor))
+        return Piece(capture, writer.out, received, sent, names, writer.paths, inputs)
+
+    def _writes(self, position: int, value: Any, stage: int) -> bool:
+        return position in self.program.mutations and isinstance(value, fx.Node) and self._home(value) == stage
+
+
+def _convertible(layout: Layout) -> bool:
+    """Whether an Invariant value can stand for it at a boundary."""
+    return layout.mark in ("R", "P") and layout.to_runtime().reduction == "sum"
+
+
+class _Writer:
+    """Writes the graph of one stage."""
+
+    def __init__(self, cutter: _Cutter, stage: int) -> None:
+        self.cutter, self.stage = cutter, stage
+        self.graph = fx.Graph()
+        self.out = Sharded(self.graph)
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.paths: set[str] = set()
+
+    def begin(self, received: Any) -> list[Leaf]:
+        """All but the output; the leaves that it takes, in order."""
+        cutter, leaves, arrived = self.cutter, [], []
+        for node, wire in received:
+            new = self.graph.placeholder(f"from_{node.name}")
+            new.meta["val"] = tensor_of(node).detach().requires_grad_(wire.graded)
+            self._note(new, node, wire.layout)
+            leaves.append(Leaf(new, INPUT, new.name))
+            arrived.append((node, new, wire))
+        order = sorted(cutter.nodes[self.stage], key=cutter.order.__getitem__)
+        for node in order:
+            if node.op == "placeholder":
+                self._copy(node)
+                leaves.append(replace(cutter.leaf[node], node=self.env[node]))
+        for node, new, wire in arrived:
+            here = self.stage in cutter.read[node]
+            self.env[node] = self._convert(new, wire.layout, cutter._layout(node), node) if here else new
+        for node in order:
+            if node.op != "placeholder":
+                self._copy(node)
+        return leaves
+
+    def leave(self, node: Any, wire: Wire | None) -> Any:
+        """What the stage gives for this value; over a wire in the layout that this has."""
+        if wire is None or not isinstance(node, fx.Node):
+            return self.env[node] if isinstance(node, fx.Node) else node
+        new = self.env[node]
+        if self.out.layouts.get(new) == wire.layout:
+            return new
+        if mark(new).conversion is not None and mark(new).conversion[0] == wire.layout:  # type: ignore[index]
+            return new.args[0]  # it only passes through
+        return self._convert(new, self.cutter._layout(node), wire.layout, node)
+
+    def _copy(self, node: fx.Node) -> None:
+        new = copy_node(node, self.graph, self.env.__getitem__)
+        self.env[node] = new
+        cutter = self.cutter
+        if node in cutter.sharded.layouts:
+            self._note(new, node, cutter.sharded.layouts[node])
+        if node in cutter.sharded.ends:
+            raise PlanError("rows that are dealt out by experts cannot be cut into stages yet. Pin the experts whole.")
+        if node in cutter.early:
+            write(new, scope=scope_path(node.args[0]))  # type: ignore[arg-type]
+        elif cutter.at.get(node, self.stage) != self.stage and scope_path(node):
+            users = [scope_path(u) for u in node.users if u in cutter.nodes[self.stage]]
+            write(new, scope=innermost(users))
+        self.paths |= {module_of(p) for p in scope_path(new)}
+
+    def _note(self, new: fx.Node, node: fx.Node, layout: Layout) -> None:
+        write(new, layout=layout)
+        self.out.layouts[new] = layout
+        if node in self.cutter.sharded.origin:
+            self.out.origin[new] = self.cutter.sharded.origin[node]
+
+    def _convert(self, value: fx.Node, source: Layout, target: Layout, node: fx.Node) -> fx.Node:
+        if source == target:
+            return value
+        src: Any = source.to_runtime()
+        dst: Any = target.to_runtime()
+        new = self.graph.call_function(conversions.function_for(src, dst), (value, src, dst))
+        no_grad = mark(node).no_grad or False
+        inherit(new, value, conversion=(source, target), scope=(), axis="tp", batch=None, no_grad=no_grad)
+        self._note(new, node, target)
+        return new

@@ -1,0 +1,75 @@
+"""Where a plan is cut: what may flow between stages, and how blocks are dealt out."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+from autotp.driver.options import CaptureRequest, Options, Steering
+from autotp.driver.pipeline import capture_model, needed, plan_stages
+from autotp.driver.staging import staging
+from autotp.errors import PlanError
+from autotp.ir.layouts import I, Layout, P, R
+from autotp.passes.stages.balance import Weight, divide, in_flight
+from autotp.passes.stages.cut import cut
+from autotp.passes.stages.units import stage_starts, units_of
+from autotp.passes.stages.wires import Wire, check
+from tests.helpers.pipelines import Tower
+
+
+def wire(layout: Layout, graded: bool) -> Wire:
+    return Wire("x", torch.empty(2), layout, graded)
+
+
+@pytest.mark.parametrize(("layout", "graded"), [(P, True), (P, False), (R, True)])
+def test_a_pending_sum_does_not_leave_its_stage(layout: Layout, graded: bool) -> None:
+    check([wire(I, True), wire(R, False)], 0)
+    with pytest.raises(PlanError, match=r"between stages 0 and 1 the value x lies .* summand"):
+        check([wire(I, True), wire(layout, graded)], 0)
+
+
+def test_a_plan_is_cut_between_blocks() -> None:
+    model, ids = Tower(4, tied=False), torch.zeros(2, 8, dtype=torch.int64)
+    for sequence in (False, True):
+        captured, notes = capture_model(
+            model, needed(model, ids, "test"), torch.device("cpu"), False, CaptureRequest.read(1, "full", "counter")
+        )
+        made = plan_stages(captured, notes, Options.read(2, Steering(sequence_parallel=sequence)), "Tower")
+        units = units_of(made.sharded.graph.nodes)
+        assert [u.name for u in units] == [f"blocks.{i}" for i in range(4)]
+        found = staging(made.planned, made.sharded, made.builder, "Tower", 2, 1, None)
+        assert sum(found.division.sizes) == 4
+        total = sum(w.seconds for w in found.weights)
+        assert total == pytest.approx(made.plan.totals.alone, rel=1e-6)
+        pieces = cut(made.planned, made.sharded, stage_starts(units, (1, 2, 1)))
+        assert [len(p.sent) for p in pieces] == [1, 1, 0] and pieces[1].received == pieces[0].sent
+        layout = pieces[0].sent[0].layout
+        assert layout == I if not sequence else layout.mark == "S"
+        names = [p.names for p in pieces]
+        assert not any(a & b for a, b in itertools.combinations(names, 2))
+        assert set().union(*names) == {n for n, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int) -> None:
+    times = torch.rand(9, generator=torch.Generator().manual_seed(chunks)).tolist()
+    weights = [Weight(t, steady=1 + i, kept=2.0) for i, t in enumerate(times)]
+    stages = 2 * chunks
+
+    def cost(ends: tuple[int, ...]) -> tuple[float, float]:
+        spans = list(itertools.pairwise((0, *ends, len(times))))
+        slowest = max(sum(times[a:b]) for a, b in spans)
+        held = [sum(w.steady for w in weights[a:b]) for a, b in spans]
+        kept = [2.0 * (b - a) * in_flight(s, 2, chunks) for s, (a, b) in enumerate(spans)]
+        return slowest, max(x + y for x, y in zip(held, kept, strict=True))
+
+    every = [cost(ends) for ends in itertools.combinations(range(1, 9), stages - 1)]
+    best = divide(weights, 2, chunks)
+    assert best is not None and max(best.seconds) == pytest.approx(min(every)[0])
+    limit = sorted(memory for _, memory in every)[2]
+    tight = divide(weights, 2, chunks, limit * chunks)
+    fitting = min(time for time, memory in every if memory <= limit)
+    assert tight is not None and max(tight.seconds) == pytest.approx(fitting) and max(tight.memory) <= limit
+    assert divide(weights, 2, chunks, 1.0) is None and divide(weights[: stages - 1], 2, chunks) is None
