@@ -178,7 +178,14 @@ def around_redistribution(around: Callable[..., Any]) -> None:
 
     @functools.wraps(torchs)
     def redistribute(local: Any, source: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
-        return around(lambda: torchs(local, source, target, *args, **kwargs), local, source, target)
+        def run() -> Any:
+            # Gloo knows no floats of one byte; what is moved and not summed may go as integers.
+            summed = any(p.is_partial() for p in (*source.placements, *target.placements))
+            if local.is_floating_point() and local.dtype.itemsize == 1 and local.device.type == "cpu" and not summed:
+                return torchs(local.view(torch.uint8), source, target, *args, **kwargs).view(local.dtype)
+            return torchs(local, source, target, *args, **kwargs)
+
+        return around(run, local, source, target)
 
     for module in [m for n, m in sys.modules.items() if n.startswith("torch.distributed.tensor.")]:
         if getattr(module, name, None) is torchs:

@@ -148,7 +148,7 @@ class Rewriter:
         src: Any = source.to_runtime(size)
         dst: Any = layout.to_runtime(size)
         wire = sent_as(value[0].target, convert.primitive(source, layout))
-        narrow = {} if wire is None else {"wire": wire}
+        narrow: dict[str, Any] = {} if wire is None else {"wire": wire}
         node = self.new.call_function(convert.function_for(src, dst), (before, src, dst), narrow)
         users = self._users(value, layout)
         scope = innermost([scope_path(u) for u in users])

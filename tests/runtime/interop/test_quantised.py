@@ -145,9 +145,9 @@ def test_a_scale_that_is_split_in_another_way_is_caught():
     assert not compare(planned, sharded, values)
 
 
-def held(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
+def held(rank: int, world: int, group: Any, folder: str, kind: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    model, x = quantised(Mlp(32, 64)), torch.randn(2, 3, 32)
+    model, x = quantised(Mlp(32, 64), kind), torch.randn(2, 3, 32)
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
     sharded: Any = autotp.compile(model, mesh=mesh, example_inputs=x)
     part = sharded.up._weight_qdata.to_local()
@@ -168,13 +168,29 @@ def held(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     }
 
 
+def read(rank: int, world: int, group: Any, folder: str, kind: str) -> tuple[float, float]:
+    """How far a module on these ranks is from the one that was saved, before it is loaded and after."""
+    torch.manual_seed(0)
+    model, x = quantised(Mlp(32, 64), kind), torch.randn(2, 3, 32)
+    wanted = model(x).detach()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    sharded: Any = autotp.compile(quantised(Mlp(32, 64), kind), mesh=mesh, example_inputs=x)
+    before = sharded(x).detach()
+    sharded.load_checkpoint(folder)
+    return float((before - wanted).abs().max()), float((sharded(x).detach() - wanted).abs().max())
+
+
 @pytest.mark.ranks
-def test_a_rank_holds_its_part_of_the_integers_and_saves_and_loads_them(pool, tmp_path):
+@pytest.mark.parametrize("kind", ["int8", "float8 rowwise"])
+def test_a_rank_holds_its_part_of_the_numbers_and_saves_and_loads_them(pool, tmp_path, kind):
     torchao()
-    for found in pool.run(held, str(tmp_path / "saved"), world=2):
+    dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
+    for found in pool.run(held, str(tmp_path / "saved"), kind, world=2):
         assert found["difference"] < 1e-5 and found["loaded"] and found["zeros"] == 0, found
-        assert found["part"] == ((32, 32), torch.int8)
-        assert found["state"]["down._weight_qdata"] == ((32, 64), torch.int8)
+        assert found["part"] == ((32, 32), dtype)
+        assert found["state"]["down._weight_qdata"] == ((32, 64), dtype)
+    for before, after in pool.run(read, str(tmp_path / "saved"), kind, world=4):
+        assert after < 1e-5 < 0.01 < before
 
 
 def test_a_trained_subclass_is_refused_by_its_name():
