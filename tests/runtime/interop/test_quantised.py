@@ -186,7 +186,8 @@ def test_a_rank_holds_its_part_of_the_numbers_and_saves_and_loads_them(pool, tmp
     torchao()
     dtype = torch.int8 if kind == "int8" else torch.float8_e4m3fn
     for found in pool.run(held, str(tmp_path / "saved"), kind, world=2):
-        assert found["difference"] < 1e-5 and found["loaded"] and found["zeros"] == 0, found
+        assert found["difference"] < 1e-5 and found["loaded"], found
+        assert not found["zeros"] > 0  # in float8 a scale of 0 is divided by
         assert found["part"] == ((32, 32), dtype)
         assert found["state"]["down._weight_qdata"] == ((32, 64), dtype)
     for before, after in pool.run(read, str(tmp_path / "saved"), kind, world=4):
