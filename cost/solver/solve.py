@@ -25,6 +25,8 @@ Rows:
                         + sum of f[u, d, b, a] over a                              each u, d, b     `conserved`
     knapsack         sum of n[i] B[c] x[c] <= limit, B being P or M                                 `within`
     too large        x[c] == 0, where c and the least of every other item exceed the limit          `within`
+    cover            sum of x[c] over c that take more than room / (k + 1) above the least of i <= k
+                       room being what the limit leaves above the least of all     each k           `covers`
 
 Stages, each with the knapsack of those before:
 

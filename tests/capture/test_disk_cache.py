@@ -43,6 +43,7 @@ class Net(nn.Module):
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv(disk_cache.NAME, str(tmp_path / "cache"))
+    monkeypatch.setattr(register, "USERS", set())  # rules that other tests registered
     return tmp_path / "cache"
 
 

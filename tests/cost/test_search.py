@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from autotp.cost.solver import highs, search
+from autotp.cost.solver.rows import within
 from autotp.cost.solver.search import Search
 
 
@@ -70,6 +71,28 @@ def test_relaxations_are_not_enough():
         got = Search(lp, np.array([], int), weight).run()
         fractional.append(got is not None and np.abs(got[0] - np.round(got[0])).max() > 0.01)
     assert any(fractional)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_cover_inequalities_cut_off_fractions_and_no_assignment(seed: int):
+    """Every choice of every item that fits into the limit satisfies the rows; what only fits by fractions does not."""
+    draw = np.random.default_rng(seed)
+    least = draw.integers(1, 20, 8)
+    sizes = [[float(n), float(n + more)] for n, more in zip(least, [*draw.integers(1, 60, 6), 40, 60], strict=True)]
+    picks = [[2 * i, 2 * i + 1] for i in range(8)]
+    limit = sum(size[0] for size in sizes) + 70.0
+    rows = within(sizes, {c: n for p, size in zip(picks, sizes, strict=True) for c, n in zip(p, size, strict=True)},
+                  picks, limit)  # fmt: skip
+    covers = rows[1:]
+    for taken in itertools.product((0, 1), repeat=8):
+        x = {p[t] for p, t in zip(picks, taken, strict=True)}
+        values = [sum(c for i, c in row.terms.items() if i in x) for row in rows]
+        fits = values[0] <= limit
+        assert fits == all(row.lower <= v <= row.upper for row, v in zip(rows, values, strict=True))
+    # The two largest, each by the same fraction, fill the knapsack: more than one of them.
+    a, b = sorted(range(8), key=lambda k: sizes[k][0] - sizes[k][1])[:2]
+    fraction = 70 / sum(sizes[k][1] - sizes[k][0] for k in (a, b))
+    assert 2 * fraction > 1 and any({picks[a][1], picks[b][1]} <= row.terms.keys() and row.upper == 1 for row in covers)
 
 
 def test_scipys_copy_of_highs_serves_where_highspy_is_not_installed():

@@ -15,7 +15,8 @@ from torch.distributed.pipelining import schedules
 
 import autotp
 
-from .models import inputs_of, transformer
+from .models import inputs_of
+from .trained import model_of
 
 MICROBATCHES, ROWS, LENGTH = 4, 8, 8
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
@@ -90,11 +91,11 @@ def batch_of(model: nn.Module, rows: int = ROWS, seed: int = 0) -> dict[str, Ten
 
 
 def made(case: Case) -> Any:
-    """The model, in training mode."""
+    """The model, in training mode, of 64 bits throughout."""
     if case.model == "tower":
         return Tower(case.layers, **case.train).double().train()
     layers = {LAYERS.get(case.model, "num_hidden_layers"): case.layers}
-    return transformer(case.model, **{**SMALL.get(case.model, {}), **layers, **case.train}).double().train()
+    return model_of(case.model, torch.float64, **{**SMALL.get(case.model, {}), **layers, **case.train})
 
 
 def staged(case: Case, model: nn.Module) -> tuple[Any, Any]:

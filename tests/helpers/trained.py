@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from tests.helpers.models import transformer
 
 
-def model_of(name: str, dtype: torch.dtype) -> nn.Module:
+def model_of(name: str, dtype: torch.dtype, **changed: Any) -> nn.Module:
     """A model of this type throughout: transformers' own RMS norm computes in float32, so torch's takes its place."""
-    model = transformer(name)
+    model = transformer(name, **changed)
     for path, module in list(model.named_modules()):
         if type(module).__name__.endswith("RMSNorm"):
             norm = nn.RMSNorm(module.weight.shape, module.variance_epsilon)  # type: ignore[arg-type]

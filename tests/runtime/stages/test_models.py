@@ -12,8 +12,6 @@ from tests.helpers.pipelines import Case, carried_over, compared, made
 from tests.helpers.pool import Pool
 
 CLOSE = 1e-9
-# Llama's norms are in 32 bits, whatever the model is: there a sum in another order rounds to another number.
-ROUNDED = 1e-4
 STEPS = [Case("llama", steps=50), Case("gpt2", steps=50), Case("bert", "Schedule1F1B", steps=50)]
 SCHEDULES = [
     Case("gpt2", "ScheduleInterleaved1F1B", chunks=2, layers=4, steps=2),
@@ -21,15 +19,14 @@ SCHEDULES = [
     Case("gpt2", "ScheduleZBVZeroBubble", chunks=2, layers=4, steps=2),
     Case("gpt2", "Schedule1F1B", pp=4, tp=1, layers=5, steps=2),
     Case("gpt2", "Schedule1F1B", tp=1, dp=2, steps=2),
-    Case("gpt2", options={"sequence_parallel": True}, steps=2),
+    *(Case(name, options={"sequence_parallel": True}, steps=2) for name in ("gpt2", "llama")),
     Case("t5", "ScheduleInterleaved1F1B", chunks=2, steps=2),  # the encoder's states flow through a stage
 ]
 
 
 def compare(pool: Pool, case: Case) -> None:
     for loss, gradient, weight, _ in pool.run(compared, case):
-        assert loss < CLOSE and gradient < CLOSE
-        assert weight < (CLOSE if case.steps < 10 else ROUNDED)
+        assert max(loss, gradient, weight) < CLOSE
 
 
 def test_real_models_by_every_schedule(pool: Pool) -> None:
