@@ -9,6 +9,7 @@ from typing import Any
 
 from .build import SCALE
 from .generation_page import generation
+from .library_page import libraries
 from .measure import LENGTH, ROWS
 
 HERE = Path(__file__).resolve().parents[1]
@@ -96,6 +97,8 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     parts += [*_failures(records, models.get("skipped", [])), MEGATRON]
     generated = load("generation.json")
     parts += generation(generated, made(generated["made"]))
+    others = load("libraries.json")
+    parts += libraries(others, made(others["made"]))
     parts += [HAND.format(made=made(hand["made"])), *_hand(hand["models"])] if hand["models"] else []
     return "\n".join(parts)
 
