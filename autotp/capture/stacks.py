@@ -48,9 +48,14 @@ def stacks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     found: dict[str, nn.ModuleList | nn.Sequential] = {}
     for name, module in model.named_modules():
         inner = any(outer and name.startswith(f"{outer}.") for outer in found)
-        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= FEWEST and not inner:
+        if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= FEWEST and not inner and _full(module):
             found[name] = module
     return found
+
+
+def _full(stack: nn.ModuleList | nn.Sequential) -> bool:
+    """Whether a list has a module at each place; some leave places empty."""
+    return all(isinstance(block, nn.Module) for block in stack)
 
 
 def path_of(stack: str, index: int) -> str:

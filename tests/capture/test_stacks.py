@@ -217,3 +217,21 @@ def test_a_model_that_is_itself_the_list_of_its_blocks():
     captured, _ = capture_model(lists_of_blocks(DEPTH), normalise(X), torch.device("cpu"))
     inner = {path for node in captured.graph.nodes for path in module_path(node)}
     assert inner == {*map(str, range(DEPTH)), *(f"{i}.{x}" for i in range(DEPTH) for x in ("up", "down"))}
+
+
+class Gaps(nn.Module):
+    """A list that leaves a place empty, as code does that switches layers off."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8), None, *(nn.Linear(8, 8) for _ in range(3))])  # type: ignore[list-item]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x if layer is None else layer(x).relu()
+        return x
+
+
+def test_a_list_with_an_empty_place_is_captured():
+    report = autotp.verify(Gaps(), 2, torch.randn(4, 8))
+    assert report and report.output_error < 1e-9
