@@ -136,6 +136,7 @@ FOREIGN = {  # keywords of other programs, of a model's own call, and of operato
     "transformers": "cache_implementation tp_plan use_cache",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",
+    "models of other libraries": "is_causal lstm",
     "operators": "group",
     "rules": "localise",
 }
