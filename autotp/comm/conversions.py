@@ -215,11 +215,11 @@ class _Real(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         src, dst, rank, tp, group = ctx.conversion
-        convert: Any = _Real.apply if torch.is_grad_enabled() else _alone  # recorded where a graph is asked for
-        none = (None,) if convert is _alone else (None, None)
         wide = grad if ctx.reduces is None else grad.to(ctx.reduces)
-        made = convert(wide, dst.dual, src.dual, rank, tp, group, *none).to(grad.dtype)
-        return made, None, None, None, None, None, None, None
+        back = dst.dual, src.dual, rank, tp, group
+        # Recorded where a graph is asked for.
+        made: Any = _Real.apply(wide, *back, None, None) if torch.is_grad_enabled() else _alone(wide, *back)
+        return made.to(grad.dtype), None, None, None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:

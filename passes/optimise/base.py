@@ -9,6 +9,7 @@ from typing import ClassVar, NamedTuple, Protocol
 import torch
 from torch import fx
 
+from autotp.comm import peers
 from autotp.cost import Cluster
 from autotp.cost.objective import Objective
 from autotp.ir.program import MeshPlace
@@ -91,6 +92,13 @@ class Optimisation(Pass[RankProgram]):
     measurable: ClassVar[bool] = False
     sends: ClassVar[bool] = False
     shares: ClassVar[bool] = False
+
+    def unshared(self, setting: Setting) -> str:
+        """Why ranks do not read each other's memory here: they cannot, or nobody measures whether that is faster."""
+        why = peers.unavailable(setting.device, setting.place.size)
+        if not why and self.name not in setting.judges:
+            why = f"not measured (optimise={{'{self.name}': True}})"
+        return f"nowhere: {why}" if why else ""
 
     def check(self, program: RankProgram, before: Set[fx.Node]) -> None:
         """Refuse marks that the optimisation forgot on what it put in."""

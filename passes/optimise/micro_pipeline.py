@@ -9,7 +9,7 @@ from typing import ClassVar
 from torch import fx
 
 from autotp import compat
-from autotp.comm import peers, symmetric
+from autotp.comm import symmetric
 from autotp.comm.conversions import g
 from autotp.passes.base import Changes
 
@@ -33,13 +33,8 @@ class MicroPipeline(Optimisation):
 
     def idle(self, program: RankProgram) -> str:
         """Only for Inductor on GPUs that share memory, where somebody measures it."""
-        setting = program.setting
-        if setting.backend != "inductor":
-            return "nowhere: it is a pass of backend='inductor'"
-        why = peers.unavailable(setting.device, setting.place.size)
-        if not why and self.name not in setting.judges:
-            why = "not measured (optimise={'micro_pipeline': True})"
-        return f"nowhere: {why}" if why else ""
+        compiled = program.setting.backend == "inductor"
+        return self.unshared(program.setting) if compiled else "nowhere: it is a pass of backend='inductor'"
 
     def run(self, program: RankProgram) -> Changes:
         """Rewrite the conversions; what Inductor then fused is counted when it compiles (`symmetric.Fused`)."""

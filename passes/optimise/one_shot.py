@@ -9,7 +9,7 @@ from typing import ClassVar
 
 from torch import fx
 
-from autotp.comm import one_shot, peers
+from autotp.comm import one_shot
 from autotp.cost import tensor_bytes
 from autotp.passes.base import Changes
 
@@ -31,13 +31,8 @@ class OneShot(Optimisation):
 
     def idle(self, program: RankProgram) -> str:
         """For GPUs that share memory, where somebody measures it."""
-        setting = program.setting
-        if setting.place.size == 1:
-            return "nowhere: nothing is sent in one process"
-        why = peers.unavailable(setting.device, setting.place.size)
-        if not why and self.name not in setting.judges:
-            why = "not measured (optimise={'one_shot': True})"
-        return f"nowhere: {why}" if why else ""
+        alone = program.setting.place.size == 1
+        return "nowhere: nothing is sent in one process" if alone else self.unshared(program.setting)
 
     def run(self, program: RankProgram) -> Changes:
         """Rewrite the conversions."""
