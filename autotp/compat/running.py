@@ -128,6 +128,11 @@ def local_of(tensor: Any) -> torch.Tensor:
     return tensor._local_tensor
 
 
+def part_of(value: Any) -> Any:
+    """This rank's part: a DTensor's local tensor; anything else is its own."""
+    return local_of(value) if isinstance(value, DTensor) else value
+
+
 def operator_handlers() -> dict[Any, Callable[..., Any]]:
     """Operator -> what computes it on DTensors, called with (operator, args, kwargs), where its shards do not say."""
     return DTensor._op_dispatcher._custom_op_handlers

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -76,7 +75,8 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     assert channel is not None
     what = f"step of {type(optimizer).__name__} on {calls.copy}{calls.name}, after call {calls.number}"
     options, absent = _options(optimizer), bytes(p.grad is None for p, _ in updated)
-    grads = [_local(p.grad) for p, whole in updated if whole and p.grad is not None][:: max(1, len(updated) // MOST)]
+    grads = [compat.part_of(p.grad) for p, whole in updated if whole and p.grad is not None]
+    grads = grads[:: max(1, len(updated) // MOST)]
     near = sampled(grads[:MOST])[1] if calls.values else NOTHING[1]
     mine = BODY.pack(zlib.crc32(repr(options).encode()), zlib.crc32(absent), *near)
     everyone = [BODY.unpack(one) for one in meet(channel, what, mine)]
@@ -109,7 +109,3 @@ def _said(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
     return str(value)
-
-
-def _local(grad: Tensor) -> Tensor:
-    return compat.local_of(grad) if isinstance(grad, DTensor) else grad

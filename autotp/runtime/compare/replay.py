@@ -18,7 +18,7 @@ from autotp.runtime import state
 from autotp.runtime.programs import Program
 from autotp.runtime.shard_state import ShardState
 
-from .runs import Call, Run, again, local_of
+from .runs import Call, Run, again
 
 
 class Replay:
@@ -39,7 +39,7 @@ class Replay:
         for name, storage in self.shards.storages.items():
             held = state.pieces(self.shards, name)
             wanted = torch.is_grad_enabled() and any(p.requires_grad for p in held)
-            local = storage.local([local_of(p).detach() for p in held])
+            local = storage.local([compat.part_of(p).detach() for p in held])
             whole = storage.full([p.detach() for p in held])
             whole = whole if storage.pieces else self._first_ranks(whole)
             self.here.leaves[name] = local.detach().requires_grad_(wanted)

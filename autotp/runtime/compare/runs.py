@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.comm.ranks import Ranks, by_value
@@ -127,11 +126,6 @@ class Rounding:
     def name(self) -> str:
         """The dtype's."""
         return str(self.dtype).removeprefix("torch.")
-
-
-def local_of(x: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient; a plain one is its own."""
-    return compat.local_of(x) if isinstance(x, DTensor) else x
 
 
 def module_name(path: str) -> str:

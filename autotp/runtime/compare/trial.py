@@ -37,7 +37,6 @@ from .runs import (  # fmt: skip
     Run,
     again,
     by_shape,
-    local_of,
     module_name,
     nearest,
     tensors_of,
@@ -210,7 +209,7 @@ class Trial(Replay):
         self.arrived[position] = grad.detach().clone()
 
     def _grads(self, name: str, clone: bool = False) -> list[Tensor | None]:
-        held = [None if p.grad is None else local_of(p.grad) for p in state.pieces(self.shards, name)]
+        held = [None if p.grad is None else compat.part_of(p.grad) for p in state.pieces(self.shards, name)]
         return [g.clone() if clone and g is not None else g for g in held]
 
     def _backward(self) -> None:
@@ -261,7 +260,7 @@ class Trial(Replay):
             None if now is None else now if was is None else now - was
             for was, now in zip(self.were[name], self._grads(name), strict=True)
         ]
-        pieces = [torch.zeros_like(local_of(p)) if g is None else g
+        pieces = [torch.zeros_like(compat.part_of(p)) if g is None else g
                   for g, p in zip(gained, state.pieces(self.shards, name), strict=True)]  # fmt: skip
         return None if all(g is None for g in gained) else self.shards.storages[name].local(pieces)
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.distributed.tensor import DTensor
 from torch.export import Dim, ExportedProgram
 
 from autotp import compat
@@ -244,10 +243,10 @@ class _Writer:
             owner.register_buffer(name, self.program.capture.constants[leaf.name])
         elif leaf.kind.trained:
             held = state.pieces(self.shards, first)
-            weight = self._local(first, [_local(p.detach()) for p in held])
+            weight = self._local(first, [compat.part_of(p.detach()) for p in held])
             owner.register_parameter(name, nn.Parameter(weight, self.training and held[0].requires_grad))
         else:
-            owner.register_buffer(name, _local(state.buffer_of(self.shards, first)))
+            owner.register_buffer(name, compat.part_of(state.buffer_of(self.shards, first)))
         return self.graph.get_attr(leaf.name)
 
     def _local(self, first: str, held: list[Tensor]) -> Tensor:
@@ -274,10 +273,6 @@ class _Writer:
         nodes = {id(s): x for s, x in zip(stands, kept, strict=True) if isinstance(x, fx.Node)}
         whole = compat.tree_unflatten(stands, captured.out_spec)
         self.graph.output(_plain(whole, nodes))
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return compat.local_of(tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _plain(value: Any, nodes: Mapping[int, fx.Node]) -> Any:

@@ -63,7 +63,7 @@ class Sums:
             return
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
-        own, me = _local(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
+        own, me = compat.part_of(parameter.grad).contiguous(), dist.get_rank(self.pipeline)
         parts = {rank: torch.empty_like(own) for rank in holders if rank != me} | {me: own}
         ranks = dist.get_process_group_ranks(self.pipeline)
         others = [rank for rank in holders if rank != me]
@@ -74,14 +74,14 @@ class Sums:
         total = parts[holders[0]].clone()
         for rank in holders[1:]:
             total.add_(parts[rank])
-        _local(parameter.grad).copy_(total)
+        compat.part_of(parameter.grad).copy_(total)
 
     def _mean(self, batch: Ranks) -> None:
         """The mean of all gradients over dp, those of one type in one collective."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
         for p in self.shards.root.parameters():
             if p.grad is not None:
-                kinds.setdefault(p.grad.dtype, []).append(_local(p.grad))
+                kinds.setdefault(p.grad.dtype, []).append(compat.part_of(p.grad))
         for grads in kinds.values():
             flat = torch.cat([g.reshape(-1) for g in grads])
             dist.all_reduce(flat, group=batch.group)
@@ -107,7 +107,3 @@ class Sums:
             norm = powers ** (1 / norm_type)
         torch.nn.utils.clip_grads_with_norm_(self.shards.root.parameters(), max_norm, norm)
         return norm
-
-
-def _local(grad: Any) -> Tensor:
-    return compat.local_of(grad) if isinstance(grad, DTensor) else grad
