@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
 from autotp.driver.cached import Cached
 from autotp.driver.like import plan_like
+from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
 from autotp.driver.pipeline import capture_model, example, needed, solve_plan
 from autotp.driver.sweep import DEGREES, automatic, sweep
@@ -23,6 +24,7 @@ from autotp.passes.decompose.losses import with_loss
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
 from autotp.plans.estimates import Axis
+from autotp.plans.mesh_choice import MeshChoice
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 from autotp.runtime.build import Build, capture_on_ranks
@@ -38,25 +40,39 @@ CarriedNames = Mapping[Any, str]  # place or key of an output -> argument that t
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
+@overload
+def plan(
+    model: nn.Module, tp: int | Literal["auto"], *, devices: None = None, global_batch: None = None,
+    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
+    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
+    memory: float | str | None = None, within_node: bool = False, band: float = BAND, dp: int = 1,
+    fully_shard: bool = False, like: Plan | None = None, outputs: str = "full", random: str = "counter",
+    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
+) -> Plan: ...  # fmt: skip
+@overload
+def plan(
+    model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int, global_batch: int | None = None,
+    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
+    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
+    memory: float | str | None = None, band: float = BAND, outputs: str = "full", random: str = "counter",
+    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
+) -> MeshChoice: ...  # fmt: skip
 def plan(
     model: nn.Module,
-    tp: int | Literal["auto"],
+    tp: int | Literal["auto"] | None = None,
     *,
+    devices: int | None = None, global_batch: int | None = None,
     example_inputs: Any = None,
     pins: Pins | None = None,
     cluster: str | Cluster | None = None,
-    objective: str = "training",
-    optimizer: str = "adamw",
+    objective: str = "training", optimizer: str = "adamw",
     sequence_parallel: bool | None = None,
-    memory: float | str | None = None,
-    within_node: bool = False, band: float = BAND,
-    dp: int = 1,
-    fully_shard: bool = False,
+    memory: float | str | None = None, within_node: bool = False, band: float = BAND,
+    dp: int = 1, fully_shard: bool = False,
     like: Plan | None = None,
-    outputs: str = "full",
-    random: str = "counter",
-    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
-) -> Plan:  # fmt: skip
+    outputs: str = "full", random: str = "counter", carried: CarriedNames | None = None,
+    check_capture: bool | None = None, precision: Any = None,
+) -> Plan | MeshChoice:  # fmt: skip
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
     Among legal plans the parameters per rank come first (at most 1.03 times the least that any legal plan reaches),
@@ -67,8 +83,10 @@ def plan(
         model: any `nn.Module`; on the meta device too.
         tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
             fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
-        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; a transformers model may leave
-            it out.
+        devices: price every pp x dp x cp x tp of so many instead, for training (docs/mesh.md); with `tp` those alone.
+        global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
+        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
+            With `devices` they are one micro-batch.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
             the model's inputs and outputs, or a logical axis (docs/constraints.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
@@ -87,16 +105,20 @@ def plan(
             does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
             plan's notes say what was compared, or why nothing was.
 
-    Returns: the `Plan`; print it to read it.
-    Raises:
-        InputError, CaptureError, PlanError.
+    Returns: the `Plan`; print it to read it. With `devices` the `MeshChoice`: `.rows`, `.best`, `.plan`, `.to_svg()`.
+    Raises: InputError, CaptureError, PlanError.
     """
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
+    refuse_beside_devices(devices, global_batch, tp, within_node or fully_shard or dp != 1 or like is not None)
+    options = Options.read(tp if isinstance(tp, int) else 1, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(dp, outputs, random, carried, precision)
     capture = model, inputs, torch.device("cpu"), check_capture, request
+    if devices is not None:
+        made = Cached.of(*capture).capture(lambda: capture_model(*capture))
+        only = [tp] if isinstance(tp, int) else None
+        return choose_mesh(*made, options, type(model).__name__, devices, global_batch, only)
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
 
