@@ -59,9 +59,8 @@ class Mesh:
 
     def stride(self, axis: str) -> int:
         """How far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
-        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": self.tp * self.cp, "pp": self.devices // self.pp}[
-            axis
-        ]
+        inner = self.tp * self.cp
+        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "pp": inner * self.dp}[axis]
 
     def spans(self, axis: str, cluster: Cluster) -> bool:
         """Whether a group of this axis leaves the node."""

@@ -17,7 +17,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.show.mesh_rows import reason
 from autotp.text import listed
 
-from .mesh_prices import Pricer, Priced, saves
+from .mesh_prices import Priced, Pricer, saves
 from .mesh_terms import terms_of
 from .options import Options
 from .pipeline import Staged, plan_stages

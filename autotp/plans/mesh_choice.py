@@ -53,8 +53,8 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not: cp, states alone that are split over dp, and weights
-    that are split beside a pipeline. What is computed again is the caller's to wrap."""
+    """The call of autotp that runs a mesh; empty where it does not: cp, states alone that are split over dp, and
+    weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
     if mesh.cp > 1 or mesh.shard == "states" or (mesh.pp > 1 and mesh.shard):
         return ""
     if mesh.pp > 1:

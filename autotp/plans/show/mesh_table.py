@@ -16,41 +16,26 @@ from .table import Columns
 if TYPE_CHECKING:
     from autotp.plans.mesh_choice import MeshChoice
 
-NAMES = (
-    "pp",
-    "dp",
-    "cp",
-    "tp",
-    "micro",
-    "split",
-    "kept",
-    "schedule",
-    "step",
-    "bubble",
-    "sends",
-    "memory",
-    "",
-    "why slower",
-)
+NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "schedule", "step", "bubble", "sends", "memory")
 
 
 def mesh_table(choice: MeshChoice) -> RenderableType:
-    """A heading, a line for each row, and what the best one is."""
+    """A heading, a line for each row, why each is slower than the first, and what autotp runs."""
     unit = choice.ranked[0].unit if choice.ranked else "samples"
-    names = (*NAMES[:12], f"{unit}/s/device", NAMES[13])
-    table = Columns("rrrrrlllrrrrrl", names, (*names[:12], f"{unit}/s\n/device", names[13]))
-    for row in choice.rows:
+    table = Columns("rrrrrrlllrrrrr", (*NAMES, f"{unit}/s/device"), (*NAMES, f"{unit}/s\n/device"))
+    for i, row in enumerate(choice.rows, 1):
         m = row.mesh
-        micro = f"{m.microbatches} x {m.batch}"
+        degrees = (str(n) for n in (i, *m.degrees))
+        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, mesh_rows.schedule(row), mesh_rows.step(row)
         shares = f"{row.share('bubble'):.0%}", mesh_rows.exposed(row), amount(row.memory)
-        degrees = (str(n) for n in m.degrees)
-        how = micro, m.shard or "-", mesh_rows.KEPT[m.keep], mesh_rows.schedule(row), mesh_rows.step(row)
-        table.add_row(*degrees, *how, *shares, number(row.throughput), row.why)
+        table.add_row(*degrees, *how, *shares, number(row.throughput))
     of = f" x {choice.length}" if choice.length else ""
     at = f"{choice.cluster}, {choice.examples}{of} a step, {amount(choice.limit)} a rank"
     heading = f"{choice.model} on {choice.devices} devices ({at})"
+    slower = [Text(f"  {i:>2}  {row.why}") for i, row in enumerate(choice.rows, 1) if row.why]
     counted = f"{choice.fitting:,} of {choice.considered:,} variants fit; predicted, not measured"
-    return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)), *_last(choice), Text(counted, style="dim"))
+    parts = [Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)), *slower, *_last(choice)]
+    return Group(*parts, Text(counted, style="dim"))
 
 
 def _last(choice: MeshChoice) -> list[Text]:
@@ -63,5 +48,5 @@ def _last(choice: MeshChoice) -> list[Text]:
     m, slower = row.mesh, row.seconds / choice.best.seconds - 1
     much = "" if row.mesh == choice.best.mesh else f", {slower:.1%} slower than the first"
     kept = "" if m.keep == "all" else f", keeps {m.keep}"
-    counts = f"{m.microbatches} micro-batches of {m.batch}{kept}"
+    counts = f"micro-batches: {m.microbatches} of {m.batch}{kept}"
     return [Text(f"autotp runs: {row.call}  {counts}: {mesh_rows.step(row)}{much}")]
