@@ -56,7 +56,7 @@ def choose_mesh(
         captured: of one micro-batch; it stays as it is. notes: of the capture, for every plan.
         options: of the plans, whose tp does not count; `memory`: bytes that a rank may hold, by default the device's.
         name: the model's. devices: how many. examples: of a step over all devices; None: a micro-batch for each.
-        only: degrees of tp to choose from; None: those that stay in a node.
+        only: degrees of tp to choose from; None: those whose groups fill a node.
 
     Raises:
         InputError: the objective is not training, or no micro-batches make up so many examples.
@@ -66,7 +66,7 @@ def choose_mesh(
             f"devices= searches for training, and objective={options.objective.name!r} is asked for. For inference "
             "use autotp.sweep, and as many copies as there are devices."
         )
-    inside = [tp for tp in divisors(devices) if not options.cluster.spans_nodes(tp)]
+    inside = [tp for tp in divisors(devices) if options.cluster.devices_per_node % tp == 0]
     tps = inside if only is None else [tp for tp in only if devices % tp == 0]
     if not tps:
         raise InputError(f"tp={listed(only or ())} does not divide {devices} devices: give one of {listed(inside)}.")
