@@ -93,7 +93,7 @@ def plan(
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
-        band: share of the least step time that a plan may take longer to send less; 0: no longer at all.
+        band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
         dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
         fully_shard: split weights, gradients and optimizer states over dp too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
@@ -108,7 +108,7 @@ def plan(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
     refuse_beside_devices(devices, global_batch, tp, within_node or fully_shard or dp != 1 or like is not None)
-    options = Options.read(tp if isinstance(tp, int) else 1, steering, read_axis(dp, fully_shard, tp))
+    options = Options.read(1 if tp is None or tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
     inputs = needed(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(dp, outputs, random, carried, precision)
     capture = model, inputs, torch.device("cpu"), check_capture, request

@@ -61,6 +61,24 @@ class Case:
 
 
 HERD, MEGATRON, PLAYBOOK = "Llama 3 405B", "Megatron-LM", "The Ultra-Scale Playbook"
+RECIPE = (
+    "https://docs.nvidia.com/nemo/megatron-bridge/nightly/apidocs/bridge/bridge.perf_recipes.llama.h100.llama31.html"
+)
+SOURCES = {
+    HERD: f"""\
+[The Llama 3 Herd of Models](https://arxiv.org/abs/2407.21783), table 4: bfloat16, 16M tokens a step, weights
+split over dp and not gathered again for the backward. NVIDIA's recipe for 1,024 H100 ([Megatron
+Bridge]({RECIPE})) gives tp, pp and cp; 1,024 sequences a step are ours.""",
+    MEGATRON: """\
+[Narayanan et al. 2021](https://arxiv.org/abs/2104.04473), table 1: A100 of 80 GB, a vocabulary of 51,200,
+sequences of 2048 tokens, blocks computed again, nothing split over dp. Its TFLOP/s count what is computed
+again, and so do the predicted ones where the variant does so.""",
+    PLAYBOOK: """\
+[The Ultra-Scale Playbook](https://huggingface.co/spaces/nanotron/ultrascale-playbook), from measurements on up
+to 512 H100: below 10B one technique, such as ZeRO-3 on 8 devices; from 10B to 100B tp 8 with pp or with ZeRO-3,
+or ZeRO-3 alone; from 512 devices on no pure data parallelism; from 1,024 on tp 8 with pp and ZeRO-2. Models,
+batches and degrees of these rows are ours.""",
+}
 # Narayanan et al. 2021, table 1: parameters, layers, hidden size, heads, tp, pp, devices, batch, TFLOP/s a device
 TABLE = (
     ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137),
@@ -79,6 +97,7 @@ CASES = (
     Case("8,192 H100, 8192 tokens", HERD, "Llama-405B", 8192, 2048, 8192, (16, 64, 1, 8), tflops=430),
     Case("16,384 H100, 8192 tokens", HERD, "Llama-405B", 16384, 2048, 8192, (16, 128, 1, 8), tflops=400),
     Case("16,384 H100, 131072 tokens", HERD, "Llama-405B", 16384, 128, 131072, (16, 8, 16, 8), tflops=380),
+    Case("1,024 H100, 8192 tokens", HERD, "Llama-405B", 1024, 1024, 8192, (8, 8, 2, 8)),
     *(
         Case(name, MEGATRON, (layers, hidden, heads), n, batch, 2048, (pp, n // (tp * pp), 1, tp), "a100", rate, True)
         for name, layers, hidden, heads, tp, pp, n, batch, rate in TABLE
@@ -177,7 +196,7 @@ def shown(section: str, found: Mapping[str, Record]) -> str:
     """A table of published meshes."""
     head = ("", "published", "its best variant", "TFLOP/s, published / predicted", "rank, slower than the first",
             "rank with cp 1", "the first", "the difference, says the model")  # fmt: skip
-    return table(head, rows(section, found))
+    return f"{SOURCES[section]}\n\n{table(head, rows(section, found))}"
 
 
 def chosen(found: Mapping[str, Record]) -> str:
