@@ -124,8 +124,8 @@ class _Search:
         return self._choice(ranked, runs, considered, fitting)
 
     def _plan(self, tp: int, last: bool) -> None:
-        """The fastest plan for this tp: what a rank holds is decided by the mesh. A band of the whole model's step would
-        be spent in the head, whose stage all others wait for."""
+        """The fastest plan for this tp: what a rank holds is decided by the mesh, and a band of the whole model's step
+        would be spent in the head, whose stage all others wait for."""
         options = replace(self.options, tp=tp, memory=None, band=0.0)
         try:
             staged = plan_stages(self.captured, self.notes, options, self.name)
