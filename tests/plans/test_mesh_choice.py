@@ -15,6 +15,7 @@ from autotp.cost.meshes import Mesh
 from autotp.driver import mesh_search
 from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import capture_model
+from autotp.driver.staging import staging
 from autotp.errors import InputError
 from autotp.plans.mesh_choice import MeshChoice
 from autotp.plans.show.mesh_rows import TIMES
@@ -70,6 +71,20 @@ def test_one_copy_costs_what_its_plan_says(search, choice, tp):
     split = search.pricers[tp].price(Mesh(1, 2, 1, tp, batch=2, shard="weights"))
     assert split.sent["dp"] == pytest.approx(both.batch.sent, rel=0.02)
     assert split.seconds == pytest.approx(both.totals.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stages_hold_what_autotp_stages_says(search, choice, tp):
+    """The division of a pipeline, and its memory but for the working set, are those of the program that is cut."""
+    staged, pricer = search.staged[tp], search.pricers[tp]
+    division = staging(staged.planned, staged.sharded, staged.builder, "Llama", 2, 1, None).division
+    mesh = Mesh(2, 1, 1, tp, batch=2, microbatches=4)
+    assert list(pricer.starts(2, 1)) == [0, division.sizes[0]]
+    held = pricer.price(mesh).memory
+    assert max(division.memory) < held <= max(division.memory) + max(u.working for u in pricer.terms.units)
+    sums = pricer.ranks(mesh)
+    spared = (1 - pricer.terms.shown) * staged.plan.totals.communication
+    assert sums.total.sum() + spared == pytest.approx(sum(division.seconds))
 
 
 def test_more_memory_is_never_slower_and_none_fits_nothing(search, choice):
