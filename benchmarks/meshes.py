@@ -222,7 +222,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         record, why = isolate.run(priced, case, str(DRAWING) if case.name == CHOSEN else "", limit=LIMIT)
         if why:
             raise RuntimeError(f"{case.name}: {why}")
-        found[case.name] = record | {"made": versions(made("benchmarks.meshes", []))}
+        told = made("benchmarks.meshes", [])
+        found[case.name] = record | {"made": f"{told['date']}, {versions(told)}"}
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         best = record["best"]
         print(f"{case.name}: {words(best['mesh'])} {how(best)} {seconds(best['seconds'])}, {record['cpu']:.0f} s")
@@ -232,7 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for title, text in sections.items():
         print(f"{title}\n\n{text}")
         if given.write:
-            write_section(f"{title}, predicted", f"`python -m benchmarks.meshes`. {text}", PAGE)
+            made_with = next(iter(found.values()))["made"]
+            write_section(f"{title}, predicted", f"`python -m benchmarks.meshes`: {made_with}.\n\n{text}", PAGE)
 
 
 if __name__ == "__main__":

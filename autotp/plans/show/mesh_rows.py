@@ -21,7 +21,6 @@ TIMES = {
     "optimizer": "optimizer",
 }
 AXES = ("tp", "cp", "pp", "dp")
-KEPT = {"all": "all", "slices": "slices", "inputs": "inputs"}
 
 
 def reason(row: MeshRow, best: MeshRow) -> str:
@@ -62,11 +61,9 @@ def _sends(axis: str, row: MeshRow, best: MeshRow, shares: str) -> str:
     return f"waits longer for {axis} {where}: {shares}"
 
 
-def schedule(row: MeshRow) -> str:
-    """The pipeline's schedule."""
-    if row.mesh.pp == 1:
-        return "-"
-    return "1F1B" if row.mesh.chunks == 1 else f"interleaved {row.mesh.chunks}"
+def chunks(row: MeshRow) -> str:
+    """Stages of each rank of the pipeline: with 1 the schedule is 1F1B, with more the interleaved one."""
+    return "-" if row.mesh.pp == 1 else str(row.mesh.chunks)
 
 
 def exposed(row: MeshRow) -> str:

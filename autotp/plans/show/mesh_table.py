@@ -16,17 +16,17 @@ from .table import Columns
 if TYPE_CHECKING:
     from autotp.plans.mesh_choice import MeshChoice
 
-NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "schedule", "step", "bubble", "sends", "memory")
+NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step", "bubble", "sends", "memory")
 
 
 def mesh_table(choice: MeshChoice) -> RenderableType:
     """A heading, a line for each row, why each is slower than the first, and what autotp runs."""
     unit = choice.ranked[0].unit if choice.ranked else "samples"
-    table = Columns("rrrrrrlllrrrrr", (*NAMES, f"{unit}/s/device"), (*NAMES, f"{unit}/s\n/device"))
+    table = Columns("rrrrrrllrrrrrr", (*NAMES, f"{unit}/s/device"), (*NAMES, f"{unit}/s\n/device"))
     for i, row in enumerate(choice.rows, 1):
         m = row.mesh
         degrees = (str(n) for n in (i, *m.degrees))
-        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, mesh_rows.schedule(row), mesh_rows.step(row)
+        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, mesh_rows.chunks(row), mesh_rows.step(row)
         shares = f"{row.share('bubble'):.0%}", mesh_rows.exposed(row), amount(row.memory)
         table.add_row(*degrees, *how, *shares, number(row.throughput))
     of = f" x {choice.length}" if choice.length else ""
