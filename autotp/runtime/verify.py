@@ -12,6 +12,7 @@ from autotp.cost.solver.band import BAND
 from autotp.driver.options import CaptureRequest, Steering
 from autotp.driver.pipeline import needed
 from autotp.driver.verify import prove_call
+from autotp.errors import InputError
 from autotp.passes.shard.pins import Pins
 from autotp.plans.plan import Plan
 from autotp.proof.report import Report
@@ -37,6 +38,7 @@ def verify(
     generate: int | None = None,
     certify: bool = False,
     precision: Any = None,
+    cp: int = 1,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -56,6 +58,8 @@ def verify(
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
+        cp: ranks of a context-parallel axis beside tp, simulated too: the example inputs are whole sequences, which are
+            dealt here, and outputs and the gradients of parameters and inputs are compared.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:
@@ -72,7 +76,9 @@ def verify(
         check_count(model, generate, request.carried)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    report, options = prove_call(model, inputs, tp, plan, steering, request, certify)
+    if generate is not None and cp != 1:
+        raise InputError("generate= with cp: a cache is not dealt along the sequence. Leave out one of them.")
+    report, options = prove_call(model, inputs, tp, plan, steering, request, certify, cp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))

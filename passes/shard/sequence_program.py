@@ -7,20 +7,24 @@ operators between tokens need. That is an ordinary program again, which tensor p
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 import sympy
+from torch import fx
 
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
 from autotp.ir.graph import Capture, draws, outputs_of, resolve, shape_of, where
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
+from autotp.ir.op import Op
 from autotp.ir.program import Planned
 from autotp.passes.base import Changes, Pass
 from autotp.passes.decompose.losses import take_sums_apart
+from autotp.passes.optimise.masks import causal
 from autotp.text import listed
 
 from .batch_axis import BatchWriter
@@ -28,7 +32,7 @@ from .batch_program import Localised, equal_symbols, unify
 from .decide import decide
 from .planner import Builder
 from .rewrite import Rewriter
-from .sequence_axis import SequenceRules
+from .sequence_axis import SDPA, SequenceRules
 
 AXIS = "cp"
 
@@ -56,8 +60,7 @@ class SequenceAxis(Pass[Capture]):
             CaptureError: no symbolic sequence, one that cannot be dealt, or random numbers for what is not dealt.
         """
         dealt = deal_sequence(program, self.cp, self.tp)
-        program.notes.append(f"over cp each rank has two chunks of the sequence of {listed(dealt.inputs)}")
-        program.notes += _told(program)
+        program.notes += dealt.told
         return Changes(sum(mark(n).batch is not None for n in program.graph.nodes), "conversions over cp")
 
 
@@ -66,11 +69,22 @@ class Dealt:
     """How what a call passes and gives is dealt over cp, with the sizes of whole sequences.
 
     Attributes:
-        inputs: those that come in parts. outputs: all tensors, in order.
+        inputs: those that come in parts. outputs: all tensors, in order. told: of it, in words.
     """
 
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout, ...]
+    told: list[str]
+
+
+def own_copy(program: Capture) -> Capture:
+    """A record of the program that may be changed while the other stays."""
+    copied = replace(
+        program, notes=[*program.notes], guards=[*program.guards], hints=dict(program.hints),
+        symbols=dict(program.symbols), ranges=dict(program.ranges),
+    )  # fmt: skip
+    copied.own_graph()
+    return copied
 
 
 def deal_sequence(program: Capture, cp: int, tp: int) -> Dealt:
@@ -84,6 +98,7 @@ def deal_sequence(program: Capture, cp: int, tp: int) -> Dealt:
     """
     sequence = _one_sequence(program)
     take_sums_apart(program)
+    _causal_by_index(program)
     rules = SequenceRules.of(program, sequence, cp, tp)
     builder = Builder(program, cp, Cluster.resolve(None), axis=rules)
     planned = decide(builder)
@@ -95,7 +110,25 @@ def deal_sequence(program: Capture, cp: int, tp: int) -> Dealt:
     Localised(program, sharded.graph, cp, sequence, AXIS, tp).run()
     even: sympy.Basic = sympy.Eq(sympy.Mod(sequence, 2), 0)
     program.guards.append(even)
-    return Dealt(dealt, goals)
+    told = f"over cp each rank has two chunks of the sequence of {listed(dealt)}"
+    return Dealt(dealt, goals, [told, *_told(program)])
+
+
+def _causal_by_index(program: Capture) -> None:
+    """Attention says that it is causal where its mask says no more: then no rank makes a mask of its queries."""
+    masks: dict[fx.Node, bool] = {}
+    for node in [n for n in program.graph.nodes if n.target is SDPA]:
+        args = Op.of(node).args
+        mask = args["attn_mask"]
+        if mask is None or shape_of(args["query"])[-2] != shape_of(args["key"])[-2]:
+            continue
+        if mask not in masks:
+            masks[mask] = mask.op != "placeholder" and causal(mask)
+        if masks[mask]:
+            kwargs = {k: v for k, v in args.items() if k in ("scale", "enable_gqa")}
+            node.args = args["query"], args["key"], args["value"], None, args["dropout_p"], True
+            node.kwargs = kwargs
+    program.graph.eliminate_dead_code()
 
 
 def _refuse_draws(planned: Planned) -> None:
@@ -145,4 +178,9 @@ def _told(program: Capture) -> list[str]:
     gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
     turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
     told = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
-    return [f"over cp {what} after: {listed(dict.fromkeys(map(where, x)))}" for what, x in told if x]
+    return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in told if x]
+
+
+def _in_blocks(node: fx.Node) -> str:
+    """An operator with its module, the same for all repeated blocks."""
+    return re.sub(r"\.\d+(?=\.|$)", ".*", where(node))
