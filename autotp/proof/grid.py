@@ -75,7 +75,7 @@ class GridProof:
         return self._report(off, worst, len(expected) + len(errors), bad, failed)
 
     def _report(self, out: float, grad: float, count: int, difference: Difference | None, failed: str = "") -> Report:
-        return Report(self.planned.tp, None, out, grad, 0.0, count, difference, forward_only=failed)
+        return Report(self.planned.tp, None, out, grad, 0.0, count, difference, forward_only=failed, cp=self.cp)
 
     @property
     def whole_leaves(self) -> list[fx.Node]:

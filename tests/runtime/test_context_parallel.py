@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
-import pytest
+import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
+from autotp.errors import RankError
 from autotp.kernels import dealt_attention
-from autotp.kernels.cached_attention import attend
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.two_axes import model_of
 
@@ -38,22 +38,30 @@ def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[
         "scores": difference(found.logits, scores),
         "gradients": gradients_differ(sharded, model),
         "part": sum(p.to_local().numel() for p in sharded.parameters()) / sum(p.numel() for p in model.parameters()),
+        "refused": refused(sharded, own, mine) if name == "bert" else "",
     }
 
 
-@pytest.mark.parametrize(("name", "split"), [("llama", False), ("bert", True)])
-def test_outputs_losses_and_gradients_are_those_of_one_device(pool, name, split):
-    for found in pool.run(two_axes, name, split):
-        assert max(found["loss"], found["scores"], found["gradients"]) < 1e-10, found
-        assert found["part"] < (0.3 if split else 0.56), found
+def refused(sharded: Any, own: autotp.Inputs, mine: int) -> str:
+    """Parts of different lengths."""
+    try:
+        sharded(**{k: torch.cat([v, v], 1) if mine else v for k, v in own.kwargs.items()})
+    except RankError as error:
+        return str(error)
+    return ""
+
+
+def test_outputs_losses_and_gradients_are_those_of_one_device(pool):
+    for name, split in (("llama", False), ("bert", True)):
+        for found in pool.run(two_axes, name, split):
+            assert max(found["loss"], found["scores"], found["gradients"]) < 1e-10, found
+            assert found["part"] < (0.3 if split else 0.56), found
+            assert split == ("do not agree on the inputs of this call" in found["refused"]), found
+    for found in pool.run(misplaced):
+        assert found["scores"] > 1e-3, found
 
 
 def misplaced(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """The negative control: queries without their places in the sequence."""
     with patch.object(dealt_attention, "seen", lambda *_: None):
-        assert dealt_attention.attend is attend
         return two_axes(rank, world, group, "llama", False)
-
-
-def test_queries_that_see_what_comes_after_them_show(pool):
-    """The negative control: attention of a run's queries without their offset."""
-    assert max(found["scores"] for found in pool.run(misplaced)) > 1e-3
