@@ -67,6 +67,20 @@ def without_modes() -> contextlib.AbstractContextManager[Any]:
     return _disable_current_modes()
 
 
+def transform(values: Sequence[Any]) -> str:
+    """The transform of torch.func that is under way, or forward-mode differentiation, as torch names it; "" for none.
+
+    Args:
+        values: of the call; a backward of several gradients at once (`is_grads_batched`) shows in these alone.
+    """
+    functorch: Any = vars(torch._C)["_functorch"]
+    if functorch.maybe_current_level() is not None:
+        return str(functorch.peek_interpreter_stack().key()).rpartition(".")[2]
+    if any(isinstance(x, torch.Tensor) and functorch.is_legacy_batchedtensor(x) for x in values):
+        return "is_grads_batched"
+    return "forward-mode differentiation" if torch.autograd.forward_ad._current_level >= 0 else ""
+
+
 def has_symmetric_memory() -> bool:
     """Whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
     return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()
