@@ -79,9 +79,8 @@ def plan(
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
         band: share of the least step time that a plan may take longer to send less; 0: no longer at all.
-        dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
-        cp: size of a context-parallel axis beside tp; they are then one rank's part of every sequence (`Inputs.part`).
-        fully_shard: split weights, gradients and optimizer states over dp or cp too.
+        dp, cp: size of an axis beside tp, of data or of context parallelism. The example inputs are then one rank's
+            slice of the batch, or its part of every sequence (`Inputs.part`). `fully_shard` splits weights over it too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -94,8 +93,7 @@ def plan(
     """
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    axis = read_axis(dp, fully_shard, tp, cp)
-    options = Options.read(1 if tp == "auto" else tp, steering, axis)
+    options = Options.read(1 if tp == "auto" else tp, steering, axis := read_axis(dp, fully_shard, tp, cp))
     inputs = needed(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options.tp)
     capture = model, inputs, torch.device("cpu"), check_capture, request
@@ -176,8 +174,7 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`.
-        dp, cp: size of the axis beside tp: each rank passes its slice of the batch, or `Inputs.part` of the sequences.
-        fully_shard: split weights over that axis too.
+        dp, cp, fully_shard: see `plan`: each rank passes its slice of the batch, or its part of every sequence.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.

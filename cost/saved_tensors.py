@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -141,6 +141,14 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     return Saved(frozenset(slots), frozenset({0}), tuple(extra))
 
 
+def _dealt_attention(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """What attention keeps, and results of its runs beside the whole one."""
+    kept = _attention(op, grads)
+    result = tensors(op.node)[0]
+    runs: Extra = float(result.element_size()) * _count(result.shape), len(op.slots)
+    return kept and replace(kept, extra=(*kept.extra, runs))
+
+
 def _count(shape: Iterable[Any]) -> float:
     return float(math.prod(size_hint(n) for n in shape))
 
@@ -148,7 +156,7 @@ def _count(shape: Iterable[Any]) -> float:
 KERNELS: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
-    "dealt_attention": _attention,
+    "dealt_attention": _dealt_attention,
 }
 
 

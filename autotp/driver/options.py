@@ -140,7 +140,11 @@ class CaptureRequest:
         cls, axis: Axis | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
         precision: Any = None,
     ) -> CaptureRequest:  # fmt: skip
-        """The request that a public function's arguments make, checked; `axis`: beside tp, of dp its size."""
+        """The request that a public function's arguments make, checked.
+
+        Args:
+            axis: beside tp; of dp its size does. outputs, random, carried, precision: see `autotp.compile`.
+        """
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
         axis = Axis(axis) if isinstance(axis, int) else axis
@@ -177,7 +181,14 @@ def read_band(band: Any) -> float:
 
 
 def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = 1) -> Axis:
-    """The axis beside tp that a public function's arguments ask for, checked."""
+    """The axis beside tp that a public function's arguments ask for, checked.
+
+    Args:
+        dp, cp: its size, one of them. fully_shard: split weights over it. tp: ranks, or "auto".
+
+    Raises:
+        InputError: a value that is none, or two that contradict each other.
+    """
     if isinstance(cp, bool) or not isinstance(cp, int) or cp < 1:
         raise InputError(f"cp={cp!r}: the context-parallel degree counts ranks, so it is an int of at least 1.")
     if cp > 1 and dp != 1:

@@ -40,7 +40,8 @@ def dealt_attention(
             end = at + start + length
             parts.append(_last(q.narrow(-2, mine, length), keys.narrow(-2, 0, end), values.narrow(-2, 0, end), scale))
             at, mine = at + whole, mine + length
-    return torch.cat(parts, -2)
+    # In memory heads lie within tokens, as torch's attention leaves them: joining them is no further copy.
+    return torch.cat([part.transpose(-2, -3) for part in parts], -3).transpose(-2, -3)
 
 
 def _last(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tensor:

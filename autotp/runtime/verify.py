@@ -12,7 +12,6 @@ from autotp.cost.solver.band import BAND
 from autotp.driver.options import CaptureRequest, Steering
 from autotp.driver.pipeline import needed
 from autotp.driver.verify import prove_call
-from autotp.errors import InputError
 from autotp.passes.shard.pins import Pins
 from autotp.plans.plan import Plan
 from autotp.proof.report import Report
@@ -58,8 +57,7 @@ def verify(
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
-        cp: ranks of a context-parallel axis beside tp, simulated too: the example inputs are whole sequences, which are
-            dealt here, and outputs and the gradients of parameters and inputs are compared.
+        cp: ranks of a second axis that are simulated too, to which these whole sequences are dealt; results are compared.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:
@@ -73,11 +71,9 @@ def verify(
     inputs = needed(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:
-        check_count(model, generate, request.carried)
+        check_count(model, generate, request.carried, cp)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    if generate is not None and cp != 1:
-        raise InputError("generate= with cp: a cache is not dealt along the sequence. Leave out one of them.")
     report, options = prove_call(model, inputs, tp, plan, steering, request, certify, cp)
     if generate is None or report.plan is None or report.difference is not None:
         return report

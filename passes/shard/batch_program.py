@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.cost import Cluster
+from autotp.cost import Cluster, size_hint
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, where
@@ -139,6 +139,18 @@ def unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
     program.guards[:] = [g for g in (g.subs(gone, kept) for g in program.guards) if g != sympy.true]
 
 
+def _strided(val: Tensor, shape: list[Any]) -> Tensor:
+    """A fake tensor of this shape that lies in memory as `val` does: what copies it, and is then kept, is known by that.
+
+    Args:
+        val: expanded dimensions have stride 0. shape: of as many dimensions.
+    """
+    strides = [size_hint(n) for n in val.stride()]
+    order = sorted(range(val.ndim), key=lambda d: -strides[d])
+    made = val.new_empty([shape[d] if strides[d] else 1 for d in order])
+    return made.permute([order.index(d) for d in range(val.ndim)]).expand(shape)
+
+
 class Localised:
     """Gives the nodes of a dp rank's graph their local values, and puts it in the place of the whole batch's.
 
@@ -205,7 +217,7 @@ class Localised:
             share = substitute(sympy.sympify(distribution.length), self.whole) / self.dp
             local[dim] = self._size(sympy.cancel(share), False)
         same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
-        return val if same else val.new_empty(local)
+        return val if same else _strided(val, local)
 
     def _size(self, size: Size, whole: bool) -> Any:
         """The (symbolic) int of an expression; with `whole` of one that speaks of the whole batch."""

@@ -143,6 +143,16 @@ def _refuse_draws(planned: Planned) -> None:
 
 def _one_sequence(program: Capture) -> sympy.Symbol:
     """The symbol of the sequence: the first input's second dimension. Sizes that are the same become one symbol."""
+    if any(leaf.kind.carried for leaf in program.leaves):
+        raise CaptureError(
+            "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it with "
+            "use_cache=False, and decode with a module that is compiled without cp."
+        )
+    if program.conditions is not None:
+        raise CaptureError(
+            "this forward decides by the values of its inputs, which differ between parts of a sequence: the cp ranks "
+            "would run different programs. Use cp=1, or rewrite the branch with torch.where."
+        )
     seconds = [leaf for leaf in program.inputs if len(shape_of(leaf.node)) > 1]
     sequence = shape_of(seconds[0].node)[1] if seconds else None
     if not isinstance(sequence, sympy.Symbol):
