@@ -12,7 +12,7 @@ from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
-from autotp.passes.shard.sequence_program import deal_sequence, own_copy
+from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
 from autotp.plans.export.annotations import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate.certificate import certificate
@@ -71,15 +71,25 @@ def _over_sequences(
     """Prove one call on simulated ranks of a mesh (cp, tp), of whole sequences that are dealt to them."""
     if plan is not None or certify or request.carried:
         raise InputError("with cp a plan is made and proved by values: leave out plan=, certify= and carried=.")
+    proof, plan = grid_of(model, inputs, options, request)
+    compared, captured = proof.run(), proof.whole
+    return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved), options
+
+
+def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest) -> tuple[GridProof, Plan]:
+    """A proof over a mesh (cp, tp), and the plan that it is of.
+
+    Args:
+        model, inputs: of a call with whole sequences. options: with the axis of cp. request: what captures are to be.
+    """
     request = replace(request, random="torch")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, cp = own_copy(captured), options.batch.size
-    dealt = deal_sequence(program, cp, options.tp)
+    dealt = deal_sequence(program, cp, options.tp) if cp > 1 else Dealt({}, (), [])
     plan = solve_plan(program, [*notes, *dealt.told], options, type(model).__name__)
     planned, sharded = apply_plan(program, plan, options)
     values = Values.of(captured, model, inputs)
-    compared = GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs).run()
-    return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved), options
+    return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan
 
 
 def capture_error(program: Capture, model: nn.Module, values: Values) -> float:

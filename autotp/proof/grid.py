@@ -54,11 +54,11 @@ class GridProof:
     def _compared(self) -> Report:
         tp = self.planned.tp
         given = self.values.doubled()
-        graded = {n for n, leaf in zip(self.whole_leaves, self.sharded_leaves, strict=True) if self._graded(leaf)}
+        graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
         leaves = {n: _leaf(v, n in graded) for n, v in given.items()}
         expected = _tensors(reference(self.whole.graph, leaves, lambda node, value: None))
         failed = backward(loss(expected))
-        held = {new: self._dealt(n, new, given[n], n in graded) for n, new in self._pairs()}
+        held = self.leaves()
         try:
             found = [_tensors(o) for o in run(self.sharded, tp, held, outer=self.cp)]
         except StepError as error:
@@ -77,16 +77,15 @@ class GridProof:
     def _report(self, out: float, grad: float, count: int, difference: Difference | None, failed: str = "") -> Report:
         return Report(self.planned.tp, None, out, grad, 0.0, count, difference, forward_only=failed, cp=self.cp)
 
-    @property
-    def whole_leaves(self) -> list[fx.Node]:
-        return [leaf.node for leaf in self.whole.leaves]
-
-    @property
-    def sharded_leaves(self) -> list[fx.Node]:
-        return [n for n in self.sharded.graph.nodes if n.op == "placeholder"]
+    def leaves(self) -> dict[fx.Node, list[Any]]:
+        """For every placeholder of the ranks' program its value on each rank, in float64."""
+        given = self.values.doubled()
+        return {new: self._dealt(n, new, given[n], self._graded(new)) for n, new in self._pairs()}
 
     def _pairs(self) -> list[tuple[fx.Node, fx.Node]]:
-        return list(zip(self.whole_leaves, self.sharded_leaves, strict=True))
+        """Every leaf of the whole program with that of the ranks'."""
+        wholes = [leaf.node for leaf in self.whole.leaves]
+        return list(zip(wholes, [n for n in self.sharded.graph.nodes if n.op == "placeholder"], strict=True))
 
     def _graded(self, node: fx.Node) -> bool:
         return node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads

@@ -57,7 +57,7 @@ def verify(
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
-        cp: ranks of a second axis that are simulated too, to which these whole sequences are dealt; results are compared.
+        cp: ranks of a second axis, simulated too, to which these whole sequences are dealt; results are compared.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:

@@ -140,7 +140,7 @@ def unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
 
 
 def _strided(val: Tensor, shape: list[Any]) -> Tensor:
-    """A fake tensor of this shape that lies in memory as `val` does: what copies it, and is then kept, is known by that.
+    """A fake tensor of this shape that lies in memory as `val` does: so it is known what copies it, and keeps that.
 
     Args:
         val: expanded dimensions have stride 0. shape: of as many dimensions.

@@ -145,8 +145,8 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
     """The symbol of the sequence: the first input's second dimension. Sizes that are the same become one symbol."""
     if any(leaf.kind.carried for leaf in program.leaves):
         raise CaptureError(
-            "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it with "
-            "use_cache=False, and decode with a module that is compiled without cp."
+            "with cp sequences are dealt, and what this call carries to the next, such as a cache, is not. Call it "
+            "with use_cache=False, and decode with a module that is compiled without cp."
         )
     if program.conditions is not None:
         raise CaptureError(

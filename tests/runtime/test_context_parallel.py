@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
-from autotp.errors import RankError
+from autotp.errors import RankError, StateError
 from autotp.kernels import dealt_attention
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.two_axes import model_of
@@ -43,12 +44,15 @@ def two_axes(rank: int, world: int, group: Any, name: str, split: bool) -> dict[
 
 
 def refused(sharded: Any, own: autotp.Inputs, mine: int) -> str:
-    """Parts of different lengths."""
+    """Parts of different lengths, and decoding."""
+    told = ""
     try:
         sharded(**{k: torch.cat([v, v], 1) if mine else v for k, v in own.kwargs.items()})
     except RankError as error:
-        return str(error)
-    return ""
+        told = str(error)
+    with pytest.raises(StateError, match=r"generate\(\) with cp"):
+        sharded.generate(own.kwargs["input_ids"])
+    return told
 
 
 def test_outputs_losses_and_gradients_are_those_of_one_device(pool):
