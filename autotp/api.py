@@ -95,7 +95,7 @@ def plan(
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
     options = Options.read(1 if tp == "auto" else tp, steering, axis := read_axis(dp, fully_shard, tp, cp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options.tp)
+    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
@@ -131,13 +131,14 @@ def parallelize(
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
-    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(plan.tp)
+    options_of = Options.of_plan(plan)
+    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(options_of)
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
-    build = Build(model, ranks, Options.of_plan(plan), request, lowering, plan, check, check_capture=False)
+    build = Build(model, ranks, options_of, request, lowering, plan, check, check_capture=False)
     captured = build.capture(inputs)[0] if inputs is not None else None
     return kind(*build.shard(plan, captured))
 
@@ -200,7 +201,7 @@ def compile(
     ranks, chosen = _ranks(plan, tp, mesh, axis, steering)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = Build(model, ranks, chosen, request.within(chosen.tp), lowering, plan, check, check_capture, captured)
+    build = Build(model, ranks, chosen, request.within(chosen), lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 

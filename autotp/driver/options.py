@@ -115,7 +115,7 @@ class CaptureRequest:
 
     Attributes:
         dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
-        inner: with cp, number of tp ranks, which split heads before it does.
+        inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
         random: what draws random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
@@ -129,6 +129,7 @@ class CaptureRequest:
     precision: Precision | None = None
     cp: int = 1
     inner: int = 1
+    cluster: Cluster | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -154,9 +155,9 @@ class CaptureRequest:
             raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
         return cls(dp, outputs, random, names, Precision.read(precision), cp)
 
-    def within(self, tp: int) -> CaptureRequest:
-        """The same for so many tp ranks, which matters with cp alone."""
-        return self if self.cp == 1 else replace(self, inner=tp)
+    def within(self, options: Options) -> CaptureRequest:
+        """The same for the tp ranks and the cluster of a plan, which matter with cp alone."""
+        return self if self.cp == 1 else replace(self, inner=options.tp, cluster=options.cluster)
 
 
 DEFAULT_CAPTURE = CaptureRequest()

@@ -51,7 +51,7 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
             BatchAxis(request.dp),
-            SequenceAxis(request.cp, request.inner),
+            SequenceAxis(request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
             Float8Products(request.precision),
             CountedRandom(request.random),

@@ -85,7 +85,7 @@ def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: Capture
     request = replace(request, random="torch")
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, cp = own_copy(captured), options.batch.size
-    dealt = deal_sequence(program, cp, options.tp) if cp > 1 else Dealt({}, (), [])
+    dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
     plan = solve_plan(program, [*notes, *dealt.told], options, type(model).__name__)
     planned, sharded = apply_plan(program, plan, options)
     values = Values.of(captured, model, inputs)

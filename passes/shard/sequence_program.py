@@ -43,11 +43,13 @@ class SequenceAxis(Pass[Capture]):
 
     Attributes:
         cp: number of ranks on the axis. tp: of those that each of them has, which split heads first.
+        cluster: the machines that it is priced on; None for h100.
     """
 
     name: ClassVar[str] = "sequence-axis"
     cp: int = 1
     tp: int = 1
+    cluster: Cluster | None = None
 
     def idle(self, program: Capture) -> str:
         """One rank has whole sequences."""
@@ -59,7 +61,7 @@ class SequenceAxis(Pass[Capture]):
         Raises:
             CaptureError: no symbolic sequence, one that cannot be dealt, or random numbers for what is not dealt.
         """
-        dealt = deal_sequence(program, self.cp, self.tp)
+        dealt = deal_sequence(program, self.cp, self.tp, self.cluster)
         program.notes += dealt.told
         return Changes(sum(mark(n).batch is not None for n in program.graph.nodes), "conversions over cp")
 
@@ -87,11 +89,11 @@ def own_copy(program: Capture) -> Capture:
     return copied
 
 
-def deal_sequence(program: Capture, cp: int, tp: int) -> Dealt:
+def deal_sequence(program: Capture, cp: int, tp: int, cluster: Cluster | None = None) -> Dealt:
     """Put the program of one cp rank in the place of that of whole sequences.
 
     Args:
-        program: is changed. cp, tp: ranks of both axes.
+        program: is changed. cp, tp: ranks of both axes. cluster: see `SequenceAxis`.
 
     Raises:
         CaptureError: see `SequenceAxis.run`.
@@ -100,7 +102,9 @@ def deal_sequence(program: Capture, cp: int, tp: int) -> Dealt:
     take_sums_apart(program)
     _causal_by_index(program)
     rules = SequenceRules.of(program, sequence, cp, tp)
-    builder = Builder(program, cp, Cluster.resolve(None), axis=rules)
+    machines = Cluster.resolve(cluster)
+    between = replace(machines, devices_per_node=max(machines.devices_per_node // tp, 1))  # neighbours are tp apart
+    builder = Builder(program, cp, between, axis=rules)
     planned = decide(builder)
     _refuse_draws(planned)
     goals = builder.goals()
