@@ -29,7 +29,11 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
 
     What the function reads of torch and autotp is not looked at again before every call; what it reads of anybody
-    else's modules is, and so are its inputs and the modes of torch."""
+    else's modules is, and so are its inputs and the modes of torch.
+
+    Args:
+        function: of tensors. backend, options: of `torch.compile`.
+    """
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
