@@ -32,8 +32,9 @@ def main() -> None:
 
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_positions=asked.length, **SIZES, **STILL)
-    model = transformers.GPT2LMHeadModel(config).to(kind)
-    tokens = torch.randint(config.vocab_size, (1, asked.length)).to(kind)  # the whole sequence, the same on all ranks
+    with torch.device(kind):
+        model = transformers.GPT2LMHeadModel(config)
+        tokens = torch.randint(config.vocab_size, (1, asked.length))  # the whole sequence, the same on all ranks
     whole = autotp.Inputs(input_ids=tokens, labels=tokens)
 
     mine = whole.part(mesh["cp"].get_local_rank(), asked.cp)

@@ -162,7 +162,8 @@ class Localised:
     def __init__(
         self, program: Capture, graph: fx.Graph, dp: int, batch: sympy.Symbol, axis: Axis = AXIS, inner: int = 1
     ) -> None:
-        self.program, self.graph, self.dp, self.batch, self.axis, self.inner = program, graph, dp, batch, axis, inner
+        self.program, self.graph, self.dp, self.batch, self.inner = program, graph, dp, batch, inner
+        self.axis: Axis = axis
         self.whole: Mapping[Any, int] = {batch: dp * batch}  # type: ignore[dict-item]
         self.symints = {s: node.meta["val"].shape[d] for s, (node, d) in program.symbols.items()}
 
