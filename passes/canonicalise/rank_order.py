@@ -20,7 +20,7 @@ from autotp.ir.copying import copy_node
 from autotp.ir.graph import Capture, described, draws
 from autotp.passes.base import Changes, Pass
 
-Row = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
+NodeRow = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class RankOrder(Pass[Capture]):
         return Changes(follow(program, wanted), "nodes in rank 0's order, under its names")
 
 
-def signatures(program: Capture) -> list[Row]:
+def signatures(program: Capture) -> list[NodeRow]:
     """Every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
 
     Operators that draw random numbers are told apart by their place among those, which must be the same.
@@ -65,7 +65,7 @@ def signatures(program: Capture) -> list[Row]:
     return rows
 
 
-def follow(program: Capture, wanted: Sequence[Row]) -> int:
+def follow(program: Capture, wanted: Sequence[NodeRow]) -> int:
     """Put the program's nodes into this order and give them these names, unless it has other nodes.
 
     Args:
