@@ -112,7 +112,7 @@ class _Search:
             fitting += priced.memory <= self.limit
             if mesh.degrees not in best or self._rank(priced) < self._rank(best[mesh.degrees][1]):
                 best[mesh.degrees] = mesh, priced
-            fits = priced.memory <= self.limit and bool(call_of(mesh))
+            fits = priced.memory <= self.limit and mesh.cp == 1 and bool(call_of(mesh))
             runs = (mesh, priced) if fits and (runs is None or priced.seconds < runs[1].seconds) else runs
         if not best:
             raise InputError(

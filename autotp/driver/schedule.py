@@ -21,6 +21,7 @@ from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram, table
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
+from autotp.passes.shard.sequence_program import SequenceAxis
 
 from .options import DEFAULT_CAPTURE, CaptureRequest
 
@@ -52,6 +53,7 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
             BatchAxis(request.dp),
+            SequenceAxis(request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
             Float8Products(request.precision),
             CountedRandom(request.random),

@@ -53,15 +53,16 @@ class MeshRow:
 
 
 def call_of(mesh: Mesh) -> str:
-    """The call of autotp that runs a mesh; empty where it does not: cp, states alone that are split over dp, and
-    weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
-    if mesh.cp > 1 or mesh.shard == "states" or (mesh.pp > 1 and mesh.shard):
+    """The call of autotp that runs a mesh; empty where it does not: cp beside dp or a pipeline, states alone that are
+    split, and weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
+    if mesh.shard == "states" or (mesh.pp > 1 and mesh.shard) or (mesh.cp > 1 and mesh.pp * mesh.dp > 1):
         return ""
     if mesh.pp > 1:
         chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
         return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
+    axis = f"cp={mesh.cp}" if mesh.cp > 1 else f"dp={mesh.dp}"
     split = ", fully_shard=True" if mesh.shard else ""
-    return f"autotp.compile(model, {mesh.tp}, dp={mesh.dp}{split}, ...)"
+    return f"autotp.compile(model, {mesh.tp}, {axis}{split}, ...)"
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,8 @@ class MeshChoice:
             that do not fit the one that holds least.
         considered, fitting: how many variants were priced, and how many of them fit.
         plans: of every tp, of one micro-batch.
-        runs: the fastest variant that autotp runs, `plan`: its plan with its dp, or None where none fits; a pipeline's
-            is that of the whole model, which `autotp.stages(..., plan=)` cuts.
+        runs: the fastest variant without cp that autotp runs, `plan`: its plan with its dp, or None where none fits; a
+            pipeline's is that of the whole model, which `autotp.stages(..., plan=)` cuts.
     """
 
     model: str
