@@ -62,7 +62,8 @@ def cases(key: tuple[str, str], tp: int) -> list[tuple[str, Spec, Spec, tuple[in
 def elements(x: Tensor, spec: Spec, rank: int, tp: int) -> Tensor:
     """A rank's slice by index lists, from the definition in `layouts`."""
     assert isinstance(spec, ShardSpec)
-    partition = Partition(tuple(Segment(*s) for s in spec.segments), spec.repeat)
+    segments = [Segment(n, unit, bool(reverse[0]) if reverse else False) for n, unit, *reverse in spec.segments]
+    partition = Partition(tuple(segments), spec.repeat)
     index = [i for start, n in partition.spans(rank, tp) for i in range(start, start + n)]
     return x.index_select(spec.dim, torch.tensor(index, dtype=torch.long))
 
