@@ -7,6 +7,7 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ from .selfcheck import LARGEST, Results, Trial, bytes_of, finite, on_meta
 CHEAP = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
 LIMIT = 1 << 26  # numbers in all weights of a stand-in
 LENGTH = 16  # what the first dimensions of inputs are cut to
+COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
+MOST = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
 Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
 
 
@@ -50,6 +53,8 @@ class Small:
 def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None, capturer: Capturer) -> Trial:
     """A trial of this model, or by default of a stand-in where its weights are large or many on the meta device.
 
+    Where no stand-in can be made, a model of a few GB is compared itself on short inputs, if it fits in memory.
+
     Args:
         wanted: `check_capture` of the public functions: False never compares, True compares the model itself.
         capturer: captures a stand-in.
@@ -60,7 +65,9 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < LARGEST:
         return whole
-    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty else ())
+    if LARGEST <= size <= MOST and COPIES * size <= free_memory(device):
+        whole = Trial.of(model, inputs, device, True)
+    whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= LARGEST else ())
     if not empty or _count(model) > CHEAP:
         for small in _smaller(model):
             for given in shortened(inputs, small.widths):
@@ -69,9 +76,21 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
                 )
                 if made.runs():
                     return made
-    if size >= LARGEST:
-        return replace(whole, skip=f"{whole.skip}; no small model of its classes could be made from it")
+    if whole.skip:
+        why = f"{whole.skip}; no small model of its classes could be made from it, and by itself one is compared up to "
+        return replace(whole, skip=f"{why}{MOST / 1e9:.0f} GB, where {COPIES} times its weights are free")
     return whole
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that a process can take on this device; 0 where that cannot be told."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:  # not Linux
+        return 0
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), 0)
 
 
 def _count(model: nn.Module) -> int:

@@ -102,7 +102,12 @@ def sweep(
 def loaded(
     model: str, sizes: ModelOptions, steering: SteeringOptions, screen: Screen, real: bool = False
 ) -> LoadedModel:
-    """The model and its inputs; `real`: with weights where they are small."""
+    """The model and its inputs.
+
+    Args:
+        model: as the command line names it. sizes, steering: its options. screen: shows what takes long.
+        real: with weights, where they are small.
+    """
     config_path(model)  # what is not there is said at once
     with screen.working(f"building {model}"):
         from .models import load  # noqa: PLC0415  it needs torch

@@ -61,6 +61,7 @@ from .running import (
     replicate,
     symmetric_room,
     tables_of_dynamo,
+    transform,
     use_symmetric_memory,
     without_modes,
     without_saved_hooks,
@@ -89,7 +90,7 @@ __all__ = [
     "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named",
     "packed_graph", "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
-    "symmetric_room", "tables_of_dynamo", "told_by_data", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped",
-    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory",
+    "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

@@ -144,6 +144,9 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
     """`torch.export.draft_export` that follows the values of the inputs, but not those of weights, which are fake.
 
     Without this torch would allocate every weight and compute with whatever is in that memory.
+
+    Args:
+        module: with fake weights. args, kwargs: real inputs. options: of `draft_export`.
     """
     fakify: Any = vars(_trace)["_fakify_params_buffers"]
     dispatch = _only_known(FakeTensorMode._dispatch_impl)

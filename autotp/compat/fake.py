@@ -25,6 +25,9 @@ def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.dev
     """A fake tensor as large as another one, and a parameter where that is one.
 
     Made directly: by way of the mode and of `nn.Parameter`, which detaches, it takes several times as long.
+
+    Args:
+        mode: that it belongs to. like: gives shape and strides. dtype: of its elements. device: that it claims.
     """
     with without_torch_functions():
         empty = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")

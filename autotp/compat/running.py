@@ -29,7 +29,11 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     variant: torch keeps 8 and then raises; from 2.13 on it keeps as many as are asked for.
 
     What the function reads of torch and autotp is not looked at again before every call; what it reads of anybody
-    else's modules is, and so are its inputs and the modes of torch."""
+    else's modules is, and so are its inputs and the modes of torch.
+
+    Args:
+        function: of tensors. backend, options: of `torch.compile`.
+    """
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
@@ -65,6 +69,20 @@ def without_saved_hooks() -> Iterator[None]:
 def without_modes() -> contextlib.AbstractContextManager[Any]:
     """Within this context tensors are real ones, whatever fakes or counts operators outside of it."""
     return _disable_current_modes()
+
+
+def transform(values: Sequence[Any]) -> str:
+    """The transform of torch.func that is under way, or forward-mode differentiation, as torch names it; "" for none.
+
+    Args:
+        values: of the call; a backward of several gradients at once (`is_grads_batched`) shows in these alone.
+    """
+    functorch: Any = vars(torch._C)["_functorch"]
+    if functorch.maybe_current_level() is not None:
+        return str(functorch.peek_interpreter_stack().key()).rpartition(".")[2]
+    if any(isinstance(x, torch.Tensor) and functorch.is_legacy_batchedtensor(x) for x in values):
+        return "is_grads_batched"
+    return "forward-mode differentiation" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
 def has_symmetric_memory() -> bool:

@@ -7,10 +7,12 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from autotp.capture.packing import Unpackable, pack, unpack
-from autotp.comm.rank_order import in_one_order
 from autotp.comm.ranks import Ranks, broadcast, from_all, together
 from autotp.ir.graph import Capture
 from autotp.log import log
+from autotp.passes.base import run_passes
+
+from .schedule import between_ranks
 
 T = TypeVar("T")
 Told = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
@@ -36,7 +38,8 @@ def capture_once(
     """
     if ranks is None or ranks.tp == 1:
         captured, rest = together(ranks, WHAT, make)
-        return in_one_order(ranks, captured), rest
+        run_passes(captured, between_ranks(ranks))
+        return captured, rest
     mine = together(ranks, WHAT, key)
     told = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in told if word is None), "")
@@ -58,7 +61,8 @@ def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tupl
     """Every rank's own capture, in one order."""
     log.info("every rank captures the model for itself: %s", why)
     captured, rest = together(ranks, WHAT, make)
-    return in_one_order(ranks, captured), rest
+    run_passes(captured, between_ranks(ranks))
+    return captured, rest
 
 
 def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None, Any]:

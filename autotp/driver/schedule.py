@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autotp.capture.exported import EXPORTED, Exported
+from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
 from autotp.passes.base import Pass
 from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
+from autotp.passes.canonicalise.rank_order import RankOrder
 from autotp.passes.decompose.counter_random import CountedRandom
 from autotp.passes.decompose.float8 import Float8Products
 from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
@@ -58,3 +60,12 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
         sharded=(ShardOperators(request.outputs),),
         rank=(Specialise(), *table.OPTIMISATIONS),
     )
+
+
+def between_ranks(ranks: Ranks | None) -> tuple[Pass[Capture], ...]:
+    """What follows `Schedule.requested` where every rank has captured for itself. Collective passes.
+
+    Args:
+        ranks: that captured; None in one plain process.
+    """
+    return (RankOrder(ranks),)

@@ -54,6 +54,9 @@ class ShardedTrainer(Trainer):
         """As transformers' own; with dp a sharded module's loss is that of all ranks' rows already.
 
         transformers takes it for a rank's share, and multiplies it by the number of shares.
+
+        Args:
+            model, inputs, return_outputs, num_items_in_batch: see `transformers.Trainer.compute_loss`.
         """
         found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outside = self.compute_loss_func is not None or self.label_smoother is not None

@@ -52,6 +52,9 @@ def add_norm(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`norm` of x + residual, the sum rounded to their dtype.
 
+    Args:
+        x, residual: [..., width]. weight, bias: [width], or None. eps, centred: see `norm`.
+
     Returns:
         The normalised value, the sum, and the statistics.
     """

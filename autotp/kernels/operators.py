@@ -69,6 +69,9 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
     """The same classes, where all are classes, or to be ignored: on CUDA an assertion on the device, without a wait.
 
+    Args:
+        target: classes, of any shape. classes: how many there are. ignored: a number that is no class and allowed.
+
     Raises:
         IndexError: one is none, in the words of torch's own loss.
     """

@@ -50,7 +50,7 @@ class _Expected:
 
     values: dict[Value, Tensor]
     outputs: list[Any]
-    largest: float  # of the gradients of the leaves
+    largest: float  # of all gradients: one that is small beside it may be zero but for rounding
     failed: str  # why there are no gradients
 
 
@@ -65,7 +65,8 @@ def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
 
     outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
     failed = backward(loss(outputs))
-    top = max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0)
+    graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if _has_grad(v)]
+    top = max(map(largest, graded), default=0.0)
     return _Expected(values, outputs, top, failed)
 
 

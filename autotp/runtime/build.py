@@ -120,7 +120,11 @@ def capture_on_ranks(
     check: bool | None,
     request: CaptureRequest = DEFAULT_CAPTURE,
 ) -> tuple[Capture, list[str]]:
-    """A model's graph for these inputs, the same on every rank, and its notes: rank 0's where all models are equal."""
+    """A model's graph for these inputs, the same on every rank, and its notes: rank 0's where all models are equal.
+
+    Args:
+        model, inputs, check, request: see `capture_model`. ranks: that take part; None in one plain process.
+    """
     ranks, device = ranks and ranks.planners, _device(ranks)
     model = plain_weights(model)
 

@@ -27,6 +27,7 @@ from autotp.comm.lockstep import CAUSES, lost, meet
 from autotp.comm.ranks import agree, broadcast
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
+from autotp.runtime.interop.refusals import refuse_transforms
 
 from . import state
 from .boundaries import gathers
@@ -63,6 +64,7 @@ class Ticket:
     def backward(self, place: int, grads: Any) -> None:
         """Before the first operator of a backward through the forward, which `place`, one of its outputs, leads to."""
         if (task := compat.graph_task()) != self.task:
+            refuse_transforms(grads)
             self.task = task
             meet(
                 self.channel, f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"

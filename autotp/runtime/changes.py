@@ -179,7 +179,14 @@ class Watched:
             self.changes.lent.append(Lent(self, name, value))
 
     def set(self, part: nn.Module, name: str, value: Any) -> None:
-        """Note that an attribute is set, or refuse it."""
+        """Note that an attribute is set, or refuse it.
+
+        Args:
+            part: whose attribute it is. name, value: of the attribute.
+
+        Raises:
+            StateError: the programs of the module cannot follow.
+        """
         if name in TORCHS:
             return
         if name in self.module._parameters:

@@ -29,7 +29,7 @@ from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.profiled import Profiled
-from autotp.runtime.interop.refusals import Refusals
+from autotp.runtime.interop.refusals import Refusals, refuse_transforms
 from autotp.runtime.interop.shown import Shown
 
 from . import data_parallel, state, updates
@@ -97,6 +97,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         """Run the model, or the module of it at this path by itself, such as an encoder."""
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size)
+        refuse_transforms([*args, *kwargs.values()])
         call = Arguments(self._carriers, args, kwargs, entry)
         key, kind = self._key(call)
         known = self._known.get(key) if kind is None else kind.program(call.whole)

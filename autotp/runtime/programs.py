@@ -104,7 +104,11 @@ class Programs(list[Program]):
         program.used = self.runs
 
     def add(self, program: Program, parts: Iterable[nn.Module], known: Known) -> None:
-        """Add one that the parts have; where that is one too many they lose the one that has not run for longest."""
+        """Add one that the parts have; where that is one too many they lose the one that has not run for longest.
+
+        Args:
+            program: the new one. parts: modules that hold what programs call. known: calls by what runs them.
+        """
         self.append(program)
         self.run(program)
         while len(self) > MOST_PROGRAMS:
@@ -180,7 +184,11 @@ class Source:
 
 
 def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
-    """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters."""
+    """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters.
+
+    Args:
+        captured: the program of all ranks. graph: of this rank's. shards: where what is read lies.
+    """
     inputs: list[fx.Node] = []
     reads, count = [], 0
     for leaf, node in zip(captured.leaves, [n for n in graph.nodes if n.op == "placeholder"], strict=True):

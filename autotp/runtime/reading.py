@@ -65,7 +65,12 @@ class Place:
 
 
 def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, turn: bool) -> list[Place]:
-    """The places of one parameter of the original."""
+    """The places of one parameter of the original.
+
+    Args:
+        storage: how it is held. module: the part that holds it. name: whole, of the original.
+        ranks: None in one plain process. turn: whether a backward through it takes turns over the ranks.
+    """
     owner, _, leaf = name.rpartition(".")
     mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
     out = []

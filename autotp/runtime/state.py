@@ -27,7 +27,12 @@ from .storage import Storage
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
-    """Build the tree of parts below `root` and give every part its shards and buffers."""
+    """Build the tree of parts below `root` and give every part its shards and buffers.
+
+    Args:
+        shards: takes the parts and what they hold. root: the sharded module. model: the original, with its weights.
+        placements: layouts of its parameters by name.
+    """
     if shards.ranks is not None:
         operators.install()
         arrays.install()

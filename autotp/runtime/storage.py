@@ -124,7 +124,11 @@ class Storage:
         return fused.reshape(*self.shape[:d], -1 if fused.numel() else 0, *self.shape[d + 1 :])
 
     def shard(self, full: Tensor, mesh: DeviceMesh, rank: int, device: torch.device) -> list[DTensor]:
-        """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`."""
+        """This rank's DTensors of a whole parameter; only the rank's slice is moved to `device`.
+
+        Args:
+            full: the parameter. mesh: of the tp ranks. rank: this one's number among them. device: of the result.
+        """
         if not self.pieces:
             local = full.detach().to(device, copy=True)
             return [DTensor.from_local(local, mesh, [Whole()], run_check=False)]

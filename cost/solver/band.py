@@ -15,7 +15,7 @@ each stage keeps the rows of those before:
 with K* the most that the second sum comes to. Counts are whole, so their sum is an order: fewest collectives, then the
 plainest partitions of parameters; and then the least time, then the least S.
 
-An assignment that is known already is replaced only by a better one, and what cannot be in a better one is ruled out
+The assignment at hand (the incumbent) is replaced only by a better one, and what cannot be in a better one is ruled out
 before the search branches. Both matter: rows of time and bytes make relaxations fractional.
 """
 
@@ -35,38 +35,38 @@ SCALE = 1e3  # what an objective comes to: the solver's tolerances are absolute
 PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
 
 
-def plainest(program: IntegerProgram, known: np.ndarray, most: float) -> np.ndarray:
+def plainest(program: IntegerProgram, incumbent: np.ndarray, most: float) -> np.ndarray:
     """Column values of the plan that sends least, and so on, of those that take at most `most` microseconds.
 
     Args:
         program: with the rows of all stages before.
-        known: column values of an assignment that takes no longer.
+        incumbent: column values of an assignment that takes no longer.
         most: microseconds.
     """
     time, sent = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time)
     search.add(time, most)
     if sent.any():
-        scaled = sent * (SCALE / max(float(sent @ known), 1.0))
-        known = _cheaper(search, scaled, time, known, most)
-        known = search.least(scaled, known, EQUAL * SCALE, MOST_NODES)
+        scaled = sent * (SCALE / max(float(sent @ incumbent), 1.0))
+        incumbent = _cheaper(search, scaled, time, incumbent, most)
+        incumbent = search.least(scaled, incumbent, EQUAL * SCALE, MOST_NODES)
     # Counts differ by 1 at least: a collective weighs more than all penalties. Time and ties have stages of their own,
     # each scaled to `SCALE`: beside the counts they would be less than the solver's tolerance.
     one = 1 + program.most_penalty
     counts = program.dense(program.collectives) + program.dense(program.penalty) / one
-    known = search.least(counts, known, HALF / one, MOST_NODES)
+    incumbent = search.least(counts, incumbent, HALF / one, MOST_NODES)
     for cost in (time, program.dense(program.second_order)):
-        scaled = cost * (SCALE / (float(cost @ known) or 1.0))
-        known = search.least(scaled, known, SAME * SCALE, MOST_NODES)
-    return known
+        scaled = cost * (SCALE / (float(cost @ incumbent) or 1.0))
+        incumbent = search.least(scaled, incumbent, SAME * SCALE, MOST_NODES)
+    return incumbent
 
 
-def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, known: np.ndarray, most: float) -> np.ndarray:
-    """An assignment within the time that costs no more than the known one, often the best: its cost and time together
+def _cheaper(search: Search, cost: np.ndarray, time: np.ndarray, incumbent: np.ndarray, most: float) -> np.ndarray:
+    """An assignment within the time that costs no more than the incumbent, often the best: its cost and time together
     are least at the price of time that the bound has (Lagrange's multiplier), where few relaxations are fractional."""
     price = search.price(cost)
     for factor in PRICES if price else ():
         x = search.relaxed(cost + factor * price * time)
-        if x is not None and time @ x <= most and cost @ x < cost @ known:
+        if x is not None and time @ x <= most and cost @ x < cost @ incumbent:
             return x
-    return known
+    return incumbent

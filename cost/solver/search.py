@@ -61,35 +61,35 @@ class Search:
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
         return self._descend(cutoff)
 
-    def least(self, cost: np.ndarray, known: np.ndarray, step: float, most: int) -> np.ndarray:
+    def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int) -> np.ndarray:
         """The assignment of the least cost; what costs more than that is ruled out of this search for good.
 
         Columns are ruled out by their reduced costs, which say what an assignment with them costs at least.
 
         Args:
             cost: per column, none of them negative.
-            known: an assignment, which is the answer where none is cheaper by `step`.
+            incumbent: an assignment, which is the answer where none is cheaper by `step`.
             step: the least difference that counts. most: nodes of the search, after which the general solver goes on.
         """
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
         root = self._relax({})
         if root is None:
-            return known  # the rows hold for it by a rounding error
+            return incumbent  # the rows hold for it by a rounding error
         bound, reduced = root[1], np.array(self.highs.getSolution().col_dual)
-        best = float(cost @ known)
+        best = float(cost @ incumbent)
         if best - bound >= step:
             self._rule_out(reduced, best - bound)
             reached, x = self._descend(best - step, root, most)
             if x is None and reached < best - step:
-                x = self._better(cost, known, best - step)
-            known = known if x is None else x
-        self._rule_out(reduced, float(cost @ known) - bound)
-        self.add(cost, float(cost @ known))
-        return known
+                x = self._better(cost, incumbent, best - step)
+            incumbent = incumbent if x is None else x
+        self._rule_out(reduced, float(cost @ incumbent) - bound)
+        self.add(cost, float(cost @ incumbent))
+        return incumbent
 
-    def _better(self, cost: np.ndarray, known: np.ndarray, cutoff: float) -> np.ndarray | None:
-        """The general solver's assignment, where it costs no more than `cutoff`; `known` is where it starts."""
-        general = self._general(known)
+    def _better(self, cost: np.ndarray, incumbent: np.ndarray, cutoff: float) -> np.ndarray | None:
+        """The general solver's assignment, where it costs no more than `cutoff`; `incumbent` is where it starts."""
+        general = self._general(incumbent)
         return general[0] if general is not None and cost @ general[0] <= cutoff else None
 
     def add(self, terms: np.ndarray, most: float) -> None:
@@ -171,16 +171,16 @@ class Search:
         heavy = away * self.weight[self.integer]
         return int(self.integer[np.argmax(heavy if heavy.max() > INTEGRAL else away)])
 
-    def _general(self, known: np.ndarray | None = None) -> tuple[np.ndarray, float, float] | None:
-        """The same by HiGHS's own branch and cut, from an assignment where one is known."""
+    def _general(self, incumbent: np.ndarray | None = None) -> tuple[np.ndarray, float, float] | None:
+        """The same by HiGHS's own branch and cut, from an assignment where there is one."""
         model = self.highs.getLp()
         kinds = np.full(model.num_col_, highspy.HighsVarType.kContinuous)
         kinds[self.integer] = highspy.HighsVarType.kInteger
         model.integrality_ = list(kinds)
         highs = _solver(model)
-        if known is not None:
+        if incumbent is not None:
             start = highspy.HighsSolution()
-            start.col_value = [*known]
+            start.col_value = [*incumbent]
             highs.setSolution(start)
         highs.run()
         if highs.getModelStatus() != highspy.HighsModelStatus.kOptimal:

@@ -97,8 +97,8 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
         _budget(problem, program, picks, problem.limit)
     least = _parameters(problem, program, picks, slack)
     x, bound = _cheapest(program, TIE if band is None else 0.0)
-    found = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
-    return found if band is None else _banded(problem, program, picks, (found, x), band)
+    least_seconds = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
+    return least_seconds if band is None else _banded(problem, program, picks, (least_seconds, x), band)
 
 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
@@ -143,8 +143,12 @@ def _banded(problem: Problem, program: IntegerProgram, picks: list[list[int]], f
         allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
         if best.seconds * MICRO > allowed * (1 + EXACT):
             best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
-    kept = {"bound": first.bound, "least_parameter_bytes": first.least_parameter_bytes, "least_seconds": first.seconds}
-    return replace(best, **kept, rival=rival)
+    proved = {
+        "bound": first.bound,
+        "least_parameter_bytes": first.least_parameter_bytes,
+        "least_seconds": first.seconds,
+    }
+    return replace(best, **proved, rival=rival)
 
 
 def _rival(
@@ -156,7 +160,7 @@ def _rival(
         problem, program, picks: with the rows of all stages before, which count for rivals too.
         own: the fastest plan and the plainest; where a rival allows both, it is that plan.
     """
-    found = []
+    solutions = []
     for ruled_out in problem.rivals:
         if not any(ruled_out & set(enumerate(plan.chosen)) for plan in own):
             return own[-1]
@@ -165,9 +169,9 @@ def _rival(
         fastest = restricted.minimise(restricted.microseconds)
         if fastest is not None:
             x = plainest(restricted, fastest.x, fastest.value * (1 + band))
-            found.append(_solution(problem, restricted, picks, x))
-    within_band = min((x.seconds for x in found), default=0.0) * (1 + band)
-    near = [x for x in found if x.seconds <= within_band]
+            solutions.append(_solution(problem, restricted, picks, x))
+    within_band = min((x.seconds for x in solutions), default=0.0) * (1 + band)
+    near = [x for x in solutions if x.seconds <= within_band]
     return min(near, key=lambda x: (x.sent_bytes, x.seconds), default=None)
 
 

@@ -17,7 +17,7 @@ from .dataflow import Dataflow
 AXES = ("heads", "mlp", "vocab", "embed", "batch", "sequence")
 
 
-class Spot(NamedTuple):
+class PortDims(NamedTuple):
     """Dimensions `dims` of operand (`side` "in") or result ("out") number `slot` of an operator."""
 
     node: fx.Node
@@ -26,8 +26,8 @@ class Spot(NamedTuple):
     dims: tuple[int, ...]
 
 
-def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]]) -> dict[str, list[Spot]]:
-    """Every axis but the sequence, with the spots that decide whether it is split.
+def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]]) -> dict[str, list[PortDims]]:
+    """Every axis but the sequence, with the ports that decide whether it is split.
 
     heads: the queries of an attention. mlp: what the last product of a feed-forward block sums over. vocab: the rows of
     the token embedding and the columns of the head. embed: the columns of the token embedding, and what the first
@@ -39,12 +39,12 @@ def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]])
     """
     flow = Dataflow(program, known)
     parts = find_blocks(program, {}, known)
-    out: dict[str, list[Spot]] = {name: [] for name in AXES if name != "sequence"}
+    out: dict[str, list[PortDims]] = {name: [] for name in AXES if name != "sequence"}
     vocabulary = _vocabulary(flow, parts)
     for part in parts:
         # Heads that lie in the batch's dimension have no dimension of their own.
         if part.heads is not None and part.heads.at[2]:
-            out["heads"].append(Spot(part.heads.at[0], "in", *part.heads.at[1:]))
+            out["heads"].append(PortDims(part.heads.at[0], "in", *part.heads.at[1:]))
         products = [n for n in part.nodes if flow.weighted(n)]
         if part.kind == "mlp":
             out["mlp"] += _summed(flow, products[-1])
@@ -53,16 +53,16 @@ def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]])
                 out["embed"] += _summed(flow, product)
         if part.kind == "head":
             last = len(flow.ops[products[0]].outs[0]) - 1
-            out["vocab"].append(Spot(products[0], "out", 0, (last,)))
+            out["vocab"].append(PortDims(products[0], "out", 0, (last,)))
         if part.kind == "embedding" and flow.ops[part.nodes[0]].ins[0][0] in vocabulary:
             table = flow.ops[part.nodes[0]]
-            out["vocab"].append(Spot(part.nodes[0], "in", 0, (0,)))
-            out["embed"].append(Spot(part.nodes[0], "out", 0, (len(table.outs[0]) - 1,)))
+            out["vocab"].append(PortDims(part.nodes[0], "in", 0, (0,)))
+            out["embed"].append(PortDims(part.nodes[0], "out", 0, (len(table.outs[0]) - 1,)))
     inputs = {leaf.node for leaf in program.inputs}
     for node, op in flow.ops.items():
         # A size or a number that is read off an input has no tensor to split.
         if tensors(node):
-            out["batch"] += [Spot(node, "in", i, (0,)) for i, s in enumerate(op.slots) if s in inputs and op.ins[i]]
+            out["batch"] += [PortDims(node, "in", i, (0,)) for i, s in enumerate(op.slots) if s in inputs and op.ins[i]]
     return out
 
 
@@ -84,7 +84,7 @@ def _first(flow: Dataflow, part: GraphPart, products: list[fx.Node]) -> list[fx.
     return [n for n in products if not set(flow.back(flow.inputs(n))[1]) & set(part.nodes)]
 
 
-def _summed(flow: Dataflow, product: fx.Node) -> list[Spot]:
+def _summed(flow: Dataflow, product: fx.Node) -> list[PortDims]:
     """The dimensions of a product's activations that it sums over."""
     rule, op, out = flow.rules[product], flow.ops[product], []
     factors = rule.factors if rule is not None else ()
@@ -93,5 +93,5 @@ def _summed(flow: Dataflow, product: fx.Node) -> list[Spot]:
         carries = [f.ins[slot] for f in contracted]
         dims = tuple(c.dim for c in carries if c is not None)
         if dims and operand not in flow.weights and op.ins[slot]:
-            out.append(Spot(product, "in", slot, dims))
+            out.append(PortDims(product, "in", slot, dims))
     return out

@@ -26,7 +26,7 @@ from .base import Optimisation, RankProgram, Setting
 from .judged import Change, Judged, Position
 from .products import over_tp
 
-Scope = tuple[str, ...]
+Unit = tuple[str, ...]  # the path of what is gathered or added up as one
 WHAT = "one all-reduce of small gradients"
 NOWHERE = "nowhere: no block has two small parameters whose gradients are summed"
 
@@ -61,7 +61,7 @@ class Bucket(Optimisation):
 
 def _merged(graph: fx.Graph, refused: Container[Position], setting: Setting) -> Iterator[Change]:
     """Merge the small parameters of every unit that has several."""
-    units: dict[Scope, list[fx.Node]] = defaultdict(list)
+    units: dict[Unit, list[fx.Node]] = defaultdict(list)
     for node in graph.nodes:
         if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
             units[unit_of(node)].append(node)
@@ -75,7 +75,7 @@ def _small(node: fx.Node, setting: Setting) -> bool:
     return mostly_start("all_reduce", tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
 
 
-def unit_of(node: fx.Node) -> Scope:
+def unit_of(node: fx.Node) -> Unit:
     """The repeated block that it belongs to, or the checkpointed region in it; () where there is none."""
     path = scope_path(node)
     region = next((i for i in reversed(range(len(path))) if is_region(path[i])), -1)
@@ -84,7 +84,7 @@ def unit_of(node: fx.Node) -> Scope:
     return path[: max(region, block) + 1]
 
 
-def _merge(graph: fx.Graph, unit: Scope, nodes: Sequence[fx.Node]) -> fx.Node:
+def _merge(graph: fx.Graph, unit: Unit, nodes: Sequence[fx.Node]) -> fx.Node:
     """One call in the place of these, where the unit begins: their operands are there from the start."""
     with graph.inserting_before(_entry(nodes[0], len(unit))):
         call = graph.call_function(f_bucket, ([n.args[0] for n in nodes],), dict(nodes[0].kwargs))

@@ -14,7 +14,7 @@ from torch import fx
 
 from autotp.cost.solver.problem import Choice, Problem
 from autotp.ir.parts import GraphPart
-from autotp.passes.analysis.axes import Spot, find_axes
+from autotp.passes.analysis.axes import PortDims, find_axes
 from autotp.passes.analysis.blocks import find_blocks
 
 from .axis import TENSOR
@@ -45,11 +45,11 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     if not splits(builder, parts):
         return ()
     axes = find_axes(builder.program, known)
-    always = [spot for axis in AXES for spot in axes[axis]]
+    always = [port for axis in AXES for port in axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
     ways = []
-    for spots in _experts(builder, parts):
-        ruled_out = _ruled_out(builder, problem, index, [*always, *spots])
+    for ports in _experts(builder, parts):
+        ruled_out = _ruled_out(builder, problem, index, [*always, *ports])
         if ruled_out is not None:
             ways.append(ruled_out)
     return tuple(dict.fromkeys(ways))
@@ -80,18 +80,18 @@ def covered(builder: Builder, parts: Sequence[GraphPart]) -> float:
     return elements(("attention", *FEED_FORWARD)) / max(sum(sizes.values()) - elements(("embedding", "head")), 1)
 
 
-def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[Spot]]:
+def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims]]:
     """What the plans split of experts: their number, or within each the columns first and last what is summed over."""
-    by_expert: list[Spot] = []
-    within: list[Spot] = []
+    by_expert: list[PortDims] = []
+    within: list[PortDims] = []
     for part in parts:
-        stacked = [spot for n in part.nodes for spot in _stacked(builder, n)] if part.kind == "experts" else []
-        by_expert += [spot._replace(dims=(0,)) for spot in stacked]
-        within += [spot for spot in stacked if spot.node is stacked[-1].node]
+        stacked = [port for n in part.nodes for port in _stacked(builder, n)] if part.kind == "experts" else []
+        by_expert += [port._replace(dims=(0,)) for port in stacked]
+        within += [port for port in stacked if port.node is stacked[-1].node]
     return [by_expert, within] if by_expert else [[]]
 
 
-def _stacked(builder: Builder, node: fx.Node) -> list[Spot]:
+def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
     """The weight of all experts that an operator multiplies by, with the dimension that it sums over."""
     op, rule = builder.ops.get(node), builder.rules.get(node)
     if op is None or rule is None:
@@ -100,23 +100,23 @@ def _stacked(builder: Builder, node: fx.Node) -> list[Spot]:
     summed = [f.ins for f in rule.factors if all(c is None for c in f.outs)]
     dims: dict[int, list[int]] = {i: [c.dim for ins in summed if (c := ins[i]) is not None] for i in slots}
     # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
-    return [Spot(node, "in", i, tuple(d for d in dims[i] if d)) for i in slots if any(dims[i])]
+    return [PortDims(node, "in", i, tuple(d for d in dims[i] if d)) for i in slots if any(dims[i])]
 
 
 def _ruled_out(
-    builder: Builder, problem: Problem, index: Mapping[fx.Node, int], spots: Iterable[Spot]
+    builder: Builder, problem: Problem, index: Mapping[fx.Node, int], ports: Iterable[PortDims]
 ) -> RuledOut | None:
     """The choices that do not split all these dimensions; None where an item has no other."""
     out: dict[int, set[int]] = {}
-    for spot in spots:
-        i = index[builder.same[spot.node]]
+    for port in ports:
+        i = index[builder.same[port.node]]
         choices = problem.items[i].choices
-        out.setdefault(i, set()).update(k for k, c in enumerate(choices) if _layout(c, spot) not in spot.dims)
+        out.setdefault(i, set()).update(k for k, c in enumerate(choices) if _layout(c, port) not in port.dims)
         if len(out[i]) == len(choices):
             return None
     return frozenset((i, k) for i, ruled_out in out.items() for k in ruled_out)
 
 
-def _layout(choice: Choice, spot: Spot) -> int | None:
-    """The dimension that a choice splits at a spot."""
-    return (choice.ins if spot.side == "in" else choice.outs)[spot.slot].sharded_dim
+def _layout(choice: Choice, port: PortDims) -> int | None:
+    """The dimension that a choice splits at a port."""
+    return (choice.ins if port.side == "in" else choice.outs)[port.slot].sharded_dim

@@ -32,7 +32,7 @@ from autotp.text import listed, near
 Pins = Mapping[str, Placement]
 Dims = Mapping[str, int | None]  # key -> pinned dimension, None for whole
 INPUT, OUTPUT = ":input", ":output"
-Spot = tuple[str, int]  # "in" or "out", and the number of the operand or result
+Port = tuple[str, int]  # "in" or "out", and the number of the operand or result
 
 
 @dataclass(frozen=True)
@@ -70,18 +70,18 @@ class Pinned:
 
     Attributes:
         parameters: name -> what is asked; `outputs`: the same by number among the graph's tensor outputs.
-        spots: operator -> operand or result -> what is asked of it.
+        ports: operator -> operand or result -> what is asked of it.
         sequence: True or False where the sequence is pinned.
     """
 
     parameters: dict[str, Ask] = field(default_factory=dict)
     outputs: dict[int, Ask] = field(default_factory=dict)
-    spots: dict[fx.Node, dict[Spot, list[Ask]]] = field(default_factory=lambda: defaultdict(dict))
+    ports: dict[fx.Node, dict[Port, list[Ask]]] = field(default_factory=lambda: defaultdict(dict))
     sequence: bool | None = None
 
     def marks(self, leaves: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
         """What tells pinned nodes from their equals in other blocks."""
-        asked = {n: [(at, *(a.mark for a in asks)) for at, asks in spots.items()] for n, spots in self.spots.items()}
+        asked = {n: [(at, *(a.mark for a in asks)) for at, asks in ports.items()] for n, ports in self.ports.items()}
         marks = {n: str(sorted(told)) for n, told in asked.items()}
         return marks | {n: str(self.parameters[x.name].mark) for n, x in leaves.items() if x.name in self.parameters}
 
@@ -91,7 +91,7 @@ class Pinned:
         Raises:
             PlanError: there are none.
         """
-        for (side, index), asks in self.spots.get(op.node, {}).items():
+        for (side, index), asks in self.ports.get(op.node, {}).items():
             for ask in asks:
                 known = [(c.ins if side == "in" else c.outs)[index] for c in choices]
                 choices = [c for c, x in zip(choices, known, strict=True) if ask.fits(x)]
@@ -168,7 +168,7 @@ class _Finder:
             self.pinned.sequence = split
             return
         if not axes[key]:
-            known = [name for name, spots in axes.items() if spots]
+            known = [name for name, ports in axes.items() if ports]
             raise InputError(f"this model has no axis {key!r} that the patterns find; it has {', '.join(known)}.")
         for node, side, index, dims in axes[key]:
             self._ask((node, (side, index)), Ask(key, f"the axis {key} (dim {_dims(dims)})", dims, split, axis=True))
@@ -219,9 +219,9 @@ class _Finder:
                     asked += 1
         return asked
 
-    def _ask(self, at: tuple[fx.Node, Spot], asked: Ask) -> None:
+    def _ask(self, at: tuple[fx.Node, Port], asked: Ask) -> None:
         """Add a demand; of those that are not for axes, the first counts."""
-        asks = self.pinned.spots[at[0]].setdefault(at[1], [])
+        asks = self.pinned.ports[at[0]].setdefault(at[1], [])
         if asked.axis or not any(not a.axis for a in asks):
             asks.append(asked)
 

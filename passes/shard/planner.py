@@ -125,7 +125,7 @@ class Builder:
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
         asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
-        asked |= {i: next(iter(self.user.spots[n].values()))[0] for i, n in enumerate(heads) if n in self.user.spots}
+        asked |= {i: next(iter(self.user.ports[n].values()))[0] for i, n in enumerate(heads) if n in self.user.ports}
         check_neighbours(problem, heads, asked)
         return problem, heads
 

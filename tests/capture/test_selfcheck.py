@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.capture import selfcheck
+from autotp.capture import selfcheck, stand_in
 from autotp.capture.messages import WAYS_OUT
 from autotp.capture.selfcheck import Trial
 from autotp.driver.pipeline import capture_model
@@ -131,12 +131,15 @@ def test_where_nothing_is_compared_the_notes_say_so(monkeypatch):
         with pytest.raises(InputError, match="check_capture"):
             autotp.plan(Net(), 2, example_inputs=X, check_capture=wrong)  # type: ignore[arg-type]
     model, size = Counter(), sum(t.nbytes for t in [*Counter().parameters(), *Counter().buffers()])
-    monkeypatch.setattr(selfcheck, "LARGEST", size)  # the limit itself is not under it
+    for module in (selfcheck, stand_in):
+        monkeypatch.setattr(module, "LARGEST", size)  # the limit itself is not under it
+    monkeypatch.setattr(stand_in, "free_memory", lambda device: 0)
     notes = autotp.plan(model, 2, example_inputs=X).notes
     assert "0.0 GB, 1 GB or more; check_capture=True" in str(notes)
     with pytest.raises(CaptureError, match="self-check"):
         autotp.plan(model, 2, example_inputs=X, check_capture=True)
-    monkeypatch.setattr(selfcheck, "LARGEST", size + 1)
+    for module in (selfcheck, stand_in):
+        monkeypatch.setattr(module, "LARGEST", size + 1)
     with pytest.raises(CaptureError, match="self-check"):
         autotp.plan(model, 2, example_inputs=X)
 

@@ -102,12 +102,22 @@ def test_large_weights_have_a_stand_in_too(monkeypatch):
     with pytest.raises(CaptureError, match="on a stand-in"):
         told(Deep(wrong=True))
     assert "compared" not in told(model, check=True)  # the model itself is
-    for i, block in enumerate(model.blocks):
-        block.norm.eps = 1e-5 * (i + 1)
+    model = uneven(model)
     monkeypatch.setattr(cut, "LEAST", 128)
+    assert "compared" not in told(model)  # the model itself, as there is memory for it
+    with pytest.raises(CaptureError, match="self-check: the captured graph is not the model"):
+        told(uneven(Deep(wrong=True)))
+    monkeypatch.setattr(stand_in, "free_memory", lambda device: stand_in.COPIES * size - 1)
     assert "0.0 GB, 1 GB or more; check_capture=True compares all the same; no small model of its classes" in told(
         model
     )
+
+
+def uneven(model: Any) -> Any:
+    """The same with unlike blocks, of which no smaller model is made."""
+    for i, block in enumerate(model.blocks):
+        block.norm.eps = 1e-5 * (i + 1)
+    return model
 
 
 def mutate_eps(graph: torch.fx.Graph) -> None:

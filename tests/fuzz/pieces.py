@@ -185,3 +185,17 @@ def dropout(name: str, s: Sizes, p: float, place: str) -> Lines:
         self.{name}_down = nn.Linear(8, {s.width})""",
         f"x = x + {after.format(f'self.{name}_down({hidden})')}",
     )
+
+
+@piece(wide=(8, 12), rows=(False, True))
+def integers(p: str, s: Sizes, wide: int, rows: bool) -> Lines:
+    """A product of bytes, with a scale of the whole weight or of each of its rows."""
+    scales = f"torch.rand({wide}) * 0.001 + 0.001" if rows else "torch.tensor(0.002)"
+    return lines(
+        f"""self.register_buffer('{p}_bytes', torch.randint(-127, 128, ({s.width}, {wide}), dtype=torch.int8))
+        self.register_buffer('{p}_scale', {scales})
+        self.{p}_down = nn.Linear({wide}, {s.width})""",
+        f"""h = (torch.tanh(x.detach()) * 100).round().to(torch.int8).flatten(0, 1)
+        h = (torch._int_mm(h, self.{p}_bytes) * self.{p}_scale / {s.width}).view(*x.shape[:2], {wide})
+        x = x + self.{p}_down(h.to(x.dtype))""",
+    )

@@ -22,7 +22,11 @@ from .tensorfiles import INDEX
 
 
 def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) -> None:
-    """Write the files; one tensor at a time is whole on every rank, and one file's on the rank that writes."""
+    """Write the files; one tensor at a time is whole on every rank, and one file's on the rank that writes.
+
+    Args:
+        shards, ranks: of the sharded module; rank 0 writes. place: the folder. max_file: bytes of a file, at most.
+    """
     if adapters.has_adapters(shards):
         _save_adapters(shards, ranks, place)
         return

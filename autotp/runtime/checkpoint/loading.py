@@ -60,7 +60,9 @@ def load(
 ) -> Loaded:
     """Load a checkpoint; `ShardedModule.load_checkpoint` says what the arguments are. A collective call.
 
-    Without `weights` the optimizer alone is loaded.
+    Args:
+        shards: of the module. source, optimizer, strict, cast, check_finite, trusted: see there.
+        weights: False loads the optimizer alone.
     """
     ranks = shards.ranks.planners if shards.ranks is not None else None
 

@@ -84,6 +84,10 @@ class NameMatch:
 def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> NameMatch:
     """Compare the names, shapes and types of an archive with the model's.
 
+    Args:
+        shards: of the module. archive: the checkpoint. strict: every name must be on both sides.
+        cast: another floating-point dtype is no difference.
+
     Raises:
         StateError: tensors are missing, unknown, or of another shape or type; all of them are listed.
     """

@@ -131,7 +131,11 @@ class States:
     elements: Mapping[str, list[str]]
 
     def load(self, shards: ShardState, optimizer: Optimizer, archive: Archive) -> None:
-        """Read this rank's part of the states, and give all to the optimizer."""
+        """Read this rank's part of the states, and give all to the optimizer.
+
+        Args:
+            shards: of the module whose parameters it steps. optimizer: takes the states. archive: holds the elements.
+        """
         filled: dict[Tensor, dict[str, Any]] = {}
         for name, storage in shards.storages.items():
             held = state.pieces(shards, name)
@@ -158,6 +162,9 @@ class States:
 
 def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> States:
     """What an archive holds for this optimizer.
+
+    Args:
+        shards: of the module whose parameters it steps. optimizer: that takes the states. archive: the checkpoint.
 
     Raises:
         StateError: there is none, its groups are others, or a state has another shape or type than its parameter.

@@ -44,7 +44,9 @@ def save(
 ) -> Pending | None:
     """Save a checkpoint; `ShardedModule.save_checkpoint` says what the arguments are. A collective call.
 
-    Without `weights` it holds the optimizer alone (DCP only), beside weights that are saved elsewhere.
+    Args:
+        shards: of the module. path, format, optimizer, extra, background, max_file: see there.
+        weights: False saves the optimizer alone (DCP only), beside weights that are saved elsewhere.
     """
     _refuse(format, optimizer, extra, background)
     place = Path(os.path.abspath(path))

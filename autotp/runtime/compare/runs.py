@@ -95,7 +95,15 @@ class Gap:
 
 
 def verdict(ranks: Ranks | None, mine: Gap | None, what: str, advice: str, rounding: Rounding) -> None:
-    """The same CompareError on every rank, where one has found a difference: of the first one (collective)."""
+    """The same CompareError on every rank, where one has found a difference: of the first one (collective).
+
+    Args:
+        ranks: that compared. mine: what this rank found, if anything. what: values or gradients, for the message.
+        advice: what to do, for the message. rounding: what was allowed.
+
+    Raises:
+        CompareError: a rank has found a difference.
+    """
     every: list[Gap | None] = [mine]
     if ranks is not None:
         every = [None] * ranks.tp

@@ -105,7 +105,11 @@ class Simulated:
 
     @torch.no_grad()
     def call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model, or the module of it at this path."""
+        """Run the model, or the module of it at this path, on the whole and on the simulated ranks.
+
+        Args:
+            entry: path of the module, "" for the model. args, kwargs: of the call.
+        """
         call = Arguments(self.carriers, args, kwargs, entry)
         program, order = self._find(call)
         tensors = [call.flat[i] for i in order]

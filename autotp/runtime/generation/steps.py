@@ -77,7 +77,11 @@ class Steps:
         return Steps()
 
     def kind(self, key: Hashable, flat: Sequence[Any], spec: Any) -> StepKind:
-        """The kind of a call; `key` is what else it is of, `flat` and `spec` its leaves."""
+        """The kind of a call.
+
+        Args:
+            key: what else it is of. flat, spec: the leaves of its inputs and how they are nested.
+        """
         grad = torch.is_grad_enabled()
         leaves = tuple(
             (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat

@@ -48,7 +48,12 @@ def _rows(step: Sequence[Span], whole: bool) -> dict[Key, float]:
 
 
 def profile_of(plan: Plan, repeats: int, steps: Sequence[Sequence[Sequence[Span]]], alike: bool) -> Profile:
-    """Rows from the steps of every rank; `alike`: they are steps of the kind that the plan is for."""
+    """Rows from the steps of every rank.
+
+    Args:
+        plan: of the module. repeats: how many steps were timed. steps: their spans, by rank and step.
+        alike: they are steps of the kind that the plan is for, whose predictions then stand beside them.
+    """
     layer = plan.layer
     by_rank = [[_rows(step, layer is None or not layer.module) for step in rank] for rank in steps]
     keys = list(dict.fromkeys(key for rank in by_rank for rows in rank for key in rows))

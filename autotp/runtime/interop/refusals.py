@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from torch import nn
+from torch import fx, nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
+from autotp import compat
 from autotp.errors import StateError
 
 from .ours import ours
@@ -28,6 +30,16 @@ DDP = (
     "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. In Lightning "
     "take ModelParallelStrategy instead of 'ddp', and compile in configure_model; with accelerate take "
     "autotp.integrations.accelerator.ShardedAccelerator."
+)
+TRANSFORM = (
+    "a sharded module takes no part in transforms of torch.func ({}): a rank's program has no rule for them. Gradients "
+    "come from backward(), torch.autograd.grad (with create_graph=True for those of gradients) and "
+    "torch.autograd.functional with vectorize=False; several examples go in as one batch. The original model takes "
+    "all transforms."
+)
+TRACE = (
+    "torch.fx.symbolic_trace cannot look into a sharded module: its programs look at the values that they are called "
+    "with. sharded.program(example_inputs) is a rank's program as a graph."
 )
 
 QUANTISE = (
@@ -53,6 +65,21 @@ class Refused:
         if instance is not None and str(sys._getframe(1).f_globals.get("__name__")).startswith(self.reader):
             raise StateError(self.message)
         raise AttributeError(self.name)
+
+
+def refuse_transforms(values: Sequence[Any]) -> None:
+    """Before a forward or a backward: raise where torch transforms it, or traces it with stand-ins for tensors.
+
+    Args:
+        values: inputs of the forward, or gradients that the backward begins with.
+
+    Raises:
+        StateError: with what to do instead.
+    """
+    if name := compat.transform(values):
+        raise StateError(TRANSFORM.format(name))
+    if any(isinstance(x, fx.Proxy) for x in values):
+        raise StateError(TRACE)
 
 
 @functools.cache

@@ -87,6 +87,9 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
 
     An optimizer that cannot be copied (`can_copy`) is not rehearsed.
 
+    Args:
+        optimizer: of a user, before its first step. kinds: one of each kind of parameter that it has. ranks: all tp.
+
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """

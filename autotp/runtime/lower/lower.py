@@ -89,6 +89,9 @@ class Lowering:
         """What measures optimisations before they are used, by name: on CUDA devices those that are not switched.
 
         Where there is one process for several ranks, what they send cannot be measured, and the rest only if asked for.
+
+        Args:
+            ranks: that run; None in one plain process. tp: of the plan. device: of this rank.
         """
         alone = ranks is None and tp > 1
         wish = {x.name: self.switches.get(x.name) for x in OPTIMISATIONS if x.measurable and not (alone and x.sends)}

@@ -151,7 +151,11 @@ class Watch:
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:
-    """The compiled function, and where a module in it is hooked or wrapped the one made by `through`."""
+    """A function that runs the compiled one, and where a module in it is hooked or wrapped another.
+
+    Args:
+        watch: sees hooks and wrappers. compiled: of the stretch. through: makes the other, at its first call.
+    """
     made: list[Function] = []
 
     def stretch(*args: Any) -> Any:

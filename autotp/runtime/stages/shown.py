@@ -27,7 +27,11 @@ def idle(times: Sequence[float], places: Sequence[int], ranks: int, microbatches
 
 
 def table(plan: Plan, staging: Staging, ranks: int, chunks: int, places: Sequence[int]) -> str:
-    """The stages of a plan as text."""
+    """The stages of a plan as text.
+
+    Args:
+        plan: that was cut. staging: where. ranks: of the pipeline. chunks: micro-batches. places: each stage's rank.
+    """
     division = staging.division
     lines = [
         f"{plan.model}: {len(division.sizes)} stages over pp={ranks} x tp={plan.tp}"

@@ -28,7 +28,13 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
         "DDP": lambda: nn.parallel.DistributedDataParallel(sharded, process_group=group),
         "DDP around": lambda: nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(8, 8), sharded)),
         "DDP of a layer": lambda: nn.parallel.DistributedDataParallel(nn.ModuleList([sharded[0]])),
+        "grad": lambda: torch.func.grad(lambda v: sharded(v).sum())(x),
+        "vmap": lambda: torch.func.vmap(sharded)(x),
+        "forward mode": lambda: torch.func.linearize(sharded, x),
+        "batched": lambda: torch.autograd.grad(sharded(y), y, torch.ones(3, 4, 8), is_grads_batched=True),
+        "symbolic_trace": lambda: torch.fx.symbolic_trace(sharded),
     }
+    y = x.clone().requires_grad_()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # that torch.jit is going
         found: dict[str, Any] = {name: error_of(way)[:2] for name, way in ways.items()}
@@ -39,6 +45,11 @@ def refused(rank: int, world: int, group: Any) -> dict[str, Any]:
     def around(x: Tensor) -> Tensor:
         return sharded(x * 2) + 1
 
+    def product(module: nn.Module) -> Any:
+        """The Hessian of a loss times a vector, the way that does not need a transform."""
+        return torch.autograd.functional.hvp(lambda v: module(v).square().sum(), x, x)[1]
+
+    found["hvp"] = product(sharded), product(model)
     compiled: Any = torch.compile(around, backend="eager")
     with torch.no_grad():
         found["around"] = float((compiled(x) - (model(x * 2) + 1)).abs().max())
@@ -54,12 +65,18 @@ def test_each_has_a_sentence_of_its_own(pool):
             "DDP around": "1.0.weight of Sequential is sharded. DistributedDataParallel averages",
             "DDP of a layer": "0.weight of ModuleList is sharded",
             "quantise": "Quantise the model first",
+            "grad": "transforms of torch.func (Grad)",
+            "vmap": "transforms of torch.func (Vmap)",
+            "forward mode": "(forward-mode differentiation)",
+            "batched": "(is_grads_batched)",
+            "symbolic_trace": "sharded.program(example_inputs)",
         }.items():
             kind, text = found[name]
             assert kind == "StateError" and word in text, (name, kind, text)
         assert found["plain"]
         assert found["read"] > 50  # to read all attributes, as a debugger does, is nothing to refuse
         assert found["around"] < 1e-6
+        torch.testing.assert_close(*found["hvp"])  # the way out
 
 
 def test_a_cache_that_is_asked_for_in_a_call_is_given():

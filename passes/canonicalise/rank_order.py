@@ -10,26 +10,41 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import fx
 
+from autotp.comm.ranks import Ranks, broadcast
 from autotp.ir.copying import copy_node
 from autotp.ir.graph import Capture, described, draws
+from autotp.passes.base import Changes, Pass
 
-from .ranks import Ranks, broadcast
-
-Row = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
-
-
-def in_one_order(ranks: Ranks | None, program: Capture) -> Capture:
-    """The program in rank 0's order, where it is the same program; otherwise as it is. A collective call."""
-    if ranks is None:
-        return program
-    wanted = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
-    return program if wanted is None or ranks.rank == 0 else follow(program, wanted)
+NodeRow = tuple[str, str, tuple[str, ...]]  # a node's signature, its name, and the names of what it reads
 
 
-def signatures(program: Capture) -> list[Row]:
+@dataclass(frozen=True)
+class RankOrder(Pass[Capture]):
+    """Rank 0's order of operators, where a rank's program is the same but for that. A collective pass."""
+
+    name: ClassVar[str] = "rank-order"
+    ranks: Ranks | None
+
+    def idle(self, program: Capture) -> str:
+        """There is another order only where there are other ranks."""
+        return "" if self.ranks is not None else "one process"
+
+    def run(self, program: Capture) -> Changes:
+        """Hear of rank 0's order, and take it."""
+        ranks = self.ranks
+        assert ranks is not None
+        wanted = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
+        if wanted is None or ranks.rank == 0:
+            return Changes(0, "this rank's order is the one")
+        return Changes(follow(program, wanted), "nodes in rank 0's order, under its names")
+
+
+def signatures(program: Capture) -> list[NodeRow]:
     """Every node with a hash of what it computes from which leaves, which is equal in any order of the operators.
 
     Operators that draw random numbers are told apart by their place among those, which must be the same.
@@ -50,16 +65,19 @@ def signatures(program: Capture) -> list[Row]:
     return rows
 
 
-def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
-    """The program with its nodes in this order and under these names; as it is where it has other nodes.
+def follow(program: Capture, wanted: Sequence[NodeRow]) -> int:
+    """Put the program's nodes into this order and give them these names, unless it has other nodes.
 
     Args:
         program: this rank's graph.
         wanted: rank 0's rows, as `signatures` gives them.
+
+    Returns:
+        How many nodes are new, 0 where the program stays as it is.
     """
     own = signatures(program)
     if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
-        return program
+        return 0
     alike: dict[str, list[fx.Node]] = defaultdict(list)
     for node, (signature, _, _) in zip(program.graph.nodes, own, strict=True):
         alike[signature].append(node)
@@ -72,4 +90,4 @@ def follow(program: Capture, wanted: Sequence[Row]) -> Capture:
     for leaf in program.leaves:
         leaf.node = env[leaf.node]
     program.symbols = {symbol: (env[node], dim) for symbol, (node, dim) in program.symbols.items()}
-    return program
+    return len(env)

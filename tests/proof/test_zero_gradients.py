@@ -1,0 +1,34 @@
+"""Gradients that are zero by mathematics, and in floating point whatever rounding leaves."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.proof import numerics
+
+
+def ids(seed: int) -> Tensor:
+    """Two sequences of four tokens."""
+    return torch.randint(16, (2, 4), generator=torch.Generator().manual_seed(seed))
+
+
+class Constant(nn.Module):
+    """The mean of what was centred, and of a softmax, over the same dimension: it does not depend on the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.embed = nn.Embedding(16, 8)
+        self.embed.weight.data *= 3
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        return (x - x.mean(1, keepdim=True) + x.softmax(1)).mean(1)
+
+
+def test_what_rounding_leaves_of_a_zero_gradient_is_no_difference(monkeypatch):
+    assert all(autotp.verify(Constant(), 2, ids(seed)) for seed in range(3))
+    monkeypatch.setattr(numerics, "FLOOR", 0.0)  # the negative control: beside itself alone it is noise
+    assert not all(autotp.verify(Constant(), 2, ids(seed)) for seed in range(8))
