@@ -80,7 +80,7 @@ def examine(real: Real, folder: str, send: Send) -> None:
     send({"weights": sum(p.numel() for p in model.parameters())})
     began = time.process_time()
     try:
-        captured, notes = capture_model(model, normalise(inputs), torch.device("cpu"))
+        captured, notes = capture_model(model, normalise(inputs), torch.device("cpu"), check=False)
     except Exception as error:
         return send({"failed": reason(error)})
     send({"capture": round(time.process_time() - began, 1), "nodes": len(captured.graph.nodes)})

@@ -21,7 +21,8 @@ Well-known configurations, on the meta device, in bfloat16 (DLRM in float32), pl
 [benchmarks/real_sizes.toml](../benchmarks/real_sizes.toml) says how each of {listed} is built and called, of which
 {count} were run. The triangle attention,
 GraphGPS and DLRM are [modules as users write them](../benchmarks/helpers/real_modules.py); the others are their
-libraries' own. Each was captured once, compared as `check_capture` does by default, and planned at three degrees.
+libraries' own. Each was captured once and planned at three degrees, with `check_capture=False`: the comparison runs a
+model on the example inputs, and here takes as long as that does on a CPU, up to minutes.
 
 {made} CPU seconds, of one process each, on a loaded machine (load averages of {least:.0f} to {most:.0f} on two
 cores): an idle one takes less.
@@ -29,7 +30,8 @@ cores): an idle one takes less.
 - **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
   {seconds:.0f} s for both.
 - **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
-- **whole**: the largest weights that every rank has whole at tp=8, and why.
+- **whole**: the largest weight that every rank has whole at tp=8. Where no reason is given, it fits in the 3% of
+  parameters that a plan may hold beyond the fewest, and whole is the cheaper.
 """
 
 

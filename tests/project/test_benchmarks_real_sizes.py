@@ -26,7 +26,8 @@ def test_a_configuration_is_planned_at_every_degree_and_a_failure_has_its_reason
     assert "nowhere" in bad["failed"] and seconds(bad) == float("inf")
     assert list(good["tp"]) == list(map(str, DEGREES)) and seconds(good) < 60
     assert [good["tp"][tp]["flops"] < 1.3 / int(tp) for tp in ("2", "4")] == [True, True]
-    page = "\n".join(real_sizes({"listed": 3, "models": {"tables": good, "bad": bad}}, "Made up.", {"tables": "too narrow"}))
+    results = {"listed": 3, "models": {"tables": good, "bad": bad}}
+    page = "\n".join(real_sizes(results, "Made up.", {"tables": "too narrow"}))
     assert "1 of 2 take at most\n  60 s" in page and "| bad | - |" in page and "too narrow |" in page
     assert not list(real_sizes({"models": {}}, ""))
 
