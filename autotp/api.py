@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
 from autotp.driver.cached import Cached
 from autotp.driver.like import plan_like
+from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
 from autotp.driver.pipeline import capture_model, example, needed, solve_plan
 from autotp.driver.sweep import DEGREES, automatic, sweep
@@ -23,6 +24,7 @@ from autotp.passes.decompose.losses import with_loss
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
 from autotp.plans.estimates import Axis
+from autotp.plans.mesh_choice import MeshChoice
 from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 from autotp.runtime.build import Build, capture_on_ranks
@@ -38,25 +40,33 @@ CarriedNames = Mapping[Any, str]  # place or key of an output -> argument that t
 __all__ = ["Plan", "Sweep", "compile", "parallelize", "plan", "sweep"]
 
 
+@overload
 def plan(
-    model: nn.Module,
-    tp: int | Literal["auto"],
-    *,
-    example_inputs: Any = None,
-    pins: Pins | None = None,
-    cluster: str | Cluster | None = None,
-    objective: str = "training",
-    optimizer: str = "adamw",
-    sequence_parallel: bool | None = None,
-    memory: float | str | None = None,
-    within_node: bool = False, band: float = BAND,
-    dp: int = 1,
-    fully_shard: bool = False,
-    like: Plan | None = None,
-    outputs: str = "full",
-    random: str = "counter",
+    model: nn.Module, tp: int | Literal["auto"], *, devices: None = None, global_batch: None = None,
+    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
+    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
+    memory: float | str | None = None, within_node: bool = False, band: float = BAND, dp: int = 1,
+    cp: int = 1, fully_shard: bool = False, like: Plan | None = None, outputs: str = "full", random: str = "counter",
     carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
-) -> Plan:  # fmt: skip
+) -> Plan: ...  # fmt: skip
+@overload
+def plan(
+    model: nn.Module, tp: int | Literal["auto"] | None = None, *, devices: int, global_batch: int | None = None,
+    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
+    objective: str = "training", optimizer: str = "adamw", sequence_parallel: bool | None = None,
+    memory: float | str | None = None, band: float = BAND, outputs: str = "full", random: str = "counter",
+    carried: CarriedNames | None = None, check_capture: bool | None = None, precision: Any = None,
+) -> MeshChoice: ...  # fmt: skip
+def plan(
+    model: nn.Module, tp: int | Literal["auto"] | None = None, *,
+    devices: int | None = None, global_batch: int | None = None,
+    example_inputs: Any = None, pins: Pins | None = None, cluster: str | Cluster | None = None,
+    objective: str = "training", optimizer: str = "adamw",
+    sequence_parallel: bool | None = None, memory: float | str | None = None, within_node: bool = False,
+    band: float = BAND, dp: int = 1, cp: int = 1, fully_shard: bool = False, like: Plan | None = None,
+    outputs: str = "full", random: str = "counter", carried: CarriedNames | None = None,
+    check_capture: bool | None = None, precision: Any = None,
+) -> Plan | MeshChoice:  # fmt: skip
     """Find the cheapest legal placement of a model over `tp` ranks. Needs no devices, weights or process group.
 
     Among legal plans the parameters per rank come first (at most 1.03 times the least that any legal plan reaches),
@@ -67,8 +77,10 @@ def plan(
         model: any `nn.Module`; on the meta device too.
         tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
             fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
-        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; a transformers model may leave
-            it out.
+        devices: price every pp x dp x cp x tp of so many instead, for training (docs/mesh.md); with `tp` those alone.
+        global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
+        example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
+            With `devices` they are one micro-batch.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
             the model's inputs and outputs, or a logical axis (docs/constraints.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
@@ -78,25 +90,31 @@ def plan(
         sequence_parallel: None lets the cost decide; True or False forces or forbids it.
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
-        band: share of the least step time that a plan may take longer to send less; 0: no longer at all.
-        dp: size of a data-parallel axis beside tp. The example inputs are then one rank's slice of the batch.
-        fully_shard: split weights, gradients and optimizer states over dp too.
+        band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
+        dp, cp: size of an axis beside tp, of data or of context parallelism. The example inputs are then one rank's
+            slice of the batch, or its part of every sequence (`Inputs.part`). `fully_shard` splits weights over it too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
             does so, of a large model with a small one of its classes; True with the model itself, False not at all. The
             plan's notes say what was compared, or why nothing was.
 
-    Returns: the `Plan`; print it to read it.
-    Raises:
-        InputError, CaptureError, PlanError.
+    Returns: the `Plan`; print it to read it. With `devices` the `MeshChoice`: `.rows`, `.best`, `.plan`, `.to_svg()`.
+    Raises: InputError, CaptureError, PlanError.
     """
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    options = Options.read(1 if tp == "auto" else tp, steering, read_axis(dp, fully_shard, tp))
+    odd = within_node or fully_shard or (dp, cp) != (1, 1) or like is not None
+    refuse_beside_devices(devices, global_batch, tp, odd)
+    degree = 1 if tp is None or tp == "auto" else tp
+    options = Options.read(degree, steering, axis := read_axis(dp, fully_shard, tp, cp))
     inputs = needed(model, example_inputs, "autotp.plan")
-    request = CaptureRequest.read(dp, outputs, random, carried, precision)
+    request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
     capture = model, inputs, torch.device("cpu"), check_capture, request
+    if devices is not None:
+        made = Cached.of(*capture).capture(lambda: capture_model(*capture))
+        only = [tp] if isinstance(tp, int) else None
+        return choose_mesh(*made, options, type(model).__name__, devices, global_batch, only)
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
 
@@ -131,13 +149,14 @@ def parallelize(
         PlanError: the plan does not fit the model. RankError: the ranks disagree.
     """
     _refuse_other(plan)
-    request = CaptureRequest.read(plan.batch.size, outputs, random, carried, precision)
+    options_of = Options.of_plan(plan)
+    request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(options_of)
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
-    ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size), None
+    ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name), None
     if example_inputs is not None:
         inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(plan.batch, inputs)
-    build = Build(model, ranks, Options.of_plan(plan), request, lowering, plan, check, check_capture=False)
+    build = Build(model, ranks, options_of, request, lowering, plan, check, check_capture=False)
     captured = build.capture(inputs)[0] if inputs is not None else None
     return kind(*build.shard(plan, captured))
 
@@ -156,7 +175,7 @@ def compile(
     sequence_parallel: bool | None = None,
     memory: float | str | None = None,
     within_node: bool = False, band: float = BAND,
-    dp: int | None = None, fully_shard: bool = False,
+    dp: int | None = None, cp: int | None = None, fully_shard: bool = False,
     outputs: str = "full", loss: Callable[[Any, Any], Tensor] | None = None,
     random: str = "counter", carried: CarriedNames | None = None,
     backend: str | Callable[..., Any] = "eager", options: Mapping[str, Any] | None = None,
@@ -174,7 +193,7 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`.
-        dp: size of the data-parallel axis: every dp rank passes its slice. `fully_shard` splits weights over it too.
+        dp, cp, fully_shard: see `plan`: each rank passes its slice of the batch, or its part of every sequence.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
@@ -193,14 +212,14 @@ def compile(
     _refuse(plan, steering, tp, mesh)
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     model = with_loss(model, loss) if loss is not None else model
-    axis = plan.batch if plan is not None and dp is None else read_axis(1 if dp is None else dp, fully_shard, tp)
-    request, captured = CaptureRequest.read(axis.size, outputs, random, carried, precision), None
+    axis = plan.batch if plan is not None and dp is cp is None else read_axis(dp or 1, fully_shard, tp, cp or 1)
+    request, captured = CaptureRequest.read(axis, outputs, random, carried, precision), None
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
     ranks, chosen = _ranks(plan, tp, mesh, axis, steering)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = Build(model, ranks, chosen, request, lowering, plan, check, check_capture, captured)
+    build = Build(model, ranks, chosen, request.within(chosen), lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 
@@ -261,12 +280,14 @@ def _ranks(
 ) -> tuple[Ranks | None, Options]:
     """The ranks that are there, and what planning for them is to do, or did where a plan is given."""
     degree = plan.tp if plan is not None and tp is None else tp
-    ranks = Ranks.find(degree, mesh, axis.size)
+    ranks = Ranks.find(degree, mesh, axis.size, axis.name)
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    if plan is not None and (plan.batch.size, plan.batch.fully_shard) != (axis.size, axis.fully_shard):
+    there, asked = ((x.size, x.fully_shard, x.name) for x in (plan.batch if plan is not None else axis, axis))
+    if there != asked:
         raise PlanError(
-            f"the plan is for dp={plan.batch.size}, and dp={axis.size} is asked for. Leave out dp, or plan again."
+            f"the plan is for {there[2]}={there[0]}, and {asked[2]}={asked[0]} is asked for. Leave it out, or plan "
+            "again."
         )
     return ranks, Options.of_plan(plan) if plan else Options.read(degree, steering, axis)

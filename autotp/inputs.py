@@ -32,6 +32,34 @@ class Inputs:
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", kwargs)
 
+    def part(self, rank: int, ranks: int) -> Inputs:
+        """What one context-parallel rank passes: of every sequence the chunk of this place, and that from the end.
+
+        Sequences are the second dimension of the first tensor that has two, and of all of the same length.
+
+        Args:
+            rank: place on the axis, 0 to ranks - 1. ranks: size of the axis, `cp`.
+
+        Raises:
+            InputError: there is no sequence, or its length is no multiple of 2 x ranks.
+        """
+        leaves = [x for x in compat.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.ndim > 1]
+        length = leaves[0].shape[1] if leaves else 0
+        if not leaves or length % (2 * ranks):
+            raise InputError(
+                f"a sequence of {length} is not dealt to {ranks} ranks in two chunks each: its length must be a "
+                f"multiple of {2 * ranks}. Pad sequences, and mask what is padding."
+            )
+
+        def own(x: Any) -> Any:
+            if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != length:
+                return x
+            pieces = x.chunk(2 * ranks, 1)
+            return torch.cat((pieces[rank], pieces[-1 - rank]), 1)
+
+        args, kwargs = compat.tree_map(own, (self.args, dict(self.kwargs)))
+        return Inputs(*args, **kwargs)
+
 
 def normalise(example: object) -> Inputs:
     """`example_inputs`, in any form that is accepted, as `Inputs`; plain dataclasses among them are containers then.

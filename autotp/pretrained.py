@@ -54,7 +54,8 @@ def from_pretrained(
         InputError: the folder or its config cannot be used, or there are too few ranks. StateError: the weights do not
             fit the config. All ranks raise together.
     """
-    path, world = Path(folder), Ranks.find(mesh=mesh, dp=options.get("dp") or 1)
+    axis = "cp" if options.get("cp") else "dp"
+    path, world = Path(folder), Ranks.find(mesh=mesh, dp=options.get(axis) or 1, axis=axis)
     model = together(world and world.planners, "reading the folder", lambda: _empty(path, dtype))
     if world is None and tp not in (None, 1, "auto"):
         raise InputError(

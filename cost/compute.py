@@ -65,7 +65,8 @@ def node_flops(node: fx.Node) -> int:
         InputError: an input of a counted operator has no `meta["val"]`.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    own, registered = _FORMULAS.get(str(packet)), flop_registry.get(packet) if packet else None
+    name = str(packet) if packet else getattr(node.target, "__name__", "")
+    own, registered = _FORMULAS.get(name), flop_registry.get(packet) if packet else None
     if own is None and registered is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)  # type: ignore[arg-type]
@@ -149,6 +150,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     "aten.matmul": _matmul,
     "aten.einsum": _einsum,
     "aten.scaled_dot_product_attention": _attention,
+    "dealt_attention": _attention,
     "aten.conv1d": _convolution,
     "aten.conv2d": _convolution,
     "aten.conv3d": _convolution,

@@ -11,8 +11,8 @@ collectives, and what an optimizer's step needs for itself.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 from torch import fx
 
@@ -26,7 +26,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 
 from .cache import cache_of
-from .objective import Objective
+from .objective import TRAINING, Objective
 from .prices import nbytes, sizer
 from .rank_memory import Memory
 from .saved_tensors import Saved, saved_by
@@ -95,6 +95,31 @@ def kept_for_backward(
     yield from ((line.nodes[moment], size) for moment, size in extras)
 
 
+def working_sets(
+    planned: Planned, sharded: Sharded, objective: Objective, hints: Hints
+) -> Iterator[tuple[fx.Node, float]]:
+    """Nodes of the program of one rank, in their order and backwards, and the bytes that live then beside what is
+    steady or kept for the backward."""
+    line = _Line(planned, sharded, objective, hints)
+    for moment, size in enumerate(line.levels([life for life in line.lives() if not life.kept])):
+        yield line.nodes[moment if moment < len(line.nodes) else 2 * len(line.nodes) - 1 - moment], size
+
+
+def inputs_of(
+    planned: Planned, sharded: Sharded, hints: Hints, parts: Iterable[Collection[fx.Node]]
+) -> Iterator[list[tuple[fx.Node, float]]]:
+    """Of each part of the program of one rank what it reads of the rest and has a gradient, and its bytes on a rank.
+
+    Args:
+        planned, sharded, hints: as for `measure`. parts: the nodes of each.
+    """
+    line = _Line(planned, sharded, TRAINING, hints)
+    for nodes in parts:
+        read = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder")
+        values = [(x, sharded.origin[x]) for x in read if x in sharded.origin]
+        yield [(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads]
+
+
 def _cache(part: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
     """Bytes of an attention's keys on a rank, and of as many values; an encoder's are not cached."""
     if part.heads is None or _sees_all(planned.ops[part.heads.at[0]]):
@@ -123,6 +148,15 @@ def _place(node: fx.Node | None) -> str:
     if node.op != "output":
         name = node.name if node.op == "placeholder" else short_name(node.target)
     return " ".join(filter(None, [path[-1] if path else "", f"({name})"]))
+
+
+class _Life(NamedTuple):
+    """First and last moment and bytes of a value, and whether it is kept for the backward."""
+
+    start: int
+    end: int
+    size: float
+    kept: bool
 
 
 class _Line:
@@ -179,25 +213,8 @@ class _Line:
     def peak(self) -> tuple[float, float, fx.Node | None, str]:
         """Bytes that autograd keeps, bytes at the fullest moment, its node and its direction."""
         n = len(self.nodes)
-        savers, extras = self.savers() if self.training else ({}, [])
-        changes = [0.0] * (2 * n + 1)
-        activations = 0.0
-        for start, size in extras:
-            activations += size
-            _add(changes, start, self._mirror(start), size)
-        last = self._last_reads()
-        for node in dict.fromkeys(self.base.values()):
-            if self._steady(node):
-                continue
-            size, start = self.size(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
-            end = last.get(node, start)
-            if node in savers:
-                activations += size
-                end = self._mirror(savers[node])
-            _add(changes, start, end, size)
-        if self.training:
-            self._gradients(changes)
-        levels = list(itertools.accumulate(changes))[: 2 * n if self.training else n]
+        lives = list(self.lives())
+        activations, levels = sum(life.size for life in lives if life.kept), self.levels(lives)
         if not levels:
             return 0.0, 0.0, None, "forward"
         # Sums of many sizes differ by rounding, so of moments equal to a byte the first one is named.
@@ -205,6 +222,28 @@ class _Line:
         if at < n:
             return activations, levels[at], self.nodes[at], "forward"
         return activations, levels[at], self.nodes[self._mirror(at)], "backward"
+
+    def levels(self, lives: Iterable[_Life]) -> list[float]:
+        """Bytes at each moment of these values and of gradients."""
+        n = len(self.nodes)
+        changes = [0.0] * (2 * n + 1)
+        for life in lives:
+            _add(changes, life.start, life.end, life.size)
+        if self.training:
+            self._gradients(changes)
+        return list(itertools.accumulate(changes))[: 2 * n if self.training else n]
+
+    def lives(self) -> Iterator[_Life]:
+        """Of every value of the forward, and of what operators keep of their own."""
+        savers, extras = self.savers() if self.training else ({}, [])
+        for start, size in extras:
+            yield _Life(start, self._mirror(start), size, True)
+        last = self._last_reads()
+        for node in dict.fromkeys(self.base.values()):
+            if not self._steady(node):
+                size, start = self.size(self.sharded.origin[node], self.sharded.layouts[node]), self.order[node]
+                end = self._mirror(savers[node]) if node in savers else last.get(node, start)
+                yield _Life(start, end, size, node in savers)
 
     def _mirror(self, moment: int) -> int:
         """The moment of the backward of the node that runs at this one, and the other way round."""

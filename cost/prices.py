@@ -188,8 +188,8 @@ class Prices:
         return (1 + BACKWARD) * forward + Cost(activation_bytes=saved, budget_bytes=saved)
 
     def _across(self, op: Op, over: BatchConversion, part: float) -> float:
-        """Seconds of a conversion over the data-parallel axis, whose neighbours are tp ranks apart."""
-        a, b, ranks = over
+        """Seconds of a conversion over a mesh axis beside tp, whose neighbours are tp ranks apart."""
+        a, b, ranks = over[:3]
         size = part * max(self.bytes(op.slots[0].meta["val"]), self.bytes(tensors(op.node)[0]))
         ways = [(a, b), (b.dual, a.dual)] if op.node in self.grads and self.objective.training else [(a, b)]
         return sum(self.one_way(src, dst, size, ranks, self.tp) or 0.0 for src, dst in ways)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -49,7 +49,8 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
         return Saved()  # a conversion keeps nothing
     if op.node not in grads:
         return Saved(views=((0, 0),) if _views(op) else ())
-    kernel = KERNELS.get(str(getattr(op.target, "overloadpacket", None)))
+    named = getattr(op.target, "__name__", "") if not hasattr(op.target, "_schema") else op.target.overloadpacket
+    kernel = KERNELS.get(str(named))
     answer = kernel(op, grads) if kernel is not None else None
     if answer is not None:
         return answer
@@ -130,7 +131,7 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     mask = op.slot("attn_mask")
     if mask is not None and op.slots[mask] in grads:
         return None
-    slots = {i for name in ("query", "key", "value") if (i := op.slot(name)) is not None}
+    slots = {0, 1, 2}
     query = op.slots[0].meta["val"]
     extra: list[Extra] = [(STATISTIC * _count(tensors(op.node)[0].shape[:-1]), None)]
     if mask is not None and op.slots[mask].meta["val"].dtype == torch.bool:  # made anew as addends in every call
@@ -140,6 +141,14 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     return Saved(frozenset(slots), frozenset({0}), tuple(extra))
 
 
+def _dealt_attention(op: Op, grads: set[fx.Node]) -> Saved | None:
+    """What attention keeps, and results of its runs beside the whole one."""
+    kept = _attention(op, grads)
+    result = tensors(op.node)[0]
+    runs: Extra = float(result.element_size()) * _count(result.shape), len(op.slots)
+    return kept and replace(kept, extra=(*kept.extra, runs))
+
+
 def _count(shape: Iterable[Any]) -> float:
     return float(math.prod(size_hint(n) for n in shape))
 
@@ -147,6 +156,7 @@ def _count(shape: Iterable[Any]) -> float:
 KERNELS: dict[str, Callable[[Op, set[fx.Node]], Saved | None]] = {
     "aten.dropout": _dropout,
     "aten.scaled_dot_product_attention": _attention,
+    "dealt_attention": _dealt_attention,
 }
 
 

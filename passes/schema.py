@@ -81,7 +81,7 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
         own = mark(node)
         if stated and own.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
-        yield from _on_axis(node, own, "dp")
+        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "dp")
         if converts(node) != (own.batch is not None):
             yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
         for field in ("layout", "conversion"):
@@ -96,7 +96,7 @@ def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
     """What is wrong in the program of all ranks: marks, and whether each value lies as it was decided."""
     for node in program.graph.nodes:
         own = mark(node)
-        yield from _on_axis(node, own, "dp" if own.batch is not None else "tp")
+        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
         yield from _conversion(node, own)
         if node not in program.origin:
             continue
@@ -133,7 +133,7 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
     """What is wrong in one rank's graph; with `before`, what an optimisation has put in says where it belongs."""
     for node in graph.nodes:
         own = mark(node)
-        yield from _on_axis(node, own, "dp" if own.batch is not None else "tp")
+        yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "tp")
         yield from _conversion(node, own)
         if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
             yield Fault(node, "axis", "is written, and the call has no rank")
@@ -163,10 +163,13 @@ def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
             yield Fault(node, "scope", "is not written")
 
 
+BESIDE = ("dp", "cp")  # axes over which a program may have been planned before
+
+
 def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
     """A call that takes its rank says on which axis; no other does."""
     wanted = axis if node.op == "call_function" and _takes_rank(node.target) else None
-    if own.axis not in (wanted, "dp" if wanted else None):
+    if own.axis not in (wanted, *(BESIDE if wanted else ())):
         yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {wanted or 'empty'}")
 
 

@@ -48,7 +48,7 @@ def explain(
     from autotp.plans.show.rows import over  # noqa: PLC0415  it needs torch
 
     screen.say(f"{result.model} over {over(result)} ({result.cluster}, {result.objective}), priced for {source.sizes}")
-    screen.result(explanation, lambda: {"tp": result.tp, "dp": result.batch.size, **asdict(explanation)})
+    screen.result(explanation, lambda: {"tp": result.tp, result.batch.name: result.batch.size, **asdict(explanation)})
     return FINE
 
 
@@ -66,7 +66,7 @@ def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
         "parameter": parameter.name,
         "aliases": list(parameter.aliases),
         "tp": plan.tp,
-        "dp": plan.batch.size,
+        plan.batch.name: plan.batch.size,
         "layout": str(parameter.layout),
         "role": parameter.role,
         "shape": list(parameter.shape),
@@ -104,5 +104,6 @@ def _table(known: dict[str, Any]) -> RenderableType:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))
-    ranks = str(known["tp"]) if known["dp"] == 1 else f"{known['dp']} x {known['tp']}"
+    beside = known.get("cp", known.get("dp"))
+    ranks = str(known["tp"]) if beside == 1 else f"{beside} x {known['tp']}"
     return Group(Text(f"{known['parameter']}{equals}, over {ranks} ranks", style="bold"), table)

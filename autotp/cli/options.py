@@ -146,8 +146,15 @@ class DegreeOptions:
         str | None,
         typer.Option(metavar="DPxTP", help="Batch and tensor axis at once, such as 2x4.", rich_help_panel=STEERING),
     ] = None
+    cp: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Ranks that deal out each sequence, beside tp.", rich_help_panel=STEERING
+        ),
+    ] = 1
     fully_shard: Annotated[
-        bool, typer.Option("--fully-shard", metavar="", help="Split weights over dp too.", rich_help_panel=STEERING)
+        bool,
+        typer.Option("--fully-shard", metavar="", help="Split weights over dp or cp too.", rich_help_panel=STEERING),
     ] = False
     within_node: Annotated[
         bool,
@@ -157,13 +164,14 @@ class DegreeOptions:
     ] = False
 
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
-        """`tp`, `within_node`, and where they are asked for `dp` and `fully_shard`."""
+        """`tp`, `within_node`, and where they are asked for `dp`, `cp` and `fully_shard`."""
         dp, tp = read_mesh(self.mesh) if self.mesh is not None else (1, None)
         asked = read_degree(self.tp) if self.tp is not None else None
         if tp is not None and asked not in (None, tp):
             raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {asked}. Leave one out.")
         degree = tp or asked or default
         two_axes = {"dp": dp} if dp > 1 else {}
+        two_axes |= {"cp": self.cp} if self.cp > 1 else {}
         two_axes |= {"fully_shard": True} if self.fully_shard else {}
         return {"tp": degree, "within_node": self.within_node, **two_axes}
 

@@ -72,17 +72,29 @@ def sweep(
     tp: Annotated[
         str | None, typer.Option(metavar="N,N,...", help="The degrees. Default: 1,2,4,8,16,32.", show_default=False)
     ] = None,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Compare all meshes of so many devices.", show_default=False),
+    ] = None,
+    global_batch: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="With --devices: examples of a step over all.", show_default=False),
+    ] = None,
     plot: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE.svg",
-            help="Draw time, memory and exposed communication, with and without sequence parallelism.",
+            help="Draw time, memory and exposed communication, with and without sequence parallelism; or meshes.",
             rich_help_panel=PANEL,
         ),
     ] = None,
 ) -> int:
-    """Plan for several degrees and compare them."""
+    """Plan for several degrees and compare them, or all meshes of so many devices."""
     writable(plot)
+    if devices is not None:
+        return _meshes(loaded(model, sizes, steering, screen), steering, screen, tp, devices, global_batch, plot)
+    if global_batch is not None:
+        raise InputError("--global-batch goes with --devices: without it --batch is what is priced.")
     asked: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
     source = loaded(model, sizes, steering, screen)
     asked |= {"example_inputs": source.inputs, **steering.arguments()}
@@ -97,6 +109,25 @@ def sweep(
     if best is None:
         screen.say("no degree fits into the memory of a rank", style="yellow")
     return NO if best is None else FINE
+
+
+def _meshes(
+    source: LoadedModel, steering: SteeringOptions, screen: Screen, tp: str | None, devices: int,
+    global_batch: int | None, plot: Path | None,
+) -> int:  # fmt: skip
+    """Compare meshes of devices."""
+    degrees = read_degrees(tp) if tp is not None else [None]
+    if len(degrees) > 1:
+        raise InputError(f"--tp {tp} beside --devices: give one degree, or none to try all that stay in a node.")
+    with screen.working(f"planning {type(source.model).__name__}"):
+        options = {"example_inputs": source.inputs, "global_batch": global_batch, **steering.arguments()}
+        choice = autotp.plan(source.model, degrees[0], devices=devices, **options)
+    if plot is not None:
+        choice.to_svg(plot)
+        screen.say(f"wrote {plot}")
+    screen.say(f"priced for micro-batches of {source.sizes} or a few times as many examples")
+    screen.result(choice, choice.to_dict)
+    return NO if choice.best is None else FINE
 
 
 def loaded(

@@ -50,7 +50,9 @@ def verify(
     """
     asked: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
     if {"dp", "fully_shard"} & asked.keys():
-        raise InputError("verify simulates the ranks of one tp group: leave dp out, as in --tp 4 or --mesh 1x4.")
+        raise InputError(
+            "verify simulates the ranks of tp, and of --cp: leave out dp and --fully-shard, as in --tp 4 or --mesh 1x4."
+        )
     if plan is not None:
         if degree != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
@@ -92,7 +94,7 @@ def _table(report: Report, sizes: str) -> RenderableType:
     gradients = f"no gradients: {report.forward_only}" if report.forward_only else f"{report.gradient_error:.1e}"
     capture = f"not compared: {report.unproved}" if report.unproved else f"{report.capture_error:.1e}"
     rows = [
-        ("ranks", f"{report.tp}, simulated"), ("inputs", sizes), ("values compared", str(report.values)),
+        ("ranks", f"{report.ranks}, simulated"), ("inputs", sizes), ("values compared", str(report.values)),
         ("largest error of outputs", f"{report.output_error:.1e}"), ("largest error of gradients", gradients),
         ("tolerance", f"{report.tolerance:.0e} (float64)"), ("captured graph against the model", capture),
     ]  # fmt: skip
@@ -108,7 +110,7 @@ def _table(report: Report, sizes: str) -> RenderableType:
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))
     verdict = Text("equal", style="bold green") if report else Text(str(report), style="bold red")
-    return Group(Text(f"{model} over {report.tp} ranks", style="bold"), table, verdict)
+    return Group(Text(f"{model} over {report.ranks} ranks", style="bold"), table, verdict)
 
 
 def calibrate(

@@ -29,6 +29,7 @@ from .wording import by_value, rank_list
 T = TypeVar("T")
 TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 LINES = 20  # of differences in a message
+BESIDE = ("dp", "cp")  # mesh axes beside tp
 SETTLE = 0.1  # seconds at exit for gloo's threads
 
 
@@ -68,7 +69,7 @@ class Ranks:
         tp: the number of ranks in the group.
         group: its process group, named `group_name`.
         device: where this rank holds its part: `cuda:LOCAL_RANK`, or the CPU.
-        batch: likewise the ranks of this one's place on the data-parallel axis, where there is one.
+        batch: likewise the ranks of this one's place on the axis beside tp, where there is one.
         every: likewise the ranks of both axes, which plan together; `axes` names them in messages.
     """
 
@@ -89,20 +90,21 @@ class Ranks:
 
     @property
     def channel(self) -> Channel | None:
-        """By which the ranks keep in step, those of dp alone aside; a collective call where it is the first."""
-        if self.axes == "dp":
+        """By which the ranks keep in step, but those beside tp; a collective call where it is the first."""
+        if self.axes in BESIDE:
             return None
         return channel_of(self.group, self.rank, self.tp, self.device, self.axes)
 
     @staticmethod
-    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1) -> Ranks | None:
+    def find(tp: int | None = None, mesh: DeviceMesh | None = None, dp: int = 1, axis: str = "dp") -> Ranks | None:
         """The tp ranks from `mesh`, or the process group there is, or one made here under torchrun.
 
         Args:
             tp: the degree; None takes the mesh's or the world's size (its part beside `dp`).
             mesh: 1-D, or with a dimension named "tp". Without one, a world larger than `tp` is cut into groups of
                 `tp` ranks that follow each other: a mesh (dp, tp).
-            dp: the data-parallel degree; with more than one the mesh has a dimension named "dp" of this size.
+            dp: the size of the axis beside tp; with more than one the mesh has a dimension of this size.
+            axis: the name of that dimension.
         Returns: None in one plain process with no ranks.
         Raises:
             InputError: `tp` or `mesh` cannot be used, or they contradict each other.
@@ -111,51 +113,52 @@ class Ranks:
         if tp is not None:
             check_degree(tp)
         if mesh is not None:
-            return _with_batch(_of_mesh(_tp_axis(mesh), tp), mesh, dp)
+            return _with_batch(_of_mesh(_tp_axis(mesh), tp), mesh, dp, axis)
         if not (dist.is_available() and dist.is_initialized()):
             if not all(name in os.environ for name in TORCHRUN):
                 return None
-            _check_world(tp, dp, int(os.environ["WORLD_SIZE"]))
+            _check_world(tp, dp, int(os.environ["WORLD_SIZE"]), axis)
             _start()
         world = dist.get_world_size()
-        tp = _check_world(tp, dp, world)
+        tp = _check_world(tp, dp, world, axis)
         kind = "cuda" if torch.cuda.is_available() and "nccl" in dist.get_backend_config() else "cpu"
         if kind == "cuda":
             _own_device(dist.get_rank())
         if tp == world:
             return _of_mesh(init_device_mesh(kind, (tp,), mesh_dim_names=("tp",)), tp)
-        mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=("dp", "tp"))
-        return _with_batch(_of_mesh(mesh["tp"], tp), mesh, dp)
+        mesh = init_device_mesh(kind, (world // tp, tp), mesh_dim_names=(axis, "tp"))
+        return _with_batch(_of_mesh(mesh["tp"], tp), mesh, dp, axis)
 
 
-def _check_world(tp: int | None, dp: int, world: int) -> int:
+def _check_world(tp: int | None, dp: int, world: int, axis: str) -> int:
     """The tp degree in a world of this many ranks, each of which has one place on both axes."""
     if dp > 1 and (world % dp or tp not in (None, world // dp)):
         raise InputError(
-            f"dp={dp} and tp={tp or 'the rest'} do not make up the world of {world} ranks: dp x tp must be {world}. "
-            "Pass a mesh with dimensions named 'dp' and 'tp' to use a part of the world."
+            f"{axis}={dp} and tp={tp or 'the rest'} do not make up the world of {world} ranks: {axis} x tp must be "
+            f"{world}. Pass a mesh with dimensions named '{axis}' and 'tp' to use a part of the world."
         )
     return check_degree(world // dp if tp is None else tp, world)
 
 
-def _with_batch(ranks: Ranks, mesh: DeviceMesh, dp: int) -> Ranks:
-    """The tp ranks with those of the mesh's data-parallel axis, where that is asked for."""
+def _with_batch(ranks: Ranks, mesh: DeviceMesh, dp: int, axis: str) -> Ranks:
+    """The tp ranks with those of the mesh's axis beside tp, where that is asked for."""
     if dp == 1:
         return ranks
     names = mesh.mesh_dim_names or ()
-    if "dp" not in names or mesh["dp"].size() != dp:
-        has = f"one of {mesh['dp'].size()}" if "dp" in names else "none"
+    if axis not in names or mesh[axis].size() != dp:
+        has = f"one of {mesh[axis].size()}" if axis in names else "none"
         raise InputError(
-            f"dp={dp} needs a mesh with a dimension 'dp' of that size, and it has {has}: "
-            f"init_device_mesh(..., ({dp}, {ranks.tp}), mesh_dim_names=('dp', 'tp'))."
+            f"{axis}={dp} needs a mesh with a dimension '{axis}' of that size, and it has {has}: "
+            f"init_device_mesh(..., ({dp}, {ranks.tp}), mesh_dim_names=('{axis}', 'tp'))."
         )
-    every = _of_mesh(compat.flat_mesh(mesh["dp", "tp"]), None)
-    return replace(ranks, batch=replace(_of_mesh(mesh["dp"], dp), axes="dp"), every=replace(every, axes="dp and tp"))
+    every = _of_mesh(compat.flat_mesh(mesh[axis, "tp"]), None)
+    beside = replace(_of_mesh(mesh[axis], dp), axes=axis)
+    return replace(ranks, batch=beside, every=replace(every, axes=f"{axis} and tp"))
 
 
-def no_ranks_error(tp: int, dp: int = 1) -> RankError:
+def no_ranks_error(tp: int, dp: int = 1, axis: str = "dp") -> RankError:
     """The error for calling a module split over `dp` x `tp` ranks in a process that has none."""
-    over = f"tp={tp} ranks" if dp == 1 else f"dp={dp} x tp={tp} ranks"
+    over = f"tp={tp} ranks" if dp == 1 else f"{axis}={dp} x tp={tp} ranks"
     return RankError(
         f"This module is split over {over}, and this is one plain process with no ranks, so it cannot be called "
         f"here (its plan can be printed). Launch the script on {dp * tp} ranks: {_torchrun(dp * tp)}"

@@ -12,7 +12,7 @@ from autotp.ir.graph import Capture
 from autotp.log import log
 from autotp.passes.base import run_passes
 
-from .schedule import between_ranks
+from .schedule import schedule
 
 T = TypeVar("T")
 Told = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
@@ -38,7 +38,7 @@ def capture_once(
     """
     if ranks is None or ranks.tp == 1:
         captured, rest = together(ranks, WHAT, make)
-        run_passes(captured, between_ranks(ranks))
+        run_passes(captured, schedule(ranks=ranks).agreed)
         return captured, rest
     mine = together(ranks, WHAT, key)
     told = from_all(ranks, mine, "what a capture depends on")
@@ -61,7 +61,7 @@ def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tupl
     """Every rank's own capture, in one order."""
     log.info("every rank captures the model for itself: %s", why)
     captured, rest = together(ranks, WHAT, make)
-    run_passes(captured, between_ranks(ranks))
+    run_passes(captured, schedule(ranks=ranks).agreed)
     return captured, rest
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autotp.comm.ranks import check_degree
@@ -114,7 +114,8 @@ class CaptureRequest:
     """What a capture is to be.
 
     Attributes:
-        dp: number of slices of the batch, of which one is captured.
+        dp: number of slices of the batch, of which one is captured; `cp`: likewise of every sequence.
+        inner: with cp, number of tp ranks, which split heads before it does; `cluster`: that prices it.
         outputs: "full" and "sharded" keep all of them, "loss" the loss alone.
         random: what draws random numbers: "counter", or "torch".
         carried: which outputs come back as which inputs.
@@ -126,6 +127,9 @@ class CaptureRequest:
     random: str = "counter"
     carried: Names = ()
     precision: Precision | None = None
+    cp: int = 1
+    inner: int = 1
+    cluster: Cluster | None = None
 
     @property
     def states(self) -> tuple[str, ...]:
@@ -134,15 +138,32 @@ class CaptureRequest:
 
     @classmethod
     def read(
-        cls, dp: int = 1, outputs: str = "full", random: str = "counter", carried: Any = None, precision: Any = None
-    ) -> CaptureRequest:
-        """The request that a public function's arguments make, checked."""
+        cls, axis: Axis | int = ALONE, outputs: str = "full", random: str = "counter", carried: Any = None,
+        precision: Any = None,
+    ) -> CaptureRequest:  # fmt: skip
+        """The request that a public function's arguments make, checked.
+
+        Args:
+            axis: beside tp; of dp its size does. outputs, random, carried, precision: see `autotp.compile`.
+        """
         _refuse_unknown("outputs", outputs, ("full", "sharded", "loss"))
         _refuse_unknown("random", random, ("counter", "torch"))
-        return cls(dp, outputs, random, read_carried(carried), Precision.read(precision))
+        axis = Axis(axis) if isinstance(axis, int) else axis
+        dp, cp = (axis.size, 1) if axis.name == "dp" else (1, axis.size)
+        names = read_carried(carried)
+        if names and cp > 1:
+            raise InputError("carried= with cp: what comes back from a call is not dealt along the sequence. Use cp=1.")
+        return cls(dp, outputs, random, names, Precision.read(precision), cp)
+
+    def within(self, options: Options) -> CaptureRequest:
+        """The same for the tp ranks and the cluster of a plan, which matter with cp alone."""
+        return self if self.cp == 1 else replace(self, inner=options.tp, cluster=options.cluster)
 
 
 DEFAULT_CAPTURE = CaptureRequest()
+
+
+PART = {"dp": "slice of a batch", "cp": "part of every sequence"}
 
 
 def _refuse_unknown(what: str, value: Any, known: tuple[str, ...]) -> None:
@@ -160,21 +181,36 @@ def read_band(band: Any) -> float:
     return float(band)
 
 
-def read_axis(dp: Any, fully_shard: Any, tp: Any) -> Axis:
-    """The data-parallel axis that a public function's arguments ask for, checked."""
+def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = 1) -> Axis:
+    """The axis beside tp that a public function's arguments ask for, checked.
+
+    Args:
+        dp, cp: its size, one of them. fully_shard: split weights over it. tp: ranks, or "auto".
+
+    Raises:
+        InputError: a value that is none, or two that contradict each other.
+    """
+    if isinstance(cp, bool) or not isinstance(cp, int) or cp < 1:
+        raise InputError(f"cp={cp!r}: the context-parallel degree counts ranks, so it is an int of at least 1.")
+    if cp > 1 and dp != 1:
+        raise InputError(f"dp={dp} and cp={cp}: one axis beside tp is planned. Give dp or cp, and leave out the other.")
+    if cp > 1 and tp == "auto":
+        raise InputError("tp='auto' picks the degree for tp alone, and cp is given. Give tp as a number.")
+    if cp > 1:
+        return Axis(cp, bool(fully_shard), name="cp")
     if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
         raise InputError(f"dp={dp!r}: the data-parallel degree counts ranks, so it is an int of at least 1.")
     if fully_shard and dp == 1:
-        raise InputError("fully_shard=True splits weights over dp: give dp, the size of that axis, too.")
+        raise InputError("fully_shard=True splits weights over dp or cp: give the size of that axis, too.")
     if dp > 1 and tp == "auto":
         raise InputError("tp='auto' picks the degree for tp alone, and dp is given. Give tp as a number.")
     return Axis(dp, bool(fully_shard))
 
 
 def refuse_late(axis: Axis, inputs: Any) -> None:
-    """Refuse to wait for the first call where weights are to be spread over dp before an optimizer holds them."""
+    """Refuse to wait for the first call where weights are to be spread over an axis before an optimizer holds them."""
     if axis.size > 1 and inputs is None:
         raise InputError(
-            f"dp={axis.size} needs example_inputs, one rank's slice of a batch: which weights are gathered together is "
-            "decided before the first call."
+            f"{axis.name}={axis.size} needs example_inputs, one rank's {PART[axis.name]}: which weights are gathered "
+            "together is decided before the first call."
         )

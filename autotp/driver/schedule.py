@@ -21,6 +21,7 @@ from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
 from autotp.passes.optimise import RankProgram, table
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
+from autotp.passes.shard.sequence_program import SequenceAxis
 
 from .options import DEFAULT_CAPTURE, CaptureRequest
 
@@ -32,6 +33,7 @@ class Schedule(NamedTuple):
         exported: of each attempt of capture: functional, and every block in full.
         canonical: of each attempt: one form for the rules to see, which is then held against the model.
         requested: once a capture is the model: what it is asked to be.
+        agreed: where every rank has captured for itself. Collective.
         planned: before rules are asked, where there is more than one rank.
         sharded: the program of all ranks, by the plan's decisions.
         rank: the program of one, and what makes it faster.
@@ -40,32 +42,26 @@ class Schedule(NamedTuple):
     exported: tuple[Pass[Exported], ...]
     canonical: tuple[Pass[Capture], ...]
     requested: tuple[Pass[Capture], ...]
+    agreed: tuple[Pass[Capture], ...]
     planned: tuple[Pass[Capture], ...]
     sharded: tuple[Pass[ShardedProgram], ...]
     rank: tuple[Pass[RankProgram], ...]
 
 
-def schedule(request: CaptureRequest = DEFAULT_CAPTURE) -> Schedule:
-    """The order for what a capture is to be."""
+def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = None) -> Schedule:
+    """The order for what a capture is to be, by these ranks."""
     return Schedule(
         exported=EXPORTED,
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
             BatchAxis(request.dp),
+            SequenceAxis(request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
             Float8Products(request.precision),
             CountedRandom(request.random),
         ),
+        agreed=(RankOrder(ranks),),
         planned=(DecomposeLosses(),),
         sharded=(ShardOperators(request.outputs),),
         rank=(Specialise(), *table.OPTIMISATIONS),
     )
-
-
-def between_ranks(ranks: Ranks | None) -> tuple[Pass[Capture], ...]:
-    """What follows `Schedule.requested` where every rank has captured for itself. Collective passes.
-
-    Args:
-        ranks: that captured; None in one plain process.
-    """
-    return (RankOrder(ranks),)

@@ -9,16 +9,18 @@ from torch import nn
 
 from autotp.capture.selfcheck import Trial
 from autotp.capture.subclasses.weights import plain_weights
-from autotp.errors import PlanError
+from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
+from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
 from autotp.plans.export.annotations import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate.certificate import certificate
 from autotp.proof.compare import Difference, Report, compare
+from autotp.proof.grid import GridProof
 from autotp.proof.simulate import Values
 
-from .options import CaptureRequest, Options, Steering
+from .options import CaptureRequest, Options, Steering, read_axis
 from .pipeline import apply_plan, capture_model, solve_plan
 
 __all__ = ["Difference", "Report", "Values", "compare", "prove_call"]
@@ -32,12 +34,14 @@ def prove_call(
     steering: Steering,
     request: CaptureRequest,
     certify: bool = False,
+    cp: int = 1,
 ) -> tuple[Report, Options]:
     """Prove one call of a model on `tp` simulated ranks: every value and every gradient.
 
     Args:
         plan: prove this one; None makes one, as `steering` says.
         certify: also ask spmd_types.
+        cp: ranks of an axis of sequences beside tp; with more than one results and their gradients are compared.
 
     Returns: the report, with the plan, and what that was made for.
     """
@@ -47,6 +51,9 @@ def prove_call(
     model = plain_weights(model)
     if certify:
         spmd_types()  # before minutes of capture
+    axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)
+    if axis.size > 1:
+        return _over_sequences(model, inputs, plan, Options.read(tp, steering, axis), request, certify)
     chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     if plan is None:
@@ -56,6 +63,33 @@ def prove_call(
     certified = certificate(planned, sharded) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
     return replace(proof, certificate=certified), chosen
+
+
+def _over_sequences(
+    model: nn.Module, inputs: Inputs, plan: Plan | None, options: Options, request: CaptureRequest, certify: bool
+) -> tuple[Report, Options]:
+    """Prove one call on simulated ranks of a mesh (cp, tp), of whole sequences that are dealt to them."""
+    if plan is not None or certify or request.carried:
+        raise InputError("with cp a plan is made and proved by values: leave out plan=, certify= and carried=.")
+    proof, plan = grid_of(model, inputs, options, request)
+    compared, captured = proof.run(), proof.whole
+    return replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved), options
+
+
+def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: CaptureRequest) -> tuple[GridProof, Plan]:
+    """A proof over a mesh (cp, tp), and the plan that it is of.
+
+    Args:
+        model, inputs: of a call with whole sequences. options: with the axis of cp. request: what captures are to be.
+    """
+    request = replace(request, random="torch")
+    captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
+    program, cp = own_copy(captured), options.batch.size
+    dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
+    plan = solve_plan(program, [*notes, *dealt.told], options, type(model).__name__)
+    planned, sharded = apply_plan(program, plan, options)
+    values = Values.of(captured, model, inputs)
+    return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan
 
 
 def capture_error(program: Capture, model: nn.Module, values: Values) -> float:

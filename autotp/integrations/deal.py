@@ -63,6 +63,11 @@ def sizes_of(model: Any) -> tuple[int, int]:
             "not inside another module. One without autotp goes to the library's own class."
         )
     shards = model._shards
+    if shards.axis.name == "cp":
+        raise InputError(
+            "The module deals sequences out over cp, and accelerate and transformers' Trainer deal out batches alone. "
+            "Compile it with dp, or write the loop with autotp.Inputs.part."
+        )
     return shards.tp, shards.axis.size
 
 

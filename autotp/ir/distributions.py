@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Segment:
-    """`count` units of `unit` consecutive elements; whole units are dealt to the ranks by `chunk`."""
+    """`count` units of `unit` consecutive elements; whole units are dealt to the ranks by `chunk`.
+
+    With `reverse` the last rank owns the first chunk. Such a segment is dealt evenly.
+    """
 
     count: Size
     unit: Size = 1
+    reverse: bool = False
 
     @property
     def length(self) -> Size:

@@ -15,15 +15,22 @@ from .layouts import Layout
 
 KEY = "autotp"
 
-Axis = Literal["tp", "dp"]
+Axis = Literal["tp", "dp", "cp"]
 
 
 class BatchConversion(NamedTuple):
-    """A conversion over the data-parallel axis, which has so many ranks."""
+    """A conversion over a mesh axis beside tp, which has so many ranks.
+
+    Attributes:
+        source, target: layouts before and after. axis: its name.
+        inner: parts of a dimension that are each dealt over the axis, for as many tp ranks to split it.
+    """
 
     source: Layout
     target: Layout
     ranks: int
+    axis: Axis = "dp"
+    inner: int = 1
 
 
 @dataclass(frozen=True)
@@ -51,7 +58,7 @@ class Mark:
     """Whether the call stands under `torch.no_grad`, so that its result carries no gradient."""
 
     batch: BatchConversion | None = None
-    """The conversion over the data-parallel axis that the call is."""
+    """The conversion over a mesh axis beside tp that the call is."""
 
     layout: Layout | None = None
     """How the value lies over the tp ranks."""

@@ -74,7 +74,7 @@ class Partition(Distribution):
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
-        segments = [Segment(s.count, simplify(s.unit * unit)) for s in self.segments]
+        segments = [replace(s, unit=simplify(s.unit * unit)) for s in self.segments]
         return Partition.of(segments, simplify(self.repeat * repeat), tp)
 
     def lower(self, repeat: Size, unit: Size, tp: int) -> Partition | None:
@@ -83,7 +83,7 @@ class Partition(Distribution):
         units = [divide(s.unit, unit) for s in self.segments]
         if times is None or any(u is None for u in units):
             return None
-        segments = [Segment(s.count, u) for s, u in zip(self.segments, units, strict=True) if u is not None]
+        segments = [replace(s, unit=u) for s, u in zip(self.segments, units, strict=True) if u is not None]
         return Partition.of(segments, times, tp)
 
     def cut(self, lengths: Sequence[Size], tp: int) -> tuple[Partition, ...] | None:
@@ -137,7 +137,7 @@ class Partition(Distribution):
     def small(self, tp: int) -> Partition:
         def few(s: Segment) -> Segment:
             count = min(int(s.count), tp + (s.count % tp != 0))
-            return Segment(count, min(int(s.unit), 2))
+            return replace(s, count=count, unit=min(int(s.unit), 2))
 
         return replace(self, segments=tuple(map(few, self.segments)))
 
@@ -151,15 +151,18 @@ class Partition(Distribution):
     def to_runtime(self, size: Callable[[Any], Any]) -> Runs:
         from .runs import Runs  # noqa: PLC0415  a plan is read without torch
 
-        return Runs(size(self.repeat), tuple((size(s.count), size(s.unit)) for s in self.segments))
+        back = {False: (), True: (True,)}
+        return Runs(size(self.repeat), tuple((size(s.count), size(s.unit), *back[s.reverse]) for s in self.segments))
 
     def to_json(self) -> dict[str, Any]:
-        segments = [[write_size(s.count), write_size(s.unit)] for s in self.segments]
+        back = {False: [], True: [True]}
+        segments = [[write_size(s.count), write_size(s.unit), *back[s.reverse]] for s in self.segments]
         return {"repeat": write_size(self.repeat), "segments": segments}
 
     @classmethod
     def from_json(cls, data: Any) -> Partition:
-        segments = tuple(Segment(read_size(count), read_size(unit)) for count, unit in data["segments"])
+        read = [(read_size(count), read_size(unit), back == [True]) for count, unit, *back in data["segments"]]
+        segments = tuple(Segment(*numbers) for numbers in read)
         return cls(segments, read_size(data["repeat"]))
 
 
@@ -168,7 +171,7 @@ def _coarsest(segment: Segment, tp: int) -> Segment:
     if not isinstance(segment.count, int):
         return segment
     units = math.gcd(segment.count, -(-segment.count // tp))
-    return Segment(segment.count // units, simplify(units * segment.unit))
+    return replace(segment, count=segment.count // units, unit=simplify(units * segment.unit))
 
 
 @dataclass(frozen=True)

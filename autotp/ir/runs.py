@@ -10,7 +10,7 @@ from .windows import Segments
 
 
 class Runs(NamedTuple):
-    """A dimension that is `repeat` runs of `segments`, (count, unit) each; a rank owns its chunk of every segment.
+    """A dimension that is `repeat` runs of `segments`, as in `windows`; a rank owns its chunk of every segment.
 
     The run-time form of `partitions.Partition`. Numbers are ints, `torch.SymInt` while a program is traced, and while
     one is written the nodes that compute them.
@@ -37,8 +37,8 @@ class Runs(NamedTuple):
         """
         out, at = [], 0
         for _ in range(self.repeat):
-            for count, unit in self.segments:
-                start, number = chunk(count, rank, tp)
+            for count, unit, *back in self.segments:
+                start, number = chunk(count, tp - 1 - rank if back else rank, tp)
                 out.append((at + start * unit, number * unit))
                 at += count * unit
         return out

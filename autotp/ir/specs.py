@@ -226,6 +226,7 @@ class ShardSpec(NamedTuple):
         x = x.unflatten(dim, (repeat, tp * sum(most)))
         cuts = windows.cut(x, dim + 1, most, tp)
         pieces = [p.unflatten(dim + 1, (tp, n)) for p, n in zip(cuts, most, strict=True)]
+        pieces = windows.turned(pieces, segments, dim + 1)
         return windows.join(pieces, dim + 2).movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 
     def collect(self, stack: Tensor, tp: int) -> Tensor:
@@ -235,7 +236,8 @@ class ShardSpec(NamedTuple):
             return windows.checked(stack, dim + 1, 1, [share]).movedim(0, dim).flatten(dim, dim + 1).contiguous()
         most = [n for _, n in windows.shares(segments, 0, tp)]
         stack = stack.unflatten(dim + 1, (repeat, sum(most))).movedim(0, dim + 1)
-        pieces = [p.flatten(dim + 1, dim + 2) for p in windows.cut(stack, dim + 2, most, 1)]
+        pieces = windows.turned(windows.cut(stack, dim + 2, most, 1), segments, dim + 1)
+        pieces = [p.flatten(dim + 1, dim + 2) for p in pieces]
         x = windows.join(pieces, dim + 1).flatten(dim, dim + 1)
         whole = [(0, n) for n in windows.lengths(segments)]
         return windows.window(x, dim, repeat, [tp * n for n in most], whole).contiguous()

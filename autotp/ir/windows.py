@@ -14,20 +14,20 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 
-Segments = Sequence[tuple[int, int]]  # (count, unit) each
+Segments = Sequence[tuple[int, ...]]  # (count, unit) each, and True where the last rank owns the first chunk
 
 
 def lengths(segments: Segments) -> list[int]:
     """Elements of each whole segment."""
-    return [count * unit for count, unit in segments]
+    return [count * unit for count, unit, *_ in segments]
 
 
 def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
     """(start, length) in elements of `rank`'s share of each segment: `runs.chunk`, for symbolic counts too."""
     out = []
-    for count, unit in segments:
+    for count, unit, *back in segments:
         step = (count + tp - 1) // tp
-        start = torch.sym_min(rank * step, count)
+        start = torch.sym_min((tp - 1 - rank if back else rank) * step, count)
         out.append((start * unit, torch.sym_min(step, count - start) * unit))
     return out
 
@@ -37,8 +37,8 @@ def even_share(repeat: int, segments: Segments, tp: int) -> int:
 
     All conversions of such a dimension are what they are in the general case, at a third of its cost.
     """
-    count, unit = segments[0]
-    if len(segments) > 1 or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
+    count, unit, *back = segments[0]
+    if len(segments) > 1 or back or isinstance(repeat, torch.SymInt) or isinstance(count, torch.SymInt):
         return 0
     return 0 if repeat != 1 or count % tp else count // tp * unit
 
@@ -98,3 +98,8 @@ def cut(x: Tensor, axis: int, parts: Sequence[int], times: int) -> list[Tensor]:
 def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
     """The inverse of `cut`."""
     return pieces[0] if len(pieces) == 1 else torch.cat(list(pieces), axis)
+
+
+def turned(pieces: Sequence[Tensor], segments: Segments, axis: int) -> list[Tensor]:
+    """Pieces of as many segments, those of reversed ones flipped along the `axis` of ranks."""
+    return [p.flip(axis) if len(s) > 2 else p for p, s in zip(pieces, segments, strict=True)]

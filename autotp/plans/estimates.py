@@ -72,10 +72,10 @@ class Totals:
 
 @dataclass(frozen=True)
 class Axis:
-    """The data-parallel axis of the mesh beside tp.
+    """The axis of the mesh beside tp, over which weights are whole.
 
     Attributes:
-        size: number of ranks on it, each with a slice of the batch.
+        size: number of ranks on it, each with a slice of the batch (`name` "dp") or of every sequence ("cp").
         fully_shard: whether weights, gradients and optimizer states are split over it too, gathered before use.
         sent: bytes that a rank sends over it in a step for gradients, and for gathering weights; `seconds`: of that,
             which can run beside the backward's `backward` seconds.
@@ -88,6 +88,7 @@ class Axis:
     seconds: float = 0.0
     backward: float = 0.0
     values: float = 0.0
+    name: str = "dp"
 
     @property
     def exposed(self) -> float:

@@ -20,7 +20,7 @@ from .estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from .plan import Block, Collective, Parameter, Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
-FORMAT = 9
+FORMAT = 10
 UNSAVED = ("fired", "origin")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
 LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
@@ -93,7 +93,7 @@ def _checked(plan: Plan) -> Plan:
             flag = isinstance(value, bool) and bool not in (allowed or ())
             if allowed is not None and (flag or not isinstance(value, allowed)):
                 raise TypeError(f"{type(record).__name__}.{f.name} is {value!r}, which is no {f.type}")
-    for axis, size in (("tp", plan.tp), ("dp", plan.batch.size)):
+    for axis, size in (("tp", plan.tp), (plan.batch.name, plan.batch.size)):
         if not 1 <= size <= MOST_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
     return plan

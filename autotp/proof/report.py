@@ -71,7 +71,8 @@ class Report:
     """What `verify` found; true where outputs and every gradient agree.
 
     Attributes:
-        tp: number of simulated ranks. plan: the plan that was proved.
+        tp: number of simulated ranks; `cp`: as many of these, each with a part of every sequence.
+        plan: the plan that was proved.
         output_error, gradient_error: largest relative differences of the outputs and of all gradients, in float64.
         capture_error: largest relative difference, in the model's own dtype, of outputs and parameter gradients
             between the captured graph and the model itself; nan where `unproved` says why they were not compared.
@@ -98,6 +99,12 @@ class Report:
     unproved: str = ""
     decoded: Decoded | None = None
     certificate: Certificate | None = None
+    cp: int = 1
+
+    @property
+    def ranks(self) -> str:
+        """How many were simulated."""
+        return str(self.tp) if self.cp == 1 else f"{self.cp} x {self.tp} (cp x tp)"
 
     @property
     def ok(self) -> bool:
@@ -125,8 +132,9 @@ class Report:
         none = f"no gradients, for the original has none ({self.forward_only})"
         gradients = none if self.forward_only else f"gradients within {self.gradient_error:.1e}"
         inside = f"; differs inside, which reaches no result: {self.inside}" if self.inside is not None else ""
+        over = f"cp={self.cp} x " if self.cp > 1 else ""
         ranks = (
-            f"equal at tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
+            f"equal at {over}tp={self.tp}: outputs within {self.output_error:.1e}, {gradients} (float64, {self.values} "
             f"values compared{inside})"
         )
         if self.unproved:

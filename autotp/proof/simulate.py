@@ -25,14 +25,17 @@ Ranks = list[Any]  # one value per rank
 Observer = Callable[[fx.Node, Ranks], None]
 
 
-def run(sharded: Sharded, tp: int, inputs: Mapping[fx.Node, Ranks], observe: Observer | None = None) -> list[Any]:
-    """Execute the program on `tp` simulated ranks.
+def run(
+    sharded: Sharded, tp: int, inputs: Mapping[fx.Node, Ranks], observe: Observer | None = None, outer: int = 1
+) -> list[Any]:
+    """Execute the program on `tp` simulated ranks, or on a mesh of `outer` x `tp`.
 
     Args:
         sharded: the program, before the rank is known.
         tp: number of ranks.
         inputs: for every placeholder the value on each rank.
         observe: called with every node and its value on each rank, as they are made.
+        outer: ranks of the axis beside tp; those of one place on it follow each other.
 
     Returns:
         For each rank the program's output.
@@ -45,10 +48,10 @@ def run(sharded: Sharded, tp: int, inputs: Mapping[fx.Node, Ranks], observe: Obs
         if node.op == "placeholder":
             env[node] = list(inputs[node])
         elif node.op == "output":
-            return [_at(node.args[0], env, r) for r in range(tp)]
+            return [_at(node.args[0], env, r) for r in range(outer * tp)]
         else:
             try:
-                env[node] = _step(node, env, tp)
+                env[node] = _step(node, env, tp, outer)
             except Exception as e:
                 raise StepError(node, e) from e
         if observe is not None:
@@ -64,17 +67,24 @@ class StepError(RuntimeError):
         self.node = node
 
 
-def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int) -> Ranks:
+def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int, outer: int) -> Ranks:
     target: Any = node.target
-    if mark(node).conversion is not None:
+    own = mark(node)
+    if own.conversion is not None or own.batch is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
-        return conversions.simulate(_at(node.args[0], env, slice(None)), src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
+        held, made = list(env[node.args[0]]), list(env[node.args[0]])  # type: ignore[index]
+        firsts = [slice(c * tp, c * tp + tp) for c in range(outer)]
+        for group in firsts if own.conversion is not None else [slice(t, None, tp) for t in range(tp)]:
+            made[group] = conversions.simulate(held[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
+        return made
     results = []
     drawn = torch.get_rng_state() if draws(node) else None
-    for r in range(tp):
+    for r in range(outer * tp):
         if drawn is not None:  # the generators of all ranks are in the same state
             torch.set_rng_state(drawn)
-        kwargs = {**_at(node.kwargs, env, r), **({"rank": r, "tp": tp} if mark(node).axis == "tp" else {})}
+        place = {} if own.axis is None else {"rank": r // tp, "tp": outer}
+        place = {"rank": r % tp, "tp": tp} if own.axis == "tp" else place
+        kwargs = {**_at(node.kwargs, env, r), **place}
         results.append(_call(target, _at(node.args, env, r), kwargs))
     return results
 

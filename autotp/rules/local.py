@@ -58,6 +58,9 @@ class Sizes:
         return None if self.equal is None else self.equal(self, partition)
 
     def _compute(self, size: sympy.Expr) -> fx.Node:
+        above, below = sympy.fraction(size)
+        if below != 1 and below.is_Integer:  # a whole number all the same: half a sequence
+            return self.graph.call_function(operator.floordiv, (self.of(above), int(below)))
         if isinstance(size, sympy.Symbol) and size in self.formulas:
             return self.formulas[size](self)
         if isinstance(size, sympy.Symbol) and size in self.symbols:

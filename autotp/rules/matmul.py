@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 
 from autotp.ir.layouts import divide
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.kernels.dealt_attention import dealt_attention
 
 from .core import broadcast, einsum, loops, rule, with_factors
 
@@ -154,6 +156,14 @@ def attention(op: Op) -> Rule:
     # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
     base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3)
     return with_factors(base, _head_factor(op) if heads else ())
+
+
+def dealt(op: Op) -> Rule:
+    """That of causal attention whose queries are dealt over another axis already."""
+    return attention(replace(op, args={"dropout_p": 0.0, "is_causal": True}))
+
+
+dealt_attention.rule = dealt  # type: ignore[attr-defined]
 
 
 def _head_factor(op: Op) -> list[Factor]:

@@ -157,7 +157,7 @@ class Calls:
         mine = Said(*self._digest(key, flat), trained, flags, *self._numbers(program), exact, tuple(near)).packed()
         everyone = [Said.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
-        if how := parted(slices):
+        if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, flat, spec, how)
         self._compare(slices)
         own = slices[channel.rank // self.shards.tp]

@@ -77,9 +77,10 @@ def refuse_others(shards: ShardState) -> None:
     ours = {shards.parts[path] for path in [*shards.units.values(), ""]}
     other = next((name for name, m in shards.root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
+        name = shards.axis.name
         raise StateError(
-            f"{other} was wrapped in fully_shard or replicate, and autotp.compile(dp={dp}) deals out "
-            "the batch already. Leave out dp, or the wrapping; fully_shard=True splits weights over dp."
+            f"{other} was wrapped in fully_shard or replicate, and autotp.compile({name}={dp}) deals out "
+            f"the batch already. Leave out {name}, or the wrapping; fully_shard=True splits weights over {name}."
         )
 
 
@@ -93,8 +94,8 @@ def refuse_twice(shards: ShardState, outputs: Iterable[Any]) -> None:
 def _once(grad: Tensor) -> None:
     if torch.is_grad_enabled():  # in a backward: create_graph=True
         raise StateError(
-            "create_graph=True: with dp a backward cannot be differentiated again, because torch's data parallelism "
-            "keeps nothing for that. Compile over tp alone (without dp) for gradients of gradients."
+            "create_graph=True: with dp or cp a backward cannot be differentiated again, because torch's data "
+            "parallelism keeps nothing for that. Compile over tp alone for gradients of gradients."
         )
 
 

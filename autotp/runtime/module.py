@@ -89,14 +89,15 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the model; same inputs on every tp rank, full outputs on every tp rank.
 
-        With dp each dp rank passes its slice of the batch, and gets the outputs of its slice.
+        With dp each dp rank passes its slice of the batch, and gets the outputs of its slice; with cp each cp rank its
+        part of every sequence (`autotp.Inputs.part`).
         """
         return self._call("", args, kwargs)
 
     def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run the model, or the module of it at this path by itself, such as an encoder."""
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
-            raise no_ranks_error(self._source.tp, self._plan.batch.size)
+            raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
         call = Arguments(self._carriers, args, kwargs, entry)
         key, kind = self._key(call)

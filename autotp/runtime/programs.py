@@ -178,8 +178,9 @@ class Source:
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""
         if self.ranks is None:
-            return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, "")}
-        axes = {"tp": self.ranks, "dp": self.ranks.batch}
+            return {"tp": MeshPlace(0, self.tp, ""), "dp": MeshPlace(0, 1, ""), "cp": MeshPlace(0, 1, "")}
+        beside = self.ranks.batch
+        axes = {"tp": self.ranks, beside.axes if beside is not None else "dp": beside}
         return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
 
 

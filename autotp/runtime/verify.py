@@ -37,6 +37,7 @@ def verify(
     generate: int | None = None,
     certify: bool = False,
     precision: Any = None,
+    cp: int = 1,
 ) -> Report:
     """Run the plan on `tp` simulated ranks in this process and compare every value and gradient with the original.
 
@@ -56,6 +57,7 @@ def verify(
             the cached tensors, each rank's parts put together (`Report.decoded`). The model is in eval mode for it.
         certify: also have meta-pytorch's spmd_types check the ranks' program, as `autotp.certify` does
             (`Report.certificate`).
+        cp: ranks of a second axis, simulated too, to which these whole sequences are dealt; results are compared.
         precision: as for `autotp.compile`; both sides then compute so, with products of the cast values in float64.
 
     Returns:
@@ -69,10 +71,10 @@ def verify(
     inputs = needed(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:
-        check_count(model, generate, request.carried)
+        check_count(model, generate, request.carried, cp)
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, within_node=within_node, band=band)  # fmt: skip
-    report, options = prove_call(model, inputs, tp, plan, steering, request, certify)
+    report, options = prove_call(model, inputs, tp, plan, steering, request, certify, cp)
     if generate is None or report.plan is None or report.difference is not None:
         return report
     return replace(report, decoded=decoded(model, inputs, report.plan, options, request, generate))

@@ -22,7 +22,7 @@ from autotp.ir.scopes import module_path
 from .dataflow import Dataflow, Root, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
-FUSED = "aten.scaled_dot_product_attention"
+FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
 LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
 
 
@@ -102,7 +102,7 @@ class _Finder:
             name = short_name(n.target)
             if n in self.owner or n not in self.flow.roots:
                 continue
-            if name == FUSED:
+            if name in FUSED:
                 self._attention(n, n)
             elif name in SOFTMAX:
                 _, behind = self.flow.back(self.flow.inputs(n))
@@ -139,7 +139,7 @@ class _Finder:
 
     def _heads(self, scores: fx.Node, sums: fx.Node, out: fx.Node | None) -> Heads:
         flow, op = self.flow, self.flow.ops[scores]
-        if short_name(scores.target) == FUSED:
+        if short_name(scores.target) in FUSED:
             dims = _before_last_two(op.ins[0]), _before_last_two(op.ins[1])
             width, value = op.ins[0][-1], op.ins[2][-1]
         else:

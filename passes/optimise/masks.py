@@ -22,6 +22,7 @@ from autotp.ir.op import expression, is_tensor
 from autotp.kernels.cached_attention import seen
 
 MOST_NODES, LONGEST, ENDLESS = 96, 1 << 18, 1 << 62  # of a mask's graph; of what is tried; the end of a slice
+LONGEST_CAUSAL = 1 << 12
 BATCH, SOME_NEW, SOME_PAST = 2, (1, 3), (1, 2, 9)
 SAME = (f, as_invariant)  # conversions that leave the forward's value as it is
 ARITHMETIC = (operator.add, operator.sub, operator.mul)
@@ -95,6 +96,24 @@ def recognise(mask: fx.Node) -> Seen | None:
         shape = (BATCH, 1, trial.new, sizes.length(trial))
         left = [x for x in left if _equal(value, _member(x, trial, sizes.length(trial), padding), shape)]
     return left[0] if left and trials else None
+
+
+def causal(mask: fx.Node) -> bool:
+    """Whether a mask in a captured graph, over the tokens of one sequence, is causal by index and nothing else."""
+    graph = _graph(mask)
+    if graph is None or graph.position is not None or graph.padding is not None:
+        return False
+    sizes = _Sizes.of(mask)
+    if sizes is None or sizes.new != sizes.whole or max(graph.numbers, default=0) >= LONGEST_CAUSAL:
+        return False
+    for new in sorted({x + d for x in graph.numbers for d in (-1, 0, 1, 2)} | {1, 2, 3, 9}):
+        try:
+            value = _computed(graph, sizes, Trial(new, 0, 0), None)
+        except Exception:  # it needs other sizes than are tried
+            return False
+        if not _equal(value, torch.ones(new, new, dtype=torch.bool).tril(), (BATCH, 1, new, new)):
+            return False
+    return True
 
 
 def _graph(mask: fx.Node) -> Graph | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,14 +16,16 @@ from autotp.comm import conversions
 from autotp.ir.graph import Capture, Leaf, Value, draws, outputs_of, resolve, shape_of, tensors
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Segment, Shard, divide
 from autotp.ir.marks import inherit, mark, write
-from autotp.ir.op import Op, Rule, sizes
+from autotp.ir.op import Carry, Factor, Op, Rule, sizes
 from autotp.ir.program import Planned
 from autotp.ir.sizes import substitute
-from autotp.rules.core import loops, rule_of
-from autotp.rules.local import Sizes
+from autotp.ir.specs import ShardSpec
+from autotp.rules.core import loops, rule_of, with_factors
+from autotp.rules.local import ShardCall, Sizes
 
 from .axis import Partitions, Result, Seed, results
 
+INNER = "inner"  # the loop of a conversion over parts of which each tp rank has one
 WHOLE = 1e-6  # seconds a byte: work is done on the whole batch only where no rule says how to do it on a slice
 QUIET = {"train": False, "dropout_p": 0.0}
 
@@ -184,7 +186,39 @@ def across(op: Op) -> Rule:
     touched = {spec.dim for spec in specs}
     labels = [d if d not in touched else None for d in range(len(op.outs[0]))]
     linear = (frozenset({0}),) if all(spec.reduction == "sum" for spec in specs) else ()
-    return loops(op, [labels], [labels], linear=linear)
+    base = loops(op, [labels], [labels], linear=linear)
+    return replace(with_factors(base, _inner(op, specs)), localise=_local_conversion)
+
+
+def _inner(op: Op, specs: list[Any]) -> Iterator[Factor]:
+    """Parts of a dimension that are each dealt over the other axis: tp ranks have one of them each."""
+    over = mark(op.node).batch
+    if over is None or over.inner == 1 or len({spec.dim for spec in specs}) != len(specs):
+        return
+    for i, spec in enumerate(specs):
+        if isinstance(spec, ShardSpec) and len(spec.segments) == 1 and _whole_numbers(spec):
+            (count, unit), times = spec.segments[0][:2], divide(spec.repeat, over.inner)
+            if times is not None and count % over.ranks == 0:
+                sizes = [count // over.ranks * unit, count * unit]
+                before, after = sizes if i == 0 else sizes[::-1]  # the source is a slice of it, or the result
+                carried = (Carry(spec.dim, times, before),), (Carry(spec.dim, times, after),)
+                yield Factor(over.inner, *carried, label=INNER)
+
+
+def _whole_numbers(spec: ShardSpec) -> bool:
+    return all(isinstance(n, int) for n in (spec.repeat, *spec.segments[0]))
+
+
+def _local_conversion(op: Op, local: ShardCall) -> Any:
+    """The conversion of a tp rank's slice."""
+    args: list[Any] = [fx.map_arg(a, lambda n: local.env.get(n, n)) for a in op.node.args]
+    args[0] = local.operand(0)
+    if local.factor is not None and local.factor.label == INNER:
+        dims = [c.dim for c in local.factor.outs if c is not None]
+        for i, spec in enumerate(args):
+            if isinstance(spec, ShardSpec) and spec.dim in dims:
+                args[i] = spec._replace(repeat=spec.repeat // local.tp)
+    return op.target, tuple(args), dict(op.node.kwargs)
 
 
 for _function in (*conversions.FUNCTIONS.values(), scale_gradient):

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.cost import Cluster
+from autotp.cost import Cluster, size_hint
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, where
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.leaves import BUFFER, TABLE
-from autotp.ir.marks import KEY, BatchConversion, Mark, mark
+from autotp.ir.marks import KEY, Axis, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
 from autotp.ir.sizes import substitute
 from autotp.passes.base import Changes, Pass
@@ -39,7 +39,7 @@ from .decide import decide
 from .planner import Builder
 from .rewrite import Rewriter
 
-AXIS = "dp"
+AXIS: Axis = "dp"
 
 
 def two_examples(inputs: Inputs, dp: int) -> Inputs:
@@ -84,7 +84,7 @@ class BatchAxis(Pass[Capture]):
         planned = decide(builder)
         layouts = dict(zip(map(resolve, outputs_of(program)), builder.goals(), strict=True))
         sharded = Rewriter(planned, builder.prices.convert, BatchWriter(batch, self.dp, layouts)).run()
-        _Localised(program, sharded.graph, self.dp, batch).run()
+        Localised(program, sharded.graph, self.dp, batch).run()
         over = [(n, mark(n).batch) for n in program.graph.nodes]
         converted = [(n, conversion) for n, conversion in over if conversion is not None]
         gathered = [n.args[0] for n, conversion in converted if conversion.source.sharded_dim is not None]
@@ -112,13 +112,13 @@ def _one_batch(program: Capture) -> sympy.Symbol:
                 "batch's dimension, example inputs with another batch size."
             )
         if other != batch and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[batch]:
-            _unify(program, other, batch)
-    while (found := next(_equal(program), None)) is not None:
-        _unify(program, *found)
+            unify(program, other, batch)
+    while (found := next(equal_symbols(program), None)) is not None:
+        unify(program, *found)
     return shape_of(firsts[0].node)[0]  # type: ignore[return-value]
 
 
-def _equal(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+def equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
     """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
     for guard in program.guards:
         if isinstance(guard, sympy.Eq):
@@ -128,7 +128,7 @@ def _equal(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
                 yield below, above
 
 
-def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
+def unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
     """Two symbols of equal sizes become one of them, in all values of the program."""
     sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
     torch._check(sides[0] == sides[1])
@@ -139,11 +139,31 @@ def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
     program.guards[:] = [g for g in (g.subs(gone, kept) for g in program.guards) if g != sympy.true]
 
 
-class _Localised:
-    """Gives the nodes of a dp rank's graph their local values, and puts it in the place of the whole batch's."""
+def _strided(val: Tensor, shape: list[Any]) -> Tensor:
+    """A fake tensor of this shape that lies in memory as `val` does: so it is known what copies it, and keeps that.
 
-    def __init__(self, program: Capture, graph: fx.Graph, dp: int, batch: sympy.Symbol) -> None:
-        self.program, self.graph, self.dp, self.batch = program, graph, dp, batch
+    Args:
+        val: expanded dimensions have stride 0. shape: of as many dimensions.
+    """
+    strides = [size_hint(n) for n in val.stride()]
+    order = sorted(range(val.ndim), key=lambda d: -strides[d])
+    made = val.new_empty([shape[d] if strides[d] else 1 for d in order])
+    return made.permute([order.index(d) for d in range(val.ndim)]).expand(shape)
+
+
+class Localised:
+    """Gives the nodes of a dp rank's graph their local values, and puts it in the place of the whole batch's.
+
+    Args:
+        program: of whole inputs. graph: of one rank, as it was written. dp: ranks.
+        batch: the symbol of what is dealt. axis: its name. inner: see `BatchConversion`.
+    """
+
+    def __init__(
+        self, program: Capture, graph: fx.Graph, dp: int, batch: sympy.Symbol, axis: Axis = AXIS, inner: int = 1
+    ) -> None:
+        self.program, self.graph, self.dp, self.batch, self.inner = program, graph, dp, batch, inner
+        self.axis: Axis = axis
         self.whole: Mapping[Any, int] = {batch: dp * batch}  # type: ignore[dict-item]
         self.symints = {s: node.meta["val"].shape[d] for s, (node, d) in program.symbols.items()}
 
@@ -164,8 +184,11 @@ class _Localised:
     def _value(self, node: fx.Node) -> None:
         written = mark(node)
         layout = written.layout
-        batch = written.batch if written.conversion is None else BatchConversion(*written.conversion, self.dp)
-        axis = None if written.axis is None else AXIS
+        batch, axis = written.batch, written.axis
+        if written.conversion is not None:
+            batch = BatchConversion(*written.conversion, self.dp, self.axis, self.inner)
+        if axis == "tp":  # as planner and rewriter say for every axis
+            axis = self.axis
         node.meta[KEY] = Mark(no_grad=written.no_grad, batch=batch, axis=axis, scope=written.scope)
         if node.op in ("placeholder", "output"):
             return
@@ -195,7 +218,7 @@ class _Localised:
             share = substitute(sympy.sympify(distribution.length), self.whole) / self.dp
             local[dim] = self._size(sympy.cancel(share), False)
         same = all(a is b or expression(a) == b for a, b in zip(local, shape, strict=True))
-        return val if same else val.new_empty(local)
+        return val if same else _strided(val, local)
 
     def _size(self, size: Size, whole: bool) -> Any:
         """The (symbolic) int of an expression; with `whole` of one that speaks of the whole batch."""

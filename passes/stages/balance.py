@@ -72,6 +72,8 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         left = stages - stage
         found = None
         for b in [count] if left == 1 else range(a + 1, count - left + 2):
+            if found is not None and seconds[b] - seconds[a] > found[0]:
+                break  # more units are slower still
             held = memory(a, b, stage)
             rest = (0.0, 0.0, ()) if left == 1 else best(b, stage + 1)
             if rest is None or (limit is not None and held > limit / chunks):

@@ -155,6 +155,17 @@ def test_sweep_draws_curves(run, tmp_path):
     assert "<svg" in (tmp_path / "out.svg").read_text()
 
 
+def test_a_sweep_over_devices_compares_meshes(run, tmp_path):
+    done = run("sweep", SMALL, "--devices", "2", "--global-batch", "16", "--json", "--plot", "out.svg")
+    told = json.loads(done.stdout)
+    assert done.exit_code == 0, done.stderr
+    assert {row["mesh"]["dp"] * row["mesh"]["tp"] for row in told["rows"]} == {2} and told["rows"][0]["why"] == ""
+    assert "<svg" in (tmp_path / "out.svg").read_text()
+    none = run("sweep", SMALL, "--devices", "2", "--memory", "1KB", "--tp", "1")
+    assert none.exit_code == 1 and "nothing fits" in none.stdout
+    assert run("sweep", SMALL, "--global-batch", "8").exit_code == 2
+
+
 # explain
 
 

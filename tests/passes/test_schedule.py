@@ -124,6 +124,9 @@ def test_the_debug_log_shows_the_order(caplog):
     lines = [line.split(": ")[0] for line in caplog.messages if line.startswith("pass ")]
     order = schedule()
     twice = [*order.planned, *order.sharded]  # for the plan, and for the program that runs
-    names = [x.name for x in (*order.exported, *order.canonical, *order.requested, *twice, *twice, *order.rank)]
+    names = [
+        x.name
+        for x in (*order.exported, *order.canonical, *order.requested, *order.agreed, *twice, *twice, *order.rank)
+    ]
     assert lines == [f"pass {name}" for name in names]
     assert any("counted-random: 1 changes (operators draw by counters)" in line for line in caplog.messages)

@@ -58,6 +58,11 @@ def test_train_pipeline(tmp_path):
     assert (tmp_path / "saved" / ".metadata").is_file()
 
 
+def test_context_parallel():
+    printed = run("context_parallel.py", "--length", "64", "--steps", "2", ranks=4)
+    assert "64 tokens, 32 on each cp rank" in printed and "by all-to-all" in printed and printed.endswith("Right\n")
+
+
 def test_trainer(tmp_path):
     printed = run("trainer.py", "--steps", "4", "--out", str(tmp_path), ranks=2)
     assert "4 steps: loss 5." in printed and f"115008 parameters in {tmp_path}" in printed

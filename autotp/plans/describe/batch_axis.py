@@ -49,7 +49,7 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     values = 0.0
     for op in planned.ops.values():
         if (over := mark(op.node).batch) is not None:
-            values += _value_bytes(prices, op, *over, op.node in planned.grads and builder.objective.training)
+            values += _value_bytes(prices, op, *over[:3], op.node in planned.grads and builder.objective.training)
     computing = plan.totals.terms.get("compute", 0.0) + plan.totals.terms.get("launches", 0.0)
     backward = 2 / 3 * computing if builder.objective.training else 0.0
     priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from torch import fx
@@ -29,16 +30,25 @@ def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Bu
     if plan.tp == 1 or not too_large(builder.objective, builder.cluster, plan.memory.peak):
         return plan
     sent = exposed = 0.0
-    for group in groups(sharded.graph):
-        if not group.gathers:
-            continue
-        size = builder.prices.bytes(group.conversion.meta["val"])
-        alone = call_seconds(CALL, size, plan.tp, builder.cluster)
-        beside = _gradient_seconds(group, planned, sharded, builder) if builder.cluster.overlaps else 0.0
+    for _, size, seconds in gathered_again(planned, sharded, builder):
         sent += collective_bytes(CALL, size, plan.tp)
-        exposed += alone - hidden_seconds(alone, beside)
+        exposed += seconds
     more = Cost(regathering=exposed, regathered_bytes=sent)
     return replace(plan, totals=lengthened(plan.totals, more, builder.objective)) if sent else plan
+
+
+def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iterator[tuple[fx.Node, float, float]]:
+    """What `regather` gathers again: the conversion, bytes of the whole value, and seconds that no product hides.
+
+    Args:
+        planned: the decisions, made by `builder`. sharded: the program of all ranks.
+    """
+    for group in groups(sharded.graph):
+        if group.gathers:
+            size = builder.prices.bytes(group.conversion.meta["val"])
+            alone = call_seconds(CALL, size, planned.tp, builder.cluster)
+            beside = _gradient_seconds(group, planned, sharded, builder) if builder.cluster.overlaps else 0.0
+            yield group.conversion, size, alone - hidden_seconds(alone, beside)
 
 
 def _gradient_seconds(group: GatheredProducts, planned: Planned, sharded: Sharded, builder: Builder) -> float:

@@ -82,7 +82,8 @@ def _read(plan: Plan, method: str, alike: Callable[[str], str], **limits: Any) -
     boundaries = boundaries if alike is generic else once(of, boundaries, trial)
     lines = [*_differences(of), *untried]
     if plan.batch.size > 1:
-        lines.append(("", f"this is the tp axis alone; dp={plan.batch.size} is for fully_shard or DDP"))
+        other = "fully_shard or DDP" if plan.batch.name == "dp" else "torch's context_parallel"
+        lines.append(("", f"this is the tp axis alone; {plan.batch.name}={plan.batch.size} is for {other}"))
     return boundaries, list(dict.fromkeys(f"{generic(name) or plan.model}: {generic(text)}" for name, text in lines))
 
 

@@ -20,7 +20,7 @@ ROLES = {
     "column-parallel": "cols", "row-parallel": "rows", "vocabulary-parallel": "vocabulary",
     "expert-parallel": "experts", "elementwise": "split", "whole": "whole",
 }  # fmt: skip
-ATTENTION = "scaled_dot_product_attention"
+ATTENTION = ("scaled_dot_product_attention", "dealt_attention")
 SMALL = 0.01  # of the largest value that the layer converts: smaller ones are not drawn
 LINES = 4
 
@@ -58,7 +58,7 @@ def _words(plan: Plan, steps: tuple[Timed, ...]) -> list[str]:
             if (step.forward_sends or step.backward_sends) and step.bytes >= least:
                 sent = ways(step.forward_sends, step.backward_sends, plan.objective == "training")
                 words.append((f"--{sent}-->", ""))
-        elif ATTENTION in step.name:
+        elif any(name in step.name for name in ATTENTION):
             words.append(("attention", ""))
         elif step.module in roles and (last(step.module), roles[step.module]) not in words[-4:]:
             words.append((last(step.module), roles[step.module]))

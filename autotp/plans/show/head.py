@@ -27,7 +27,8 @@ WORTH = 0.01  # of the step: smaller costs are not spoken of
 
 def head(plan: Plan) -> Iterator[Text]:
     """The lines of the first screen."""
-    what = f"{plan.model}  tp={plan.tp}{f' x dp={plan.batch.size}' if plan.batch.size > 1 else ''} on {plan.cluster}"
+    beside = f" x {plan.batch.name}={plan.batch.size}" if plan.batch.size > 1 else ""
+    what = f"{plan.model}  tp={plan.tp}{beside} on {plan.cluster}"
     yield from wrapped(f"{what}  {_priced(plan)}", SCREEN, style="bold")
     if said := rows.all_whole(plan):
         yield from wrapped(said, SCREEN, then="  ", style="bold red")
@@ -42,7 +43,7 @@ def head(plan: Plan) -> Iterator[Text]:
 def _priced(plan: Plan) -> str:
     """The objective and the sizes of the example inputs."""
     t, many = plan.totals, plan.batch.size
-    each = f" on each of {many} dp ranks" if many > 1 else ""
+    each = f" on each of {many} {plan.batch.name} ranks" if many > 1 else ""
     if not t.examples:
         return plan.objective
     if not t.length:
@@ -79,7 +80,8 @@ def _would_fit(plan: Plan, most: float) -> str:
     moving = m.activations + m.working
     if moving >= m.peak / 2:
         return f"{advice}; {moving / m.peak:.0%} are activations: a smaller batch, or checkpointing"
-    shard = "" if plan.batch.fully_shard or plan.objective != "training" else ": fully_shard over dp splits those too"
+    splits = f": fully_shard over {plan.batch.name} splits those too"
+    shard = "" if plan.batch.fully_shard or plan.objective != "training" else splits
     return f"{advice}; {m.steady / m.peak:.0%} are weights and what belongs to them{shard}"
 
 
@@ -181,4 +183,4 @@ def _costs(plan: Plan) -> Iterator[tuple[float, str]]:
         share = f"{t.local_flops / t.flops:.0%} of the flops where 1/{plan.tp} would be even"
         yield extra, f"go into work that is whole on every rank: a rank has {share}"
     if (exposed := plan.batch.exposed) > 0:
-        yield exposed, "go over dp and do not fit beside the backward"
+        yield exposed, f"go over {plan.batch.name} and do not fit beside the backward"

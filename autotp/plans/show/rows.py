@@ -190,7 +190,7 @@ def terms(plan: Plan) -> Iterator[str]:
 def over(plan: Plan) -> str:
     """The ranks, in words."""
     ranks = f"{plan.tp} rank{'' if plan.tp == 1 else 's'}"
-    return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} (dp x tp)"
+    return ranks if plan.batch.size == 1 else f"{plan.batch.size} x {ranks} ({plan.batch.name} x tp)"
 
 
 def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
@@ -199,9 +199,10 @@ def _batch_axis(axis: Axis) -> Iterator[tuple[str, str]]:
         return
     what = "weights gathered, gradients reduce-scattered" if axis.fully_shard else "gradients all-reduced"
     beside = f", beside a backward of {seconds(axis.backward)}" if axis.backward else ""
-    yield f"over dp={axis.size}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
+    yield f"over {axis.name}={axis.size}", f"{what}: {amount(axis.sent)} sent, {seconds(axis.seconds)}{beside}"
     if axis.values:
-        yield "", f"other values, such as a loss: {amount(axis.values)} sent"
+        other = "a loss" if axis.name == "dp" else "keys and values, or heads"
+        yield "", f"other values, such as {other}: {amount(axis.values)} sent"
 
 
 def _memory(m: Memory) -> Iterator[tuple[str, str]]:

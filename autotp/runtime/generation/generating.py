@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from autotp.errors import CaptureError, InputError
+from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
 from autotp.runtime.call_key import signature
 from autotp.runtime.programs import Program
@@ -34,8 +34,13 @@ class Generates:
         Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
 
         Raises:
-            StateError: the original's class has no `generate`.
+            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not.
         """
+        if self._shards.axis.name == "cp":
+            raise StateError(
+                "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
+                "without cp; its state dict is this one's."
+            )
         made = shell(self, self._source.bare)  # type: ignore[arg-type]
         with one_generator(self._source.ranks, self._shards.device):
             return made.generate(*args, **kwargs)

@@ -200,13 +200,18 @@ def calls_of(model: nn.Module, bare: nn.Module, inputs: Inputs, count: int, name
     return Generated(bare, given, count)
 
 
-def check_count(model: nn.Module, count: Any, names: Names) -> None:
-    """Refuse what is no number of tokens, and a model that has nothing to decode with.
+def check_count(model: nn.Module, count: Any, names: Names, cp: int = 1) -> None:
+    """Refuse what is no number of tokens, a model that has nothing to decode with, and parts of sequences.
+
+    Args:
+        model: that decodes. count: tokens. names: of states that calls carry. cp: ranks to which sequences are dealt.
 
     Raises:
         InputError: it says which.
     """
     if isinstance(count, bool) or not isinstance(count, int) or count < 1:
         raise InputError(f"generate={count!r}: give how many tokens to decode after the example inputs, such as 16.")
+    if cp != 1:
+        raise InputError("generate= with cp: a cache is not dealt along the sequence. Leave out one of them.")
     if not names and not callable(getattr(type(model), "generate", None)):
         raise InputError(NO_CACHE.format(count=count, name=type(model).__name__))

@@ -122,8 +122,8 @@ class Exports:
             )
         if self._plan.batch.size > 1:
             raise InputError(
-                "program() of a module with a data-parallel axis: its program is for one tp group among several. "
-                "Compile without dp; data-parallel processes each load the tp ranks' programs."
+                f"program() of a module with {self._plan.batch.name}: its program is for one tp group among several. "
+                f"Compile without {self._plan.batch.name}; data-parallel processes each load the tp ranks' programs."
             )
         inputs: Inputs = normalise(example)
         call = Arguments(self._carriers, inputs.args, inputs.kwargs)

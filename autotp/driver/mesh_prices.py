@@ -1,0 +1,241 @@
+"""A step on a mesh, priced from the terms of a plan's units."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from autotp.cost import Cluster, call_seconds, collective_bytes
+from autotp.cost.meshes import Mesh, Sends, boundary_sends, bubble, context_sends, weight_sends
+from autotp.passes.stages.balance import Weight, divide, in_flight
+
+from .mesh_terms import Call, Load, Terms, UnitTerms
+
+Array = np.ndarray
+SPLIT = {"": (), "states": ("states",), "weights": ("weights", "gradients", "states")}  # what is split over dp
+
+
+class UnitSums(NamedTuple):
+    """What each unit takes for a micro-batch: seconds, and bytes that are sent, kept, and work."""
+
+    compute: Array
+    again: Array
+    tp: Array
+    cp: Array
+    backward: Array  # seconds of kernels beside which gradients are sent
+    tp_sent: Array
+    cp_sent: Array
+    kept: Array
+    working: Array
+    inputs: Array
+
+
+class RankSums(NamedTuple):
+    """What the ranks of a pipeline take for a micro-batch.
+
+    Attributes:
+        means: seconds by part, on average over them. total: of each. backward: of each, of kernels of the backward.
+        tp_sent, cp_sent: bytes, on average. inputs: bytes that flow between stages.
+        kept: bytes of each stage. working: of each rank.
+    """
+
+    means: dict[str, float]
+    total: Array
+    backward: Array
+    tp_sent: float
+    cp_sent: float
+    inputs: float
+    kept: Array
+    working: Array
+
+
+class Priced(NamedTuple):
+    """A step: its parts by the names of `autotp.plans.show.mesh_rows.TIMES`, bytes sent by axis, bytes held."""
+
+    times: dict[str, float]
+    sent: dict[str, float]
+    memory: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.times.values())
+
+
+@dataclass
+class Pricer:
+    """Prices meshes of one degree of tp.
+
+    Attributes:
+        terms: of the plan. cluster: the machines. example: examples of the micro-batch that was planned.
+    """
+
+    terms: Terms
+    cluster: Cluster
+    example: int
+
+    def __post_init__(self) -> None:
+        self._sums: dict[tuple[int, int, str], UnitSums] = {}
+        self._ranks: dict[tuple[int, int, str, int, int], RankSums] = {}
+        self._starts: dict[tuple[int, int], Array] = {}
+        self._sends: dict[tuple[str, int], list[Sends]] = {}
+
+    @cached_property
+    def steady(self) -> dict[str, Array]:
+        """Of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
+        names = ("weights", "gradients", "states", "optimizer")
+        return {name: np.array([getattr(u, name) for u in self.terms.units]) for name in names}
+
+    @cached_property
+    def first(self) -> list[int]:
+        """Of every unit the first that is equal to it."""
+        kinds: list[int] = []
+        out = []
+        for i, unit in enumerate(self.terms.units):
+            found = next((k for k in kinds if self.terms.units[k] == unit), None)
+            kinds += [i] if found is None else []
+            out.append(i if found is None else found)
+        return out
+
+    def price(self, mesh: Mesh) -> Priced:
+        """A step on a mesh.
+
+        Every rank of the pipeline works through all micro-batches, the slowest sets the pace, and (pp - 1) / chunks
+        micro-batches more fill and drain it. What dp sends runs beside the backward of one micro-batch.
+        """
+        sums, m = self.ranks(mesh), mesh.microbatches
+        boundary = boundary_sends(mesh, sums.inputs, self.cluster)
+        slowest, mean = float(sums.total.max()), float(sums.total.mean())
+        step = {name: m * seconds for name, seconds in sums.means.items()}
+        step |= {"pp": m * boundary.seconds, "uneven": m * (slowest - mean)}
+        step["bubble"] = m * (slowest + boundary.seconds) * bubble(mesh.pp, mesh.chunks, m)
+        waits, updates, dp_sent = self._updates(mesh, sums.backward)
+        last = int((waits + updates).argmax())
+        step |= {"dp": float(waits[last]), "optimizer": float(updates[last])}
+        sent = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
+        return Priced(step, sent, self._memory(mesh, sums))
+
+    def ranks(self, mesh: Mesh) -> RankSums:
+        """What the ranks of a pipeline take for a micro-batch."""
+        key = mesh.cp, mesh.batch, mesh.keep, mesh.pp, mesh.chunks
+        if key not in self._ranks:
+            sums, starts = self.sums(mesh), self.starts(mesh.pp, mesh.chunks)
+            parts = {name: self._by_rank(mesh, getattr(sums, name)) for name in ("compute", "again", "tp", "cp")}
+            working = np.maximum.reduceat(sums.working, starts).reshape(mesh.chunks, mesh.pp).max(0)
+            self._ranks[key] = RankSums(
+                means={name: float(x.mean()) for name, x in parts.items()},
+                total=np.sum(list(parts.values()), 0),
+                backward=self._by_rank(mesh, sums.backward),
+                tp_sent=float(self._by_rank(mesh, sums.tp_sent).mean()),
+                cp_sent=float(self._by_rank(mesh, sums.cp_sent).mean()),
+                inputs=float(sums.inputs.max()),
+                kept=np.add.reduceat(sums.kept, starts),
+                working=working,
+            )
+        return self._ranks[key]
+
+    def _by_rank(self, mesh: Mesh, x: Array) -> Array:
+        """The sums over the units of each rank of the pipeline."""
+        stages = np.add.reduceat(x, self.starts(mesh.pp, mesh.chunks))
+        return stages.reshape(mesh.chunks, mesh.pp).sum(0)
+
+    def sums(self, mesh: Mesh) -> UnitSums:
+        """What each unit takes, with as many examples and as much of the sequence as on this mesh."""
+        key = mesh.cp, mesh.batch, mesh.keep
+        if key not in self._sums:
+            rows = {i: self._unit(self.terms.units[i], mesh) for i in set(self.first)}
+            self._sums[key] = UnitSums(*np.array([rows[i] for i in self.first]).T)
+        return self._sums[key]
+
+    def starts(self, pp: int, chunks: int) -> Array:
+        """Where each stage begins: the division whose slowest stage is fastest, with all kept."""
+        if (pp, chunks) not in self._starts:
+            sums = self.sums(Mesh(1, 1, 1, self.terms.tp, self.example))
+            steady = self.steady["weights"] + self.steady["gradients"] + self.steady["states"]
+            seconds = sums.compute + sums.tp
+            weights = [Weight(*map(float, x)) for x in zip(seconds, steady, sums.kept, strict=True)]
+            division = divide(weights, pp, chunks)
+            assert division is not None
+            self._starts[pp, chunks] = np.cumsum([0, *division.sizes[:-1]])
+        return self._starts[pp, chunks]
+
+    def _unit(self, unit: UnitTerms, mesh: Mesh) -> tuple[float, ...]:
+        """A row of `UnitSums`: tokens scale kernels, bytes and what is kept, and not what a start takes."""
+        size = mesh.batch / self.example
+        part, both, block = size / mesh.cp, (unit.block, unit.rest), unit.block
+        compute = sum(part * (x.forward + x.backward) + x.launches_forward + x.launches_backward for x in both)
+        backward = sum(part * x.backward + x.launches_backward for x in both)
+        calls = _total(c for x in both for c in (x.calls_forward, x.calls_backward))
+        again, kept, working = 0.0, part * (block.kept + unit.rest.kept), part * unit.working
+        if mesh.keep == "slices":
+            again = part * sum(x.again for x in both)
+            kept -= part * sum(x.saved for x in both)
+        if mesh.keep == "inputs":
+            again = part * block.forward + block.launches_forward + self._over_tp(block.calls_forward, part)[0]
+            kept, working = part * (unit.inputs + unit.rest.kept), working + part * block.kept
+        extra = {"slices": _total(x.gathers for x in both), "inputs": block.calls_forward}.get(mesh.keep, Counter())
+        seconds, sent = self._over_tp(calls, part)
+        forwards = 2 if mesh.keep == "inputs" else 1
+        attended = [context_sends(mesh, a, self.cluster, size, forwards) for a in unit.attentions]
+        cp = [sends for sends, _ in attended]
+        kept += sum(more for _, more in attended)
+        return (
+            compute, again, seconds, sum(x.seconds for x in cp), backward + again, sent + self._over_tp(extra, part)[1],
+            sum(x.bytes for x in cp), kept, working, part * unit.inputs,
+        )  # fmt: skip
+
+    def _over_tp(self, calls: Counter[Call], part: float) -> tuple[float, float]:
+        """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
+        tp, seconds, sent = self.terms.tp, 0.0, 0.0
+        for (primitive, nbytes), times in calls.items():
+            seconds += times * call_seconds(primitive, part * nbytes, tp, self.cluster)
+            sent += times * collective_bytes(primitive, part * nbytes, tp)
+        return seconds * self.terms.shown, sent
+
+    def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
+        """Of each rank of the pipeline the seconds of waiting for dp and of the optimizer; bytes that one sends."""
+        key = mesh.shard, mesh.replicas
+        if key not in self._sends:
+            each = {size: weight_sends(mesh, float(size), self.cluster) for size in set(self.steady["weights"])}
+            self._sends[key] = [each[size] for size in self.steady["weights"]]
+        seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
+        times = mesh.microbatches if mesh.shard == "weights" else 1
+        updates = self._by_rank(mesh, self.steady["optimizer"]) / (mesh.replicas if mesh.shard else 1)
+        sent = times * sum(x.bytes for x in self._sends[key]) / mesh.pp
+        return times * np.maximum(seconds - backward, 0.0), updates, sent
+
+    def _memory(self, mesh: Mesh, sums: RankSums) -> float:
+        """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""
+        n, starts = mesh.replicas, self.starts(mesh.pp, mesh.chunks)
+        split = SPLIT[mesh.shard]
+        parts = [self.steady[name] / (n if name in split else 1) for name in SPLIT["weights"]]
+        held = np.add.reduceat(np.sum(parts, 0), starts)
+        for nbytes, places in self.terms.tied:
+            homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})
+            for stage in homes[1:]:
+                held[stage] += nbytes / (n if mesh.shard == "weights" else 1)
+        held = held + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept
+        gathered = float(self.steady["weights"].max()) if mesh.shard == "weights" else 0.0
+        return float((held.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
+
+
+@cache
+def _flying(pp: int, chunks: int) -> Array:
+    """Micro-batches of which each stage holds what is kept."""
+    return np.array([in_flight(stage, pp, chunks) for stage in range(pp * chunks)])
+
+
+def _total(calls: Iterable[Counter[Call]]) -> Counter[Call]:
+    total: Counter[Call] = Counter()
+    for each in calls:
+        total += each
+    return total
+
+
+def saves(loads: Iterable[Load]) -> bool:
+    """Whether gathering again saves anything."""
+    return any(x.saved for x in loads)

@@ -1,0 +1,206 @@
+"""Many devices as pp x dp x cp x tp: which meshes there are, and what each axis sends.
+
+Ranks of an axis lie near each other in the order tp, cp, dp, pp: a tp group is of neighbours, cp groups are tp apart,
+dp groups tp x cp, and the places of a pipeline tp x cp x dp. Whether a group is inside a node follows from that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from autotp.cost.machines.cluster import Cluster
+
+from .collectives import call_seconds, collective_bytes
+
+SHARDS = ("", "states", "weights")
+KEEPS = ("all", "slices", "inputs")
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """A way to use devices.
+
+    Attributes:
+        pp, dp, cp, tp: ranks of each axis.
+        batch: examples of a micro-batch; `microbatches`: of one dp rank in a step.
+        chunks: stages of each rank of the pipeline: 1 is the 1F1B schedule, more the interleaved one.
+        shard: what is split over dp and cp: "" nothing, "states" the optimizer's, "weights" these, gradients and
+            weights too.
+        keep: what a rank keeps for the backward: "all" that autograd does, "slices" of what is gathered over tp its
+            own slice, "inputs" of each block its inputs, and the block is computed again.
+    """
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+    batch: int = 1
+    microbatches: int = 1
+    chunks: int = 1
+    shard: str = ""
+    keep: str = "all"
+
+    @property
+    def degrees(self) -> tuple[int, int, int, int]:
+        """pp, dp, cp and tp."""
+        return self.pp, self.dp, self.cp, self.tp
+
+    @property
+    def devices(self) -> int:
+        return math.prod(self.degrees)
+
+    @property
+    def replicas(self) -> int:
+        """Ranks that hold the same weights: over them gradients are summed."""
+        return self.dp * self.cp
+
+    def stride(self, axis: str) -> int:
+        """How far apart the ranks of a group of this axis are; "weights": those of `replicas`."""
+        inner = self.tp * self.cp
+        return {"tp": 1, "cp": self.tp, "weights": self.tp, "dp": inner, "pp": inner * self.dp}[axis]
+
+    def spans(self, axis: str, cluster: Cluster) -> bool:
+        """Whether a group of this axis leaves the node."""
+        ranks = self.replicas if axis == "weights" else getattr(self, axis)
+        return cluster.spans_nodes(ranks, self.stride(axis))
+
+
+def divisors(n: int) -> list[int]:
+    """All of them, ascending."""
+    low = [d for d in range(1, math.isqrt(n) + 1) if n % d == 0]
+    return sorted({*low, *(n // d for d in low)})
+
+
+def factorisations(devices: int, tps: Sequence[int], cps: Sequence[int], most: int) -> Iterator[Mesh]:
+    """Every pp x dp x cp x tp that uses all devices.
+
+    Args:
+        devices: how many there are. tps, cps: degrees to choose from. most: stages that a pipeline can have.
+    """
+    for tp in tps:
+        for cp in cps:
+            if devices % (tp * cp):
+                continue
+            left = devices // (tp * cp)
+            yield from (Mesh(pp, left // pp, cp, tp) for pp in divisors(left) if pp <= most)
+
+
+def variants(mesh: Mesh, example: int, examples: int, most: int, sizes: Sequence[int]) -> Iterator[Mesh]:
+    """The mesh with every micro-batch and schedule that makes a step of so many examples.
+
+    Args:
+        mesh: its degrees. example: examples of a micro-batch at least. examples: of a step over all devices.
+        most: stages in all. sizes: by which a micro-batch may be larger.
+    """
+    for size in sizes:
+        batch = size * example
+        count, rest = divmod(examples, mesh.dp * batch)
+        if rest or not count:
+            continue
+        for chunks in (1, 2, 3, 4, 6, 8):
+            loops = chunks == 1 or (mesh.pp > 1 and count % mesh.pp == 0)
+            if loops and chunks * mesh.pp <= most:
+                yield replace(mesh, batch=batch, microbatches=count, chunks=chunks)
+
+
+def bubble(pp: int, chunks: int, microbatches: int) -> float:
+    """Seconds that a rank of a pipeline stands idle in a step, over those that it works.
+
+    (pp - 1) / (chunks x microbatches): of 1F1B and GPipe, and interleaved where chunks > 1 (Narayanan et al. 2021).
+
+    Args:
+        pp: ranks. chunks: stages of each. microbatches: in a step.
+    """
+    return (pp - 1) / (chunks * microbatches)
+
+
+class Sends(NamedTuple):
+    """Seconds and bytes of a rank."""
+
+    seconds: float = 0.0
+    bytes: float = 0.0
+
+    def plus(self, other: Sends) -> Sends:
+        """Both, one after the other."""
+        return Sends(self.seconds + other.seconds, self.bytes + other.bytes)
+
+
+def called(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int) -> Sends:
+    """A collective: its arguments are those of `call_seconds`."""
+    return Sends(call_seconds(primitive, nbytes, n, cluster, stride), collective_bytes(primitive, nbytes, n))
+
+
+def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
+    """What the replicas of a group of weights send for them: "weights" in every micro-batch, otherwise once in a step.
+
+    Whole: an all-reduce of the gradients. "states": a reduce-scatter of these, and an all-gather of new weights.
+    "weights": weights are gathered for the forward and for the backward, and gradients reduce-scattered.
+
+    Args:
+        mesh: says how weights lie. nbytes: of the weights on a tp rank, and of their gradients. cluster: the machines.
+    """
+    calls = {"": ("all_reduce",), "states": ("reduce_scatter", "all_gather")}
+    each = calls.get(mesh.shard, ("all_gather", "all_gather", "reduce_scatter"))
+    total = Sends()
+    for call in each:
+        total = total.plus(called(call, nbytes, mesh.replicas, cluster, mesh.stride("weights")))
+    return total
+
+
+def boundary_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
+    """What a rank sends to its neighbours in the pipeline for a micro-batch: a value forward, its gradient backward,
+    for each of its chunks. Nothing hides it.
+
+    Args:
+        mesh: the degrees. nbytes: of the value on a rank. cluster: the machines.
+    """
+    if mesh.pp == 1:
+        return Sends()
+    near = not mesh.spans("pp", cluster)
+    latency = cluster.intra_latency if near else cluster.inter_latency
+    bandwidth = cluster.intra_bandwidth if near else cluster.inter_bandwidth
+    times = 2 * mesh.chunks
+    return Sends(times * (latency + nbytes / bandwidth), times * nbytes)
+
+
+class Attended(NamedTuple):
+    """An attention: bytes on a tp rank of its queries, and of its keys (its values are as many), of whole sequences;
+    heads of both in all."""
+
+    queries: float
+    keys: float
+    heads: int
+    kv: int
+
+
+def context_sends(
+    mesh: Mesh, attention: Attended, cluster: Cluster, scale: float, forwards: int = 1
+) -> tuple[Sends, float]:
+    """What an attention sends over cp for a micro-batch, by the cheaper of two ways, and bytes that are kept for it.
+
+    What is assumed: every rank has 1 / cp of the tokens of all sequences, and nothing but attention mixes tokens.
+    Ulysses: queries, keys, values and results change from slices of the sequence to heads and back by all-to-alls,
+    forward and backward; where cp x tp divides the heads of both. Or keys and values are gathered before, kept, and
+    their gradients reduce-scattered. No arithmetic hides it, and the work of a causal mask is dealt out evenly.
+
+    Args:
+        mesh: the degrees. attention: for one micro-batch of the example. cluster: the machines.
+        scale: examples of a micro-batch over those. forwards: 2 where the forward is computed again.
+    """
+    if mesh.cp == 1:
+        return Sends(), 0.0
+    n, stride = mesh.cp, mesh.stride("cp")
+
+    def total(primitive: str, sizes: Sequence[float], times: int) -> Sends:
+        each = [called(primitive, scale * size, n, cluster, stride) for size in sizes]
+        return Sends(times * sum(x.seconds for x in each), times * sum(x.bytes for x in each))
+
+    keys = [attention.keys] * 2
+    kept = sum(keys) * scale * (1 - 1 / n) if forwards == 1 else 0.0
+    ways = [(total("all_gather", keys, forwards).plus(total("reduce_scatter", keys, 1)), kept)]
+    if attention.heads % (n * mesh.tp) == 0 and attention.kv % (n * mesh.tp) == 0:
+        ways.append((total("all_to_all", [*keys, attention.queries, attention.queries], 1 + forwards), 0.0))
+    return min(ways)

@@ -1,0 +1,142 @@
+"""The mesh of many devices that `autotp.plan(model, devices=N)` chooses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+import torch
+
+import autotp
+from autotp.cost.meshes import Mesh
+from autotp.driver import mesh_search
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import capture_model
+from autotp.driver.staging import staging
+from autotp.errors import InputError
+from autotp.plans.mesh_choice import MeshChoice
+from autotp.plans.show.mesh_rows import TIMES
+from tests.helpers.models import inputs_of, transformer
+
+
+@pytest.fixture(scope="module")
+def captured():
+    model = transformer("llama")
+    inputs = autotp.Inputs(**inputs_of(model))
+    return capture_model(model, inputs, torch.device("cpu"), False)
+
+
+def chosen(captured, **steering: Any) -> MeshChoice:
+    options = Options.read(1, Steering(**steering))
+    return mesh_search.choose_mesh(captured[0], captured[1], options, "Llama", 4, 16)
+
+
+@pytest.fixture(scope="module")
+def search(captured):
+    """The plans of every tp, for choices under several limits."""
+    return mesh_search._Search(captured[0], captured[1], Options.read(1), "Llama", 4, 16)
+
+
+@pytest.fixture(scope="module")
+def choice(search):
+    return search.run([1, 2, 4])
+
+
+def test_every_mesh_is_ranked_and_the_fastest_comes_first(choice):
+    found = [row.mesh.degrees for row in choice.ranked]
+    every = {(pp, dp, cp, tp) for pp in (1, 2) for dp in (1, 2, 4) for cp in (1, 2, 4) for tp in (1, 2, 4)}
+    assert set(found) == {x for x in every if x[0] * x[1] * x[2] * x[3] == 4} and len(found) == len(set(found))
+    steps = [row.seconds for row in choice.ranked]
+    assert steps == sorted(steps) and choice.best is choice.rows[0] and len(choice.rows) == 9
+    for row in choice.ranked:
+        assert row.seconds == pytest.approx(sum(row.times.values())) and set(row.times) == set(TIMES)
+        assert row.throughput == pytest.approx(16 * 16 / row.seconds / 4)
+        assert (row.why == "") == (row is choice.best)
+    assert choice.place(pp=2, dp=2)[1].why.startswith("bubble")
+    with pytest.raises(InputError, match="was not priced"):
+        choice.place(tp=8)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_one_copy_costs_what_its_plan_says(search, choice, tp):
+    priced, plan = search.pricers[tp].price(Mesh(1, 1, 1, tp, batch=2)), search.staged[tp].plan
+    assert priced.seconds == pytest.approx(plan.totals.seconds)
+    assert priced.memory == pytest.approx(plan.memory.peak - plan.memory.buffers, rel=0.02)
+    assert priced.sent["tp"] == plan.totals.sent
+    both = autotp.plan(transformer("llama"), tp, dp=2, fully_shard=True, example_inputs=inputs_of(transformer("llama")),
+                       check_capture=False, band=0.0)  # fmt: skip
+    split = search.pricers[tp].price(Mesh(1, 2, 1, tp, batch=2, shard="weights"))
+    assert split.sent["dp"] == pytest.approx(both.batch.sent, rel=0.02)
+    assert split.seconds == pytest.approx(both.totals.seconds, rel=0.05)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_stages_hold_what_autotp_stages_says(search, choice, tp):
+    """The division of a pipeline, and its memory but for the working set, are those of the program that is cut."""
+    staged, pricer = search.staged[tp], search.pricers[tp]
+    division = staging(staged.planned, staged.sharded, staged.builder, "Llama", 2, 1, None).division
+    mesh = Mesh(2, 1, 1, tp, batch=2, microbatches=4)
+    assert list(pricer.starts(2, 1)) == [0, division.sizes[0]]
+    held = pricer.price(mesh).memory
+    assert max(division.memory) < held <= max(division.memory) + max(u.working for u in pricer.terms.units)
+    sums = pricer.ranks(mesh)
+    spared = (1 - pricer.terms.shown) * staged.plan.totals.communication
+    assert sums.total.sum() + spared == pytest.approx(sum(division.seconds))
+
+
+def test_more_memory_is_never_slower_and_none_fits_nothing(search, choice):
+    steps = []
+    for part in (0.6, 0.75, 0.9, 1.0, 2.0):
+        search.limit = part * choice.best.memory
+        best = search.run([]).best
+        assert best is None or best.memory <= search.limit
+        steps.append(float("inf") if best is None else best.seconds)
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1] == choice.best.seconds
+    search.limit = 1e3
+    none = search.run([])
+    assert (none.best, none.plan, none.runs, none.fitting) == (None, None, None, 0)
+    assert "nothing fits" in str(none) and none.rows[0].why.startswith("too much")
+
+
+def test_it_can_be_read_drawn_and_run(choice, tmp_path):
+    lines = str(choice).splitlines()
+    assert lines[0].startswith("Llama on 4 devices (h100, 16 x 16 a step") and lines[-1].endswith("not measured")
+    assert max(map(len, lines)) <= 110 and any("why" not in line and "against" in line for line in lines)
+    data = json.loads(json.dumps(choice.to_dict()))
+    assert len(data["rows"]) == 9 and data["rows"][0]["mesh"]["dp"] == choice.best.mesh.dp
+    choice.to_svg(tmp_path / "out.svg")
+    root = ElementTree.parse(tmp_path / "out.svg").getroot()
+    bars = [g for g in root.iter("{http://www.w3.org/2000/svg}g") if g.get("class") == "bar"]
+    assert len(bars) == 9
+    assert choice.runs.call and choice.plan.batch.size == choice.runs.mesh.dp and choice.plan.tp == choice.runs.mesh.tp
+    calls = {row.mesh.degrees: row.call for row in choice.ranked}
+    assert calls[1, 1, 1, 4] == "autotp.compile(model, 4, dp=1, ...)" and not calls[1, 2, 2, 1]
+
+
+def test_a_slow_network_keeps_stages_apart_rather_than_tokens(captured):
+    """Negative control of where groups lie: with one device a node nothing is cheap, and no tp group is tried."""
+    lonely = replace(autotp.Cluster.preset("h100"), devices_per_node=1)
+    found = chosen(captured, cluster=lonely)
+    assert {row.mesh.tp for row in found.ranked} == {1} and "cp" in found.place(cp=4)[1].network
+
+
+def test_what_does_not_go_together_is_refused():
+    model: Any = torch.nn.Linear(8, 8)
+    x = torch.randn(4, 8)
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("counts|count", {"devices": 0}),
+        ("global_batch= goes with", {"tp": 2, "global_batch": 8}),
+        ("give tp", {}),
+        ("chooses the mesh itself", {"devices": 4, "dp": 2}),
+        ("searches for training", {"devices": 4, "objective": "prefill"}),
+        ("does not divide", {"devices": 4, "tp": 3}),
+        ("no mesh of 4 devices makes a step of 6", {"devices": 4, "global_batch": 6}),
+    ]
+    for match, options in cases:
+        with pytest.raises(InputError, match=match):
+            autotp.plan(model, example_inputs=x, check_capture=False, **options)
+    only = autotp.plan(model, 2, devices=4, example_inputs=x, check_capture=False)
+    assert {row.mesh.degrees for row in only.ranked} == {(1, 2, 1, 2)}, "nothing repeats, so there are no stages"
