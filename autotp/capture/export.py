@@ -28,7 +28,7 @@ from .carrying import carries, carrying, forwarding, is_number
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import Asked
-from .plain_types import files_of, plain_types
+from .plain_types import files_of, plain_values
 from .refusals import refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
 
@@ -76,7 +76,7 @@ class Attempt:
                 *recorded,
                 compat.recorded_guards(),
                 self.asked.answered(files_of(self.bare)),
-                plain_types(self.bare),
+                plain_values(self.bare),
                 refuse_hooks(),
                 refuse_gradients(),
                 unvalidated(),

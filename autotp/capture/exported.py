@@ -16,6 +16,7 @@ from autotp.passes.base import Changes, Pass
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
 from .conditions import Conditions
+from .functions import refuse_seen_writes
 from .messages import line_of
 from .refusals import refuse_higher_order
 from .repeated_blocks import Repeats, expand, refuse_writes
@@ -69,6 +70,8 @@ class CheckExport(Pass[Exported]):
 
     def run(self, program: Exported) -> Changes:
         refuse_higher_order(program.graph)
+        for graph in (program.graph, *regions(program.graph)):
+            refuse_seen_writes(graph)
         _refuse_writes_to_parameters(program.program)
         if program.repeats:
             refuse_writes(program.graph)

@@ -22,6 +22,7 @@ from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.graph import draws
 from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, Called, apply, enter, functions_as
+from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written
 from autotp.rules.functions import linear_backward, loops_of
 
 from .messages import the_users
@@ -44,7 +45,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     """A call of a Function within a trace: recorded as one operator, whose outputs are fake.
 
     Raises:
-        CaptureError: it is given what may hold tensors, writes to its arguments, or returns what depends on sizes.
+        CaptureError: it is given what may hold tensors, or returns what depends on sizes.
     """
     if compat.module_stack() is None or function.__module__.startswith(TORCHS):
         return apply(function, *args, **kwargs)
@@ -59,9 +60,7 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     called = CALLS[key]
     version = [x._version for x in xs]
     results = iter(CALL(xs, numbers, key))
-    # The operator says that it only reads, so a write would be lost in every rewrite that moves it.
-    if version != [x._version for x in xs]:
-        raise _refused(function, "it writes to its arguments", called.where)
+    called.writes = called.writes or version != [x._version for x in xs]
     if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in called.outs):
         raise _refused(function, "it returns a number that depends on sizes or values", called.where)
     outs = [next(results) if x is TENSOR else x for x in called.outs]
@@ -73,6 +72,36 @@ def _slot(x: Any) -> Any:
     if isinstance(x, Tensor):
         return TENSOR
     return SIZE if isinstance(x, torch.SymInt) else x
+
+
+def writes_to(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node of an export writes to; a Function may write to any of its tensors."""
+    if node.target is CALL:
+        return list(node.args[0]) if CALLS[node.args[2]].writes else []  # type: ignore[arg-type, index]
+    return [written(node) or node] if mutates(node) else []
+
+
+def refuse_seen_writes(graph: fx.Graph) -> None:
+    """Refuse a Function that writes to its arguments where that can be seen: it is given copies of them.
+
+    Args:
+        graph: of an export whose fake values share memory where the real ones do.
+
+    Raises:
+        CaptureError: an argument is an input or a weight, or something reads it after the call.
+    """
+    calls = [n for n in graph.nodes if n.target is CALL and CALLS[n.args[2]].writes]
+    if calls:
+        drop_inert_dropouts(graph)
+    held, order = memory(graph) if calls else {}, {n: i for i, n in enumerate(graph.nodes)}
+    for node in calls:
+        places = set().union(*(held[x] for x in writes_to(node)))
+        names = [n for n, own in held.items() if own & places and order[n] < order[node]]
+        called = CALLS[node.args[2]]
+        if any(n.op in ("placeholder", "get_attr") for n in names):
+            raise _refused(called.function, "it writes to an argument that is an input or a weight", called.where)
+        if any(order[user] > order[node] for n in names for user in n.users):
+            raise _refused(called.function, "it writes to an argument that is read afterwards", called.where)
 
 
 def read_functions(graph: fx.Graph) -> None:

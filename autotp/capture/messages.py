@@ -36,7 +36,8 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     (
         r"cannot be captured with its own backward",
         "Pass every tensor that it reads as an argument of `apply`, and everything else as a plain number or string; "
-        "decide nothing by values. Or write it with torch operators whose derivative is the wanted one: "
+        "decide nothing by values; write to none that is read afterwards. Or write it with torch operators whose "
+        "derivative is the wanted one: "
         "`x + (f(x) - x).detach()` for a straight-through gradient.",
     ),
     (

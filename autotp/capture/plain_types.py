@@ -1,14 +1,16 @@
-"""`type(x) is torch.Tensor` within a traced forward: the fake tensors of a trace are of a type of their own."""
+"""Plain Python within a traced forward: `type(x) is torch.Tensor` of fake tensors, whose type is another, and flags
+that are computed from symbolic sizes (`is_causal=length > 1`), for which torch's attention wants a bool."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autotp import compat
@@ -43,11 +45,32 @@ def files_of(model: nn.Module) -> list[dict[str, Any]]:
     return [vars(sys.modules[name]) for name in sorted(names) if name in sys.modules]
 
 
+def _decided(own: Callable[..., Any]) -> Callable[..., Any]:
+    """A function to which conditions on sizes are handed as they are for the example, which becomes a guard."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _plain(x) for name, x in kwargs.items()}
+        return own(*map(_plain, args), **named)
+
+    return call
+
+
+def _plain(value: Any) -> Any:
+    return bool(value) if isinstance(value, torch.SymBool) else value
+
+
 @contextmanager
-def plain_types(model: nn.Module) -> Iterator[None]:
-    """Within this context `type(x)` of a fake tensor is what it would be of the real one, in the files of a model."""
+def plain_values(model: nn.Module) -> Iterator[None]:
+    """Within this context the files of a model find plain types and bools where the model itself finds them.
+
+    `type(x)` of a fake tensor is what it would be of the real one, and attention takes a condition on sizes as a flag.
+    """
+    attention = F.scaled_dot_product_attention
+    flagged = _decided(attention)
     with ExitStack() as stack:
+        stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", flagged))
         for held in files_of(model):
-            if "type" not in held:
-                stack.enter_context(mock.patch.dict(held, {"type": PlainType}))
+            others = {name: flagged for name, value in held.items() if value is attention}
+            others |= {"type": PlainType} if "type" not in held else {}
+            stack.enter_context(mock.patch.dict(held, others))
         yield

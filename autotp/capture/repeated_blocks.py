@@ -20,8 +20,9 @@ from autotp import compat
 from autotp.ir.copying import copy_graph
 from autotp.ir.graph import resolve, tensors
 from autotp.ir.op import expression
-from autotp.passes.canonicalise.functionalise import memory, mutates, written
+from autotp.passes.canonicalise.functionalise import memory
 
+from .functions import writes_to
 from .stacks import PLAIN, kinds, path_of, stacks, unread
 
 _library = torch.library.Library("autotp_blocks", "DEF")
@@ -154,7 +155,7 @@ def refuse_writes(graph: fx.Graph) -> None:
     Raises:
         CannotRepeat: it does.
     """
-    if any(mutates(n) for n in graph.nodes):
+    if any(writes_to(n) for n in graph.nodes):
         held = memory(graph)
         for body in _bodies(graph).values():
             body.refuse_writes(held)
@@ -243,7 +244,7 @@ class _Body:
         inside = {*self.nodes} - self.enter.users.keys()
         given = set().union(*(places for n, places in held.items() if n not in inside))
         for node in self.nodes:
-            if mutates(node) and held[written(node) or node] & given:
+            if any(held[x] & given for x in writes_to(node)):
                 raise CannotRepeat(f"a block writes to what it is given: {node.format_node()}")
 
     def refuse_foreign(self, own: Set[fx.Node]) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import Tensor, fx
+import torch
+from torch import Tensor, fx, nn
 from torch.export import ExportedProgram
 
 from autotp.errors import CaptureError
@@ -32,10 +33,38 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
             module.recompile()
     names = {str(s.target): _other(str(s.target)) for s in specs if s.target is not None}
     others = {name: other for name, other in names.items() if name != other}
+    shared = _apart(program)
     _rename(program, others)
     made = program.run_decompositions({})
     _rename(made, {other: name for name, other in others.items()})
+    for held in (made.state_dict, made.constants):
+        held.update({name: shared[name] for name in held.keys() & shared.keys()})
     return made
+
+
+def _apart(program: ExportedProgram) -> dict[str, Any]:
+    """Of a tensor that a model has under several names only the first is read, and the others hold another tensor.
+
+    Torch's second trace takes each name for an argument, and fails where one that is written to comes twice.
+
+    Returns: the other names -> what they held.
+    """
+    places = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
+    first: dict[int, fx.Node] = {}
+    shared: dict[str, Any] = {}
+    for spec in program.graph_signature.input_specs:
+        name = str(spec.target)
+        held = program.state_dict if name in program.state_dict else program.constants
+        if spec.kind.name not in ("PARAMETER", "BUFFER") or name not in held:
+            continue
+        place, value = places[spec.arg.name], held[name]
+        if first.setdefault(id(value), place) is place:
+            continue
+        place.replace_all_uses_with(first[id(value)])
+        assert isinstance(value, Tensor)
+        shared[name], fresh = value, torch.empty_like(value)
+        held[name] = nn.Parameter(fresh, value.requires_grad) if isinstance(value, nn.Parameter) else fresh
+    return shared
 
 
 def _wants_gradient(value: Any) -> bool:

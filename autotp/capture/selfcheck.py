@@ -92,6 +92,14 @@ class Trial:
 
         return copied(self.model, own, self._other)
 
+    @cached_property
+    def called(self) -> nn.Module:
+        """The copy after one call: what that left in attributes and in buffers, such as a cache, belongs together."""
+        with self._undisturbed(buffers=False), torch.enable_grad():
+            inputs = self.mapped()
+            self.copied(*inputs.args, **inputs.kwargs)
+        return self.copied
+
     def _other(self, tensor: Tensor) -> Tensor | None:
         """A tensor that is neither a parameter nor a buffer."""
         return made_real(tensor, self.device) if tensor.is_meta else None
@@ -108,8 +116,9 @@ class Trial:
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
+        model = self.called
         with self._undisturbed(), torch.enable_grad(), around or nullcontext():
-            return compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
+            return compat.named_leaves(model(*inputs.args, **inputs.kwargs))
 
     def demand_equal(self, usual: Mapping[str, Any], other: Mapping[str, Any], what: str) -> None:
         """Refuse a change with which the model computes something else."""
@@ -158,7 +167,7 @@ class Trial:
         """What the model gives; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
         try:
-            self.outputs(self.mapped())  # the call after this one sees what it leaves in attributes
+            self.called  # noqa: B018  # the first call; the next one is compared
             with self._undisturbed(), torch.enable_grad():
                 found = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
@@ -224,9 +233,10 @@ class Trial:
         return {n: v for n, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
 
     @contextmanager
-    def _undisturbed(self) -> Iterator[None]:
-        """Random numbers start alike every time, and buffers and random numbers are afterwards as they were."""
-        held = [(m, n, b, b.clone()) for m in self.copied.modules() for n, b in m._buffers.items() if b is not None]
+    def _undisturbed(self, buffers: bool = True) -> Iterator[None]:
+        """Random numbers start alike every time, and are afterwards as they were; so are buffers."""
+        modules = self.copied.modules() if buffers else ()
+        held = [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
         devices = [self.device] if self.device.type == "cuda" else []
         state = random.getstate()
         try:

@@ -14,10 +14,12 @@ import torch
 from torch import fx
 from torch._dynamo import config as dynamo
 from torch._export.passes import replace_set_grad_with_hop_pass
+from torch._logging import structured
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace
 from torch.fx.experimental import _config as symbolic_config
+from torch.fx.experimental import sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
 from torch.utils import checkpoint as checkpointing
@@ -157,6 +159,7 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
             _keep_values(mode, True)
 
     with (
+        _unexplained(),
         mock.patch.object(LazyTraceHandler, "emit", _to_nowhere),
         mock.patch.object(_trace, "_fakify_params_buffers", without_values),
         mock.patch.object(FakeTensorMode, "_dispatch_impl", dispatch),
@@ -167,6 +170,20 @@ def draft_export(module: torch.nn.Module, args: Any, kwargs: Any, **options: Any
         mode.propagate_real_tensors = False
         _keep_values(mode, False)
     return program
+
+
+@contextlib.contextmanager
+def _unexplained() -> Iterator[None]:
+    """Within this context a draft export's report does not say how it came to each expression in sizes.
+
+    For that torch reads the stack at every operation on a symbolic size, which takes most of the seconds of a draft.
+    """
+    frame: dict[str, Any] = {"line": 0, "name": "", "filename": -1, "loc": ""}
+    with (
+        mock.patch.object(sym_node, "dtrace_structured", lambda *_, **__: None),
+        mock.patch.object(structured, "get_framework_stack", lambda *_, **__: [frame]),
+    ):
+        yield
 
 
 def _to_nowhere(handler: Any, record: logging.LogRecord) -> None:

@@ -41,6 +41,7 @@ class Called:
         dtypes: of the tensors. where: the user's line, for errors.
         loops: what may be split, by the number of dimensions of each operand.
         linear: whether the backward is linear in the gradients that it is given.
+        writes: whether it writes to its arguments, and is given copies of them: the operator says that it only reads.
     """
 
     function: Any
@@ -53,6 +54,7 @@ class Called:
     copied: list[bool] = field(default_factory=list)
     loops: dict[tuple[int, ...], tuple[Loop, ...]] = field(default_factory=dict)
     linear: bool = True
+    writes: bool = False
 
     def same(self, other: Called) -> bool:
         """Whether the other one computes the same."""
@@ -114,6 +116,7 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         key: what `enter` gave for the call.
     """
     called = CALLS[key]
+    xs = [x.clone() for x in xs] if called.writes else xs
     tensors, numbers = iter(xs), iter(sizes)
     leaves: list[Any] = []
     for x in called.leaves:

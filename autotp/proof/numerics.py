@@ -36,6 +36,7 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     """
     if a.shape != b.shape:
         return float("inf")
+    a, b = _dense(a), _dense(b)
     if not (b.is_floating_point() or b.is_complex()):
         return 0.0 if torch.equal(a, b) else float("inf")
     if b.itemsize == 1:
@@ -46,6 +47,11 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     top = top if math.isfinite(top) else _finite_part(a, b)
     size = largest(b) + FLOOR * scale
     return top / size if size else math.inf if top else 0.0
+
+
+def _dense(value: Tensor) -> Tensor:
+    """A sparse value, such as a buffer may hold, with its zeros: few operators take it as it is."""
+    return value if value.layout == torch.strided else value.to_dense()
 
 
 def _finite_part(a: Tensor, b: Tensor) -> float:
@@ -95,7 +101,7 @@ def backward(total: Tensor) -> str:
 
 def largest(x: Tensor) -> float:
     """The largest finite magnitude."""
-    x = x.detach()
+    x = _dense(x.detach())
     if x.dtype == torch.bool or not x.numel():
         return 0.0
     x = x.double() if x.itemsize == 1 else x  # float8 has no arithmetic

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from autotp.ir.layouts import divide
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
@@ -10,20 +11,27 @@ from autotp.ir.op import Carry, Factor, Op, Rule, aten
 from .core import einsum, local_count, rule, with_factors
 from .views import THROUGH
 
+if TYPE_CHECKING:
+    from .local import ShardCall
+
 
 @rule(aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution)
 @rule(aten.conv_transpose1d, aten.conv_transpose2d, aten.conv_transpose3d)
 def convolution(op: Op) -> Rule:
-    """Input channels are contracted where there are no groups; with groups, whole groups split."""
+    """Input channels are contracted. With groups, whole groups split, and so does each group's own convolution."""
     space, bias, channel = "_" * (len(op.ins[1]) - 2), len(op.ins) > 2, len(op.ins[0]) - len(op.ins[1]) + 1
     addends, batch = frozenset({2} if bias else ()), "b" * channel
     linear = (frozenset({0, *addends}),)
+    transposed = "transpose" in str(op.target) or op.args.get("transposed")
     if op.args["groups"] == 1:
-        weight = "io" if "transpose" in str(op.target) or op.args.get("transposed") else "oi"
+        weight = "io" if transposed else "oi"
         equation = f"{batch}i{space},{weight}{space}{',o' * bias}->{batch}o{space}"
         return einsum(op, equation, linear=linear, addends=addends, empty=False)
-    base = einsum(op, f"{batch}_{space},__{space}{',_' * bias}->{batch}_{space}", linear=linear, empty=False)
-    return with_factors(replace(base, localise=local_count("groups", 1, 0)), _groups(op, channel))
+    equation = f"{batch}_{space},__{space}{',_' * bias}->{batch}_{space}"
+    base = einsum(op, equation, linear=linear, empty=False)
+    factors = [*_groups(op, channel), *_within(op, channel, bool(transposed))]
+    added = addends if any(f.contracts for f in factors) else frozenset[int]()
+    return with_factors(replace(base, localise=_group_count, addends=added), factors)
 
 
 def _groups(op: Op, channel: int) -> list[Factor]:
@@ -34,6 +42,29 @@ def _groups(op: Op, channel: int) -> list[Factor]:
         return []
     ins = (Carry(channel, unit=x), Carry(0, unit=w), *[Carry(0, unit=y) for _ in op.ins[2:]])
     return [Factor(groups, ins, (Carry(channel, unit=y),), label="g")]
+
+
+def _within(op: Op, channel: int, transposed: bool) -> list[Factor]:
+    """The channels of a group, the same ones of every group: those of its input are contracted, as without groups."""
+    groups, lasts = op.args["groups"], op.ins[2:]
+    few, many = divide(op.ins[0][channel], groups), divide(op.outs[0][channel], groups)
+    every = Carry(channel, repeat=groups)
+    first, second = Carry(0, repeat=groups), Carry(1)
+    inner, outer = (first, second) if transposed else (second, first)
+    of_bias = [Carry(0, repeat=groups) for _ in lasts]
+    found = []
+    if few is not None and few != 1:
+        found.append(Factor(few, (every, inner, *[None for _ in lasts]), (None,), label="i"))
+    if many is not None and many != 1:
+        found.append(Factor(many, (None, outer, *of_bias), (every,), label="o"))
+    return found
+
+
+def _group_count(op: Op, local: ShardCall) -> Any:
+    """The call of a rank: of whole groups it has fewer."""
+    if local.factor is not None and local.factor.label == "g":
+        return local_count("groups", 1, 0)(op, local)
+    return local.unchanged(op)
 
 
 @rule(aten.max_pool1d, aten.max_pool2d, aten.max_pool3d, aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d)

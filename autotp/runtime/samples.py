@@ -50,7 +50,8 @@ def few(value: Tensor) -> str:
 
 
 def _line(x: Tensor, most: int) -> Tensor:
-    """The elements in a line; of a large tensor that lies in pieces those of one part."""
+    """The elements in a line; of a large tensor that lies in pieces those of one part, of a sparse one all."""
+    x = x if x.layout == torch.strided else x.to_dense()
     while x.ndim > 1 and x.numel() > most and not x.is_contiguous():
         x = x[x.shape[0] // 2]
     return x.reshape(-1)

@@ -44,11 +44,11 @@ def libraries(results: Mapping[str, Any], made: str, causes: Mapping[str, Any] |
     most = "; ".join(f"{p:g} of parameters and {f:g} of flops at tp={tp}" for tp, (p, f) in MOST.items())
     count = {"listed": results["listed"], "libraries": results["libraries"], "run": len(models)}
     yield HEAD.format(**count, made=made, goal=100 * PROVED, most=most)
-    yield _lines(["of the models", "reached", "of", "share"], _totals(models))
-    yield _lines(["model", "exports", "proved", "parameters", "flops"], [_row(k, m) for k, m in models.items()])
+    yield lines(["of the models", "reached", "of", "share"], _totals(models))
+    yield lines(["model", "exports", "proved", "parameters", "flops"], [_row(k, m) for k, m in models.items()])
     yield "### What falls short\n"
     rows = [[k, what, *_cause(causes, k)] for k, m in models.items() for what in short(m)]
-    yield _lines(["model", "what", "cause", "way out"], rows) if rows else "Nothing does.\n"
+    yield lines(["model", "what", "cause", "way out"], rows) if rows else "Nothing does.\n"
 
 
 def counted(record: Record) -> bool:
@@ -112,5 +112,6 @@ def _cell(text: str) -> str:
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
-def _lines(head: list[str], rows: list[list[str]]) -> str:
+def lines(head: list[str], rows: list[list[str]]) -> str:
+    """A table in Markdown."""
     return "".join(f"| {' | '.join(row)} |\n" for row in [head, ["---"] * len(head), *rows])

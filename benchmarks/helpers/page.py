@@ -11,6 +11,7 @@ from .build import SCALE
 from .generation_page import generation
 from .library_page import libraries
 from .measure import LENGTH, ROWS
+from .real_page import real_sizes
 
 HERE = Path(__file__).resolve().parents[1]
 PAGE = HERE.parent / "docs" / "models.md"
@@ -99,6 +100,8 @@ def render(models: Mapping[str, Any] | None = None, hand: Mapping[str, Any] | No
     parts += generation(generated, made(generated["made"]))
     others = load("libraries.json")
     parts += libraries(others, made(others["made"]))
+    real = load("real_sizes.json")
+    parts += real_sizes(real, made(real["made"]))
     parts += [HAND.format(made=made(hand["made"])), *_hand(hand["models"])] if hand["models"] else []
     return "\n".join(parts)
 

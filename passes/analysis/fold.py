@@ -16,6 +16,9 @@ from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_path
 
+from .lists import items
+
+LISTS = -1  # in place of a depth
 INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
 
@@ -37,8 +40,9 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         return marked.get(n), tuple((n in grads, sizes(v), v.dtype) for v in tensors(n))
 
     representative: dict[Any, fx.Node] = {}
-    for level in range(4):
-        for blocks in _instances(program, level, representative).values():
+    for level in (LISTS, 0, 1, 2, 3):
+        found = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
+        for blocks in found.values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
                 signature, members = _signature(path, nodes, names, shape)

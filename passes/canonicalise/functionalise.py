@@ -36,7 +36,7 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     writes = [n for n in graph.nodes if mutates(n)]
     if not writes:
         return {}
-    _drop_inert_dropouts(graph)
+    drop_inert_dropouts(graph)
     taken = _lift(graph, state)
     shared = _Memory(graph, state)
     if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
@@ -103,7 +103,7 @@ def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     return {n: {v.untyped_storage()._cdata for v in tensors(n)} for n in graph.nodes}
 
 
-def _drop_inert_dropouts(graph: fx.Graph) -> None:
+def drop_inert_dropouts(graph: fx.Graph) -> None:
     """Dropout outside training returns its operand itself; fake tensors believe that it makes a copy."""
     for n in list(graph.nodes):
         if n.target in DROPOUTS and not (Op.of(n).args["train"] and Op.of(n).args["p"]):

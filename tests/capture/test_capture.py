@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._logging import structured
 
 import autotp
 from autotp.capture import assumptions
@@ -169,15 +170,17 @@ def test_a_branch_on_anything_else_is_refused(what):
     assert "return -y if seen > 0 else y" in told and "A Python branch depends on the value of a tensor" in told
 
 
-def test_a_draft_does_not_compute_with_weights():
-    """Their memory would be allocated, and what is in it would decide."""
+def test_a_draft_does_not_compute_with_weights(monkeypatch):
+    """Their memory would be allocated, and what is in it would decide. Nor is a stack read for its report."""
     known: dict[str, bool] = {}
+    stacks: list[int] = []
+    monkeypatch.setattr(structured, "get_framework_stack", lambda frames=0, cpp=False: stacks.append(frames) or [])
 
     class Casting(Net):
         def forward(self, x: Tensor) -> Tensor:
             y = self.up(x).half().float()  # torch's own leaves memory in a cast that nothing was written to
             z = torch.zeros_like(x)
-            z[0] = y[0]
+            z[0] = y[0] * (2 * x.shape[0] - x.shape[0])
             values = {"input": x + 1, "weight": self.up.weight, "cast": y, "overwritten": z, "view": z.view(-1)}
             known.update({n: getattr(v, "real_tensor", None) is not None for n, v in values.items()})
             return y if x.sum() < 100 else -y
@@ -185,6 +188,7 @@ def test_a_draft_does_not_compute_with_weights():
     found, _ = capture_model(Casting(), Inputs(X), torch.device("cpu"), check=False)
     assert found.conditions is not None
     assert known == {"input": True, "weight": False, "cast": False, "overwritten": False, "view": False}
+    assert 3 not in stacks  # frames: so many at each operation on a size
 
 
 # ---- fixed sizes -----------------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
@@ -95,7 +96,8 @@ def test_others_are_split_where_forward_and_backward_allow_it(kind):
 @pytest.mark.parametrize(
     ("between", "told"),
     [
-        (lambda m, x: f.InPlace.apply(x * 1), "InPlace.apply"),
+        (lambda m, x: f.read_after(x * 1), "it writes to an argument that is read afterwards"),
+        (lambda m, x: x * f.weight_written(m), "it writes to an argument that is an input or a weight"),
         (lambda m, x: f.Held.apply(x, m.up), "it is given a Linear, which may hold tensors"),
         (lambda m, x: f.Foreign.apply(x), "Foreign.apply"),
         (lambda m, x: f.Decides.apply(x), "data-dependent"),
@@ -111,6 +113,17 @@ def test_what_cannot_be_captured_is_refused_with_the_line(between, told):
         text = str(caught.value)
         assert told in text and "cannot be captured with its own backward" in text and "Pass every tensor" in text
         assert ".apply(x" in text and ("test_functions.py:" in text or "functions.py:" in text)
+
+
+def test_writes_to_an_argument_that_nothing_reads_afterwards():
+    CALLS.clear()
+    models = [f.Uses(lambda m, x, kind=kind: kind.apply(x * 1)) for kind in (f.InPlace, f.Shifts)]
+    blocks = nn.Sequential(nn.Linear(3, f.WIDTH), *(f.Written() for _ in range(4)))
+    for model, x in ((models[0], X), (models[1], X), (blocks, torch.randn(4, 3))):
+        sharded: Any = autotp.compile(model, 1, example_inputs=x, check_capture=False)
+        torch.testing.assert_close(sharded(x), model(x))
+        assert autotp.verify(model, 2, x)
+    assert len(CALLS) == 2 and all(called.writes for called in CALLS.values())
 
 
 def test_the_guards_of_the_rule_are_needed(monkeypatch):

@@ -38,7 +38,7 @@ class Held(Net):
         self.calls += 1
         return {
             "x": x * 2,
-            "out": Output(sample=self.up(x), more=(self.norm(x) * (self.calls if self.training else 1),)),
+            "out": Output(sample=self.up(x), more=(self.norm(x) + (self.calls if self.training else 1),)),
         }
 
 

@@ -139,6 +139,37 @@ class InPlace(Doubled):
         return x.mul_(2)
 
 
+class Shifts(Doubled):
+    """Writes to its argument, and says so to nobody."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Any:
+        x -= x.amax(-1, keepdim=True)
+        return x.exp()
+
+
+def read_after(x: Tensor) -> Tensor:
+    """What a Function has written to is read."""
+    return Shifts.apply(x) + x  # type: ignore[return-value]
+
+
+def weight_written(m: Any) -> Tensor:
+    """A Function writes to a part of a weight."""
+    x = m.scale[:2]
+    return Shifts.apply(x).sum()  # type: ignore[union-attr]
+
+
+class Written(nn.Module):
+    """A block that writes to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.up(Shifts.apply(x))  # type: ignore[arg-type]
+
+
 class Held(Function):
     """Is given a module, and reads its weight."""
 

@@ -76,6 +76,15 @@ def test_a_rank_holds_its_part(what, monkeypatch):
     assert totals.local_parameters > 0.6 * totals.parameters, "the negative control"
 
 
+def test_a_convolution_of_fewer_groups_than_ranks_is_split_within_them():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Conv2d(32, 64, 3, groups=2), nn.ReLU(), nn.Conv2d(64, 8, 1))
+    report = autotp.verify(model, 4, IMAGE)
+    assert report and report.plan is not None
+    totals = report.plan.totals
+    assert totals.local_parameters <= 0.27 * totals.parameters
+
+
 def test_a_sequence_is_split_by_examples_and_its_flops_count():
     torch.manual_seed(0)
     model = Layers(lambda x, recurrent: recurrent(x)[0], recurrent=nn.LSTM(16, 32, batch_first=True))

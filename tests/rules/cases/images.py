@@ -13,6 +13,7 @@ IMAGES = [
     case(aten.conv1d, f(2, 6, 8), f(9, 2, 3), None, [1], [0], [1], 3),
     case(aten.conv2d, f(2, 4, 5, 5), f(3, 4, 2, 2), f(3)),
     case(aten.conv2d, f(2, 4, 5, 5), f(8, 2, 2, 2), f(8), [1, 1], [0, 0], [1, 1], 2),
+    case(aten.conv2d, f(2, 8, 3, 3), f(10, 4, 2, 2), f(10), [1, 1], [0, 0], [1, 1], 2),
     case(aten.conv3d, f(1, 4, 3, 3, 3), f(4, 4, 2, 2, 2), f(4)),
     case(aten.conv_transpose1d, f(2, 4, 5), f(4, 6, 3), f(6), [2], [1]),
     case(aten.conv_transpose1d, f(2, 8, 5), f(8, 3, 3), f(12), [2], [1], [0], 4),

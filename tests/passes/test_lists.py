@@ -1,0 +1,73 @@
+"""Lists of lists of modules, whose items are not called: equal ones share their decisions all the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autotp
+from autotp.driver.pipeline import capture_model
+from autotp.inputs import Inputs
+from autotp.passes.analysis import fold as folding
+from autotp.passes.analysis.lists import items
+
+WIDTH = 8
+X = torch.randn(2, 4, WIDTH, generator=torch.Generator().manual_seed(0))
+
+
+class Lists(nn.Module):
+    """Pairs of networks with residual sums between, as `for first, second in self.layers:`."""
+
+    def __init__(self, depth: int, order: tuple[int, ...] = (), wide: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.head, self.order = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), order
+        self.layers = nn.ModuleList([self._item(2 * WIDTH + (wide if i == 1 else 0)) for i in range(depth)])
+
+    @staticmethod
+    def _item(wide: int) -> nn.ModuleList:
+        first = nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH))
+        return nn.ModuleList([first, nn.Sequential(nn.Linear(WIDTH, wide), nn.GELU(), nn.Linear(wide, WIDTH))])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x)
+        for i in self.order or range(len(self.layers)):
+            first, second = self.layers[i]  # type: ignore[misc]
+            x = first(x) + x
+            x = second(x) + x
+        return self.head(x)
+
+
+def decided(model: nn.Module) -> int:
+    """How many calls decide for themselves."""
+    program, _ = capture_model(model, Inputs(X), torch.device("cpu"), check=False)
+    grads = {n for n in program.graph.nodes if n.op == "call_function"}
+    same = folding.fold(program, grads)
+    return sum(same[n] is n for n in grads)
+
+
+def test_what_is_decided_does_not_grow_with_depth(monkeypatch):
+    few = decided(Lists(3))
+    assert decided(Lists(5)) == few
+    assert decided(Lists(5, wide=WIDTH)) > few  # an item that is not like the others
+    monkeypatch.setattr(folding, "items", lambda nodes: {})
+    assert decided(Lists(5)) > decided(Lists(3)) > few
+
+
+@pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 1, 0)])
+def test_items_that_are_called_again_are_no_blocks(order):
+    program, _ = capture_model(Lists(2, order), Inputs(X), torch.device("cpu"), check=False)
+    assert "layers" not in items(list(program.graph.nodes)) and autotp.verify(Lists(2, order), 2, X)
+
+
+def test_plans_are_right_and_alike_in_every_item():
+    report: Any = autotp.verify(Lists(4), 2, X)
+    assert report
+    held = {p.name: p.local for p in report.plan.parameters}
+    for i in (1, 2, 3):
+        assert {n: s for n, s in held.items() if n.startswith(f"layers.{i}.")} == {
+            n.replace("layers.0.", f"layers.{i}."): s for n, s in held.items() if n.startswith("layers.0.")
+        }
