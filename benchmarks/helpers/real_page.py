@@ -30,6 +30,7 @@ cores): an idle one takes less.
 - **capture, plan**: CPU seconds of the capture, and of the slowest of the three plans. {within} of {count} take at most
   {seconds:.0f} s for both.
 - **parameters, flops**: the share of the fullest rank, in percent, at tp=2, 4 and 8. Perfect are 50, 25 and 12.5.
+  A dash is a plan that was not ready within the limit of seconds for a configuration.
 - **whole**: the largest weight that every rank has whole at tp=8. Where no reason is given, it fits in the 3% of
   parameters that a plan may hold beyond the fewest, and whole is the cheaper.
 """
