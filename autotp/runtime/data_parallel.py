@@ -51,6 +51,17 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
         apply(shards.parts[path], mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
 
 
+def show_gradients(shards: ShardState) -> None:
+    """Give the module the parameters that hold the gradients, in place of what torch gathered for a forward.
+
+    A backward does so by itself. After a forward without one, and before a backward, no gradient would be there.
+    """
+    for path in dict.fromkeys([*shards.units.values(), ""]) if shards.axis.size > 1 else ():
+        part = shards.parts[path]
+        if isinstance(part, FSDPModule):
+            part.reshard()
+
+
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
     """With dp: average the gradients of those that are scalars, which torch does not take, one by one."""
     ranks = shards.ranks

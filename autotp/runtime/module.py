@@ -83,7 +83,10 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
         with self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
-            return super().__call__(*args, **kwargs)
+            outputs = super().__call__(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            data_parallel.show_gradients(self._shards)
+        return outputs
 
     @torch.compiler.disable  # a function that is compiled around it goes on after it
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
@@ -183,6 +186,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
 
     def full_grad_dict(self) -> dict[str, Tensor]:
         """Every gradient, whole, under the original's names; parameters without one are absent (collective)."""
+        data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards)
 

@@ -95,6 +95,12 @@ def accumulating(rank: int, world: int, group: Any, split: bool) -> dict[str, An
         model(**inputs).logits.square().mean().backward()
     found: dict[str, Any] = {"gradients": gradients_differ(sharded, model), "sent": sent[0]}
     inputs = slice_of(whole, mine)
+    graded = [n for n, p in sharded.named_parameters() if p.grad is not None]
+    with torch.no_grad():
+        sharded(**inputs)
+    found["hidden"] = set(graded) - {n for n, p in sharded.named_parameters() if p.grad is not None}
+    sharded(**inputs)  # no backward yet
+    found["later"] = gradients_differ(sharded, model) if graded else 1.0
     again: Any = autotp.compile(copy.deepcopy(model), plan=sharded.plan, mesh=mesh, example_inputs=inputs)
     found["again"] = difference(again(**inputs).logits, sharded(**inputs).logits)
     longer = torch.randint(4, 30, (2, 20), generator=torch.Generator().manual_seed(mine))
@@ -110,6 +116,7 @@ def accumulating(rank: int, world: int, group: Any, split: bool) -> dict[str, An
 def test_gradients_accumulate_without_a_sum_over_dp(pool, split):
     for found in pool.run(accumulating, split):
         assert found["gradients"] < 1e-10 and found["again"] < 1e-12 and found["sent"] == 0, found
+        assert not found["hidden"] and found["later"] < 1e-10, "an evaluation before the step hides gradients"
         # Torch itself refuses to split over an axis what is split over it.
         assert ("overlapping meshes" if split else "deals out the batch already") in found["refused"], found
 
