@@ -24,7 +24,7 @@ from tests.helpers.factories import SMALL
         (["sweep", SMALL, "--tp", "1;2"], 2, "--tp 1;2: give numbers of ranks"),
         (["plan", SMALL, "--mesh", "2by4"], 2, "--mesh 2by4: give dp x tp"),
         (["plan", SMALL, "--mesh", "1x4", "--tp", "2"], 2, "--mesh 1x4 says tp=4, and --tp says 2"),
-        (["verify", SMALL, "--mesh", "2x2"], 2, "simulates the ranks of one tp group"),
+        (["verify", SMALL, "--mesh", "2x2"], 2, "simulates the ranks of tp"),
         (["plan", SMALL, "--pin", "0.weight"], 2, "--pin 0.weight: give NAME=PLACEMENT"),
         (["plan", SMALL, "--pin", "0.weigt=shard:0"], 2, "Names are like 0.weight"),
         (["plan", SMALL, "--cluster", "abacus"], 2, "'abacus' is not a preset"),

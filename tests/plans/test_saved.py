@@ -48,7 +48,7 @@ def test_every_change_of_a_file_is_refused(plan):
     for _ in range(60):
         data = json.loads(text)
         at, key = draw.choice([x for x in leaves(data) if x[1] not in ("seal", "format")])
-        at[key] = ["I"] if at[key] == [] else {"I": "R", "R": "P", 0: 1, 1: 0}.get(at[key], "I")
+        at[key] = ["I"] if at[key] in ([], {}) else {"I": "R", "R": "P", 0: 1, 1: 0}.get(at[key], "I")
         with pytest.raises(PlanError, match=r"changed after it was saved.*plan again"):
             Plan.from_json(json.dumps(data))
     data = json.loads(text)
