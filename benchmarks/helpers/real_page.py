@@ -67,9 +67,9 @@ def _row(name: str, record: Record, causes: Mapping[str, str]) -> list[str]:
     if "capture" not in record:
         return [name, "-", "-", "-", "-", "-", f"{record['failed']} {causes.get(name, '')}".strip()]
     plans = [record.get("tp", {}).get(tp, {}) for tp in DEGREES]
-    slowest = max((plan["seconds"] for plan in plans if "seconds" in plan), default=float("nan"))
+    slowest = max((f"{plan['seconds']:.0f}" for plan in plans if "seconds" in plan), key=int, default="-")
     shares = [" ".join(_share(plan, kind) for plan in plans) for kind in ("parameters", "flops")]
-    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", f"{slowest:.0f}"
+    first = f"{record['weights'] / 1e9:.2f}", f"{record['capture']:.0f}", slowest
     return [name, *first, *shares, _whole(plans[-1], causes.get(name, ""))]
 
 
