@@ -212,7 +212,7 @@ def compile(
     _refuse(plan, steering, tp, mesh)
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
     model = with_loss(model, loss) if loss is not None else model
-    axis = plan.batch if plan is not None and dp is cp is None else read_axis(dp or 1, fully_shard, tp, cp or 1)
+    axis = _axis(plan, dp, cp, fully_shard, tp)
     request, captured = CaptureRequest.read(axis, outputs, random, carried, precision), None
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
@@ -227,6 +227,13 @@ def _refuse_other(plan: Any) -> None:
     """Refuse what is no plan."""
     if not isinstance(plan, Plan):
         raise InputError(f"plan is {type(plan).__name__}; give what autotp.plan returns, or Plan.load(path).")
+
+
+def _axis(plan: Plan | None, dp: Any, cp: Any, fully_shard: Any, tp: Any) -> Axis:
+    """The axis beside tp: the plan's, unless one is asked for."""
+    if plan is not None and dp is None and cp is None:
+        return plan.batch
+    return read_axis(1 if dp is None else dp, fully_shard, tp, 1 if cp is None else cp)
 
 
 def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> None:
