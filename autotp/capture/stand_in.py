@@ -7,12 +7,12 @@ import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 from autotp import compat
+from autotp.cost.machines import processor
 from autotp.errors import AutoTPError, CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -84,13 +84,7 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a process can take on this device; 0 where that cannot be told."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:  # not Linux
-        return 0
-    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), 0)
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else processor.free_memory()
 
 
 def _count(model: nn.Module) -> int:

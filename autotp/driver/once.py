@@ -37,9 +37,7 @@ def capture_once(
         CaptureError: as `make`; then every rank captures, and fails by itself. RankError: it fails on some.
     """
     if ranks is None or ranks.tp == 1:
-        captured, rest = together(ranks, WHAT, make)
-        run_passes(captured, schedule(ranks=ranks).agreed)
-        return captured, rest
+        return _own(ranks, make)
     mine = together(ranks, WHAT, key)
     told = from_all(ranks, mine, "what a capture depends on")
     why = next((reason for word, reason in told if word is None), "")
@@ -58,8 +56,13 @@ def capture_once(
 
 
 def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tuple[Capture, T]:
-    """Every rank's own capture, in one order."""
+    """Every rank's own capture, and why there is not one for all."""
     log.info("every rank captures the model for itself: %s", why)
+    return _own(ranks, make)
+
+
+def _own(ranks: Ranks | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
+    """Every rank's own capture, in one order."""
     captured, rest = together(ranks, WHAT, make)
     run_passes(captured, schedule(ranks=ranks).agreed)
     return captured, rest

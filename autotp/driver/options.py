@@ -190,21 +190,17 @@ def read_axis(dp: Any, fully_shard: Any, tp: Any, cp: Any = 1) -> Axis:
     Raises:
         InputError: a value that is none, or two that contradict each other.
     """
-    if isinstance(cp, bool) or not isinstance(cp, int) or cp < 1:
-        raise InputError(f"cp={cp!r}: the context-parallel degree counts ranks, so it is an int of at least 1.")
-    if cp > 1 and dp != 1:
+    for name, size, what in (("cp", cp, "context-parallel"), ("dp", dp, "data-parallel")):
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InputError(f"{name}={size!r}: the {what} degree counts ranks, so it is an int of at least 1.")
+    if cp > 1 and dp > 1:
         raise InputError(f"dp={dp} and cp={cp}: one axis beside tp is planned. Give dp or cp, and leave out the other.")
-    if cp > 1 and tp == "auto":
-        raise InputError("tp='auto' picks the degree for tp alone, and cp is given. Give tp as a number.")
-    if cp > 1:
-        return Axis(cp, bool(fully_shard), name="cp")
-    if isinstance(dp, bool) or not isinstance(dp, int) or dp < 1:
-        raise InputError(f"dp={dp!r}: the data-parallel degree counts ranks, so it is an int of at least 1.")
-    if fully_shard and dp == 1:
-        raise InputError("fully_shard=True splits weights over dp or cp: give the size of that axis, too.")
-    if dp > 1 and tp == "auto":
-        raise InputError("tp='auto' picks the degree for tp alone, and dp is given. Give tp as a number.")
-    return Axis(dp, bool(fully_shard))
+    axis = Axis(cp, bool(fully_shard), name="cp") if cp > 1 else Axis(dp, bool(fully_shard))
+    if fully_shard and axis.size == 1:
+        raise InputError("fully_shard=True splits weights over dp or cp: give dp or cp, the size of that axis.")
+    if axis.size > 1 and tp == "auto":
+        raise InputError(f"tp='auto' picks the degree for tp alone, and {axis.name} is given. Give tp as a number.")
+    return axis
 
 
 def refuse_late(axis: Axis, inputs: Any) -> None:

@@ -17,7 +17,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.ir.specs import Spec
 
-from .numerics import backward, largest, layout_error, loss, weighted, weights
+from .numerics import backward, has_grad, largest, layout_error, loss, own_leaf, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, reference, run
 
@@ -55,7 +55,7 @@ class _Expected:
 
 
 def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
-    leaves = {n: _leaf(v, n in planned.grads) for n, v in given.items()}
+    leaves = {n: own_leaf(v, n in planned.grads) for n, v in given.items()}
     values: dict[Value, Tensor] = {}
 
     def keep(node: fx.Node, value: Any) -> None:
@@ -65,7 +65,7 @@ def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
 
     outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
     failed = backward(loss(outputs))
-    graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if _has_grad(v)]
+    graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if has_grad(v)]
     top = max(map(largest, graded), default=0.0)
     return _Expected(values, outputs, top, failed)
 
@@ -127,7 +127,7 @@ class _Proof:
             return [value] * self.planned.tp
         wanted = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
         spec = self._spec(self.sharded.layouts.get(node, R))
-        return [_leaf(v, wanted) for v in spec.split(value.detach(), self.planned.tp)]
+        return [own_leaf(v, wanted) for v in spec.split(value.detach(), self.planned.tp)]
 
     def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
         if node in self.sharded.origin:
@@ -267,15 +267,7 @@ def _onwards(node: fx.Node) -> list[fx.Node]:
     return nodes[nodes.index(node) :]
 
 
-def _leaf(value: Any, wanted: bool) -> Any:
-    return value.detach().clone().requires_grad_(wanted) if isinstance(value, Tensor) else value
-
-
 def _watched(value: Any) -> Any:
     if isinstance(value, Tensor) and value.requires_grad:
         value.retain_grad()
     return value
-
-
-def _has_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad is not None

@@ -16,7 +16,7 @@ from autotp.ir.layouts import I, Layout, R
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
 
-from .numerics import backward, largest, layout_error, loss, relative, weighted, weights
+from .numerics import backward, has_grad, largest, layout_error, loss, own_leaf, relative, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, reference, run
 
@@ -55,7 +55,7 @@ class GridProof:
         tp = self.planned.tp
         given = self.values.doubled()
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
-        leaves = {n: _leaf(v, n in graded) for n, v in given.items()}
+        leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
         expected = _tensors(reference(self.whole.graph, leaves, lambda node, value: None))
         failed = backward(loss(expected))
         held = self.leaves()
@@ -67,7 +67,7 @@ class GridProof:
         if not off <= TOLERANCE:
             return self._report(off, 0.0, len(expected), _difference("forward", "an output", off))
         torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(found)]).sum().backward()
-        top = max((largest(v.grad) for v in leaves.values() if _has_grad(v)), default=0.0)
+        top = max((largest(v.grad) for v in leaves.values() if has_grad(v)), default=0.0)
         errors = {n.name: self._gradient_error(n, held[new], leaves[n], top) for n, new in self._pairs() if n in graded}
         name = max(errors, key=lambda n: errors[n], default="")
         worst = errors.get(name, 0.0)
@@ -110,7 +110,7 @@ class GridProof:
         over = self._over(node)
         parts = [value] * self.cp if over is None else self._spec(over).split(value, self.cp)
         spec = self._spec(self.sharded.layouts.get(new, R))
-        return [_leaf(v, wanted) for part in parts for v in spec.split(part, self.planned.tp)]
+        return [own_leaf(v, wanted) for part in parts for v in spec.split(part, self.planned.tp)]
 
     def _output_error(self, ranks: list[Tensor], whole: Tensor, i: int) -> float:
         """Of an output: whole on the tp ranks, and over cp as it was decided."""
@@ -133,7 +133,7 @@ class GridProof:
 
     def _gradient_error(self, node: fx.Node, ranks: list[Tensor], whole: Tensor, top: float) -> float:
         """Of a leaf: put together over tp as it lies there, and over cp as a mean, or part by part."""
-        if not _has_grad(whole):
+        if not has_grad(whole):
             return 0.0
         tp, over = self.planned.tp, self._over(node)
         dual = self._spec(self.sharded.layouts[dict(self._pairs())[node]].dual)
@@ -150,11 +150,3 @@ def _difference(direction: str, what: str, error: float) -> Difference:
 
 def _tensors(outputs: Any) -> list[Tensor]:
     return [x for x in compat.tree_leaves(outputs) if isinstance(x, Tensor)]
-
-
-def _leaf(value: Any, wanted: bool) -> Any:
-    return value.detach().clone().requires_grad_(wanted) if isinstance(value, Tensor) else value
-
-
-def _has_grad(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.grad is not None

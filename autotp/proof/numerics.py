@@ -17,6 +17,16 @@ from autotp.ir.specs import Spec
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
 
 
+def own_leaf(value: Any, wanted: bool) -> Any:
+    """A tensor as a leaf of its own, whose gradient is wanted or not; anything else as it is."""
+    return value.detach().clone().requires_grad_(wanted) if isinstance(value, Tensor) else value
+
+
+def has_grad(value: Any) -> bool:
+    """Whether a gradient has come to it."""
+    return isinstance(value, Tensor) and value.grad is not None
+
+
 def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: float = 0.0) -> float:
     """Relative error of the recombined value; for whole layouts the worst rank counts."""
     ranks = [v.detach() for v in ranks]

@@ -47,8 +47,8 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     scalars = average_scalars(shards, shards.root.parameters())
     apply: Any = fully_shard if axis.fully_shard else compat.replicate
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
-    for path in [*dict.fromkeys(unit for unit in units.values() if unit), ""]:
-        apply(shards.parts[path], mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
+    for part in _units(shards):
+        apply(part, mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
 
 
 def show_gradients(shards: ShardState) -> None:
@@ -56,10 +56,15 @@ def show_gradients(shards: ShardState) -> None:
 
     A backward does so by itself. After a forward without one, and before a backward, no gradient would be there.
     """
-    for path in dict.fromkeys([*shards.units.values(), ""]) if shards.axis.size > 1 else ():
-        part = shards.parts[path]
+    for part in _units(shards) if shards.axis.size > 1 else ():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def _units(shards: ShardState) -> Iterator[nn.Module]:
+    """The parts whose weights are gathered together, those of the rest last."""
+    yield from (shards.parts[path] for path in dict.fromkeys(path for path in shards.units.values() if path))
+    yield shards.root
 
 
 def average_scalars(shards: ShardState, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -85,7 +90,7 @@ def refuse_others(shards: ShardState) -> None:
     dp = shards.axis.size
     if dp == 1:
         return
-    ours = {shards.parts[path] for path in [*shards.units.values(), ""]}
+    ours = set(_units(shards))
     other = next((name for name, m in shards.root.named_modules() if isinstance(m, FSDPModule) and m not in ours), None)
     if other is not None:
         name = shards.axis.name

@@ -13,6 +13,13 @@ def memory() -> float:
     return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
 
 
+def free_memory() -> int:
+    """Bytes of it that a process can still take; 0 where the platform does not tell."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), 0)
+
+
 def processor() -> str:
     """The name of this machine's CPU."""
     info = Path("/proc/cpuinfo")

@@ -10,7 +10,7 @@ ranks, is no operator of the program: it comes with the backward (`autotp.runtim
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, ClassVar, cast
@@ -23,11 +23,12 @@ from autotp import compat
 from autotp.cost import Cluster, size_hint
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from autotp.ir.graph import Capture, outputs_of, resolve, shape_of, where
+from autotp.ir.graph import Capture, Leaf, outputs_of, resolve, shape_of, where
 from autotp.ir.layouts import Layout, Size
 from autotp.ir.leaves import BUFFER, TABLE
 from autotp.ir.marks import KEY, Axis, BatchConversion, Mark, mark
 from autotp.ir.op import expression, sizes
+from autotp.ir.program import Planned
 from autotp.ir.sizes import substitute
 from autotp.passes.base import Changes, Pass
 from autotp.passes.decompose.losses import take_sums_apart
@@ -78,13 +79,9 @@ class BatchAxis(Pass[Capture]):
         Raises:
             CaptureError: the capture has no symbolic batch.
         """
-        batch = _one_batch(program)
+        rules = BatchRules(_one_batch(program))
         take_sums_apart(program)
-        builder = Builder(program, self.dp, Cluster.resolve(None), axis=BatchRules(batch))
-        planned = decide(builder)
-        layouts = dict(zip(map(resolve, outputs_of(program)), builder.goals(), strict=True))
-        sharded = Rewriter(planned, builder.prices.convert, BatchWriter(batch, self.dp, layouts)).run()
-        Localised(program, sharded.graph, self.dp, batch).run()
+        deal(program, rules, self.dp, Cluster.resolve(None))
         over = [(n, mark(n).batch) for n in program.graph.nodes]
         converted = [(n, conversion) for n, conversion in over if conversion is not None]
         gathered = [n.args[0] for n, conversion in converted if conversion.source.sharded_dim is not None]
@@ -92,6 +89,26 @@ class BatchAxis(Pass[Capture]):
             told = listed(where(n) for n in gathered)
             program.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
         return Changes(len(converted), "conversions over dp")
+
+
+def deal(
+    program: Capture, rules: BatchRules, ranks: int, cluster: Cluster, axis: Axis = AXIS, inner: int = 1
+) -> tuple[Planned, tuple[Layout, ...]]:
+    """Plan a program over an axis beside tp, and put one rank's in its place.
+
+    Args:
+        program: of whole inputs; is changed. rules: of the axis; `batch` is the symbol of what is dealt.
+        ranks: of the axis, on machines `cluster`. axis: its name. inner: see `BatchConversion`.
+
+    Returns:
+        The decisions, and how outputs lie over the axis, with whole sizes.
+    """
+    builder = Builder(program, ranks, cluster, axis=rules)
+    planned, goals = decide(builder), builder.goals()
+    layouts = dict(zip(map(resolve, outputs_of(program)), goals, strict=True))
+    sharded = Rewriter(planned, builder.prices.convert, BatchWriter(rules.batch, ranks, layouts)).run()
+    Localised(program, sharded.graph, ranks, rules.batch, axis, inner).run()
+    return planned, goals
 
 
 def _one_batch(program: Capture) -> sympy.Symbol:
@@ -111,14 +128,25 @@ def _one_batch(program: Capture) -> sympy.Symbol:
                 f"{leaf.name!r} alone. Use dp=1 and a data parallelism around the module; or where that is not the "
                 "batch's dimension, example inputs with another batch size."
             )
-        if other != batch and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[batch]:
-            unify(program, other, batch)
-    while (found := next(equal_symbols(program), None)) is not None:
-        unify(program, *found)
-    return shape_of(firsts[0].node)[0]  # type: ignore[return-value]
+    return one_symbol(program, firsts, 0)
 
 
-def equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
+def one_symbol(program: Capture, leaves: Sequence[Leaf], dim: int) -> sympy.Symbol:
+    """Sizes of this dimension that are the same become one symbol, that of the first; and what guards say is equal.
+
+    Args:
+        program: is changed. leaves: inputs with that dimension, the first of which has a symbol there.
+    """
+    for leaf in leaves[1:]:
+        own, other = cast(sympy.Symbol, shape_of(leaves[0].node)[dim]), shape_of(leaf.node)[dim]
+        if other != own and isinstance(other, sympy.Symbol) and program.hints[other] == program.hints[own]:
+            _unify(program, other, own)
+    while (pair := next(_equal_symbols(program), None)) is not None:
+        _unify(program, *pair)
+    return cast(sympy.Symbol, shape_of(leaves[0].node)[dim])
+
+
+def _equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol]]:
     """Symbols that a guard says are equal, such as Eq(batch * length, batch * length of the labels)."""
     for guard in program.guards:
         if isinstance(guard, sympy.Eq):
@@ -128,7 +156,7 @@ def equal_symbols(program: Capture) -> Iterator[tuple[sympy.Symbol, sympy.Symbol
                 yield below, above
 
 
-def unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
+def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
     """Two symbols of equal sizes become one of them, in all values of the program."""
     sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
     torch._check(sides[0] == sides[1])

@@ -10,14 +10,14 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import sympy
 from torch import fx
 
 from autotp.cost import Cluster
 from autotp.errors import CaptureError
-from autotp.ir.graph import Capture, draws, outputs_of, resolve, shape_of, where
+from autotp.ir.graph import Capture, draws, shape_of, where
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
 from autotp.ir.op import Op
@@ -27,14 +27,8 @@ from autotp.passes.decompose.losses import take_sums_apart
 from autotp.passes.optimise.masks import causal
 from autotp.text import listed
 
-from .batch_axis import BatchWriter
-from .batch_program import Localised, equal_symbols, unify
-from .decide import decide
-from .planner import Builder
-from .rewrite import Rewriter
+from .batch_program import deal, one_symbol
 from .sequence_axis import SDPA, SequenceRules
-
-AXIS = "cp"
 
 
 @dataclass(frozen=True)
@@ -104,14 +98,9 @@ def deal_sequence(program: Capture, cp: int, tp: int, cluster: Cluster | None = 
     rules = SequenceRules.of(program, sequence, cp, tp)
     machines = Cluster.resolve(cluster)
     between = replace(machines, devices_per_node=max(machines.devices_per_node // tp, 1))  # neighbours are tp apart
-    builder = Builder(program, cp, between, axis=rules)
-    planned = decide(builder)
-    _refuse_draws(planned)
-    goals = builder.goals()
-    layouts = dict(zip(map(resolve, outputs_of(program)), goals, strict=True))
-    sharded = Rewriter(planned, builder.prices.convert, BatchWriter(sequence, cp, layouts)).run()
     dealt = {leaf.name: rules.leaf(leaf, False, cp) for leaf in program.inputs if rules.sliced(leaf)}
-    Localised(program, sharded.graph, cp, sequence, AXIS, tp).run()
+    planned, goals = deal(program, rules, cp, between, "cp", tp)
+    _refuse_draws(planned)
     even: sympy.Basic = sympy.Eq(sympy.Mod(sequence, 2), 0)
     program.guards.append(even)
     told = f"over cp each rank has two chunks of the sequence of {listed(dealt)}"
@@ -164,13 +153,7 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
             "with cp the second dimension of the first input is the sequence, of any length, and this model was "
             f"captured for one length of it ({sequence}; the plan's notes say why). Use cp=1."
         )
-    for leaf in seconds[1:]:
-        sequence, other = cast(sympy.Symbol, shape_of(seconds[0].node)[1]), shape_of(leaf.node)[1]
-        if isinstance(other, sympy.Symbol) and other != sequence and program.hints[other] == program.hints[sequence]:
-            unify(program, other, sequence)
-    while (found := next(equal_symbols(program), None)) is not None:
-        unify(program, *found)
-    sequence = cast(sympy.Symbol, shape_of(seconds[0].node)[1])
+    sequence = one_symbol(program, seconds, 1)
     if program.hints[sequence] % 2:
         raise CaptureError(
             f"with cp a rank's part of a sequence is two chunks of one length, and the example's has "
