@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,7 +22,9 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import autotp
 from autotp.comm import collectives
-from tests.helpers.models import redrawn
+from autotp.errors import RankError
+from autotp.runtime.generation import generating
+from tests.helpers.models import redrawn, transformer
 
 from .modules import Attention, Experts, Masked, Mlp
 from .row import hidden
@@ -185,6 +188,29 @@ def resumed(rank: int, group: Any, folder: str) -> Pair:
     return pair[0], pair[1]
 
 
+def sampled(rank: int, group: Any, folder: str) -> Pair:
+    """Twenty tokens from the first rank's random numbers, where each rank has others; and each from its own.
+
+    Tokens that differ are refused by name at the next call, which counts as endless.
+    """
+    alone = transformer("llama-cache").double().eval()
+    given = torch.arange(8).view(2, 4)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    parts: Any = autotp.compile(alone, mesh=mesh, example_inputs=given, check_capture=False)
+
+    def drawn(module: Any, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return module.generate(given, do_sample=True, max_new_tokens=20, min_new_tokens=20)
+
+    wanted = drawn(alone, 7)
+    right = relative(drawn(parts, 7 + rank), wanted)
+    with patch.object(generating, "one_generator", lambda *_: nullcontext()):
+        try:
+            return right, relative(drawn(parts, 7 + rank), wanted)
+        except RankError:
+            return right, math.inf
+
+
 ROWS = [
     OnRanks(28, "Megatron#7452", "tokens are scattered over the wrong group", "sums are of all ranks",
             other_group, world=4),
@@ -198,6 +224,8 @@ ROWS = [
             "the sum over ranks of all that they hold", weights),
     OnRanks(40, "Megatron 7cc8d83", "dropout is off for ever after an evaluation", "the evaluation's result again",
             evaluated),
+    OnRanks(44, "transformers#36634, gpt-oss#270", "each rank samples a token of its own",
+            "every rank draws from its own generator; a RankError names the inputs that differ", sampled),
     OnRanks(45, "transformers#48569, Megatron#7452", "the optimizer's state is another parameter's after a resume",
             "the moments of two parameters are exchanged", resumed, world=4),
 ]  # fmt: skip
