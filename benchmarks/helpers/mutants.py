@@ -48,8 +48,8 @@ def mutants(planned: Planned, sharded: Sharded) -> Iterator[Mutant]:
         for name, src, dst in others(planned, sharded, node):
             copy, nodes = copied(sharded)
             nodes[node].target = conversions.FUNCTIONS[name]
-            literals: Any = fx.map_arg((node.args[0], src, dst), nodes.__getitem__)
-            nodes[node].args = literals
+            literals: Any = (node.args[0], src, dst)
+            nodes[node].args = fx.map_arg(literals, nodes.__getitem__)
             yield Mutant(f"{name} for {_name(node)}", node.name, copy)
 
 

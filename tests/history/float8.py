@@ -53,6 +53,6 @@ ROWS = [
         drop("all_reduce", "float8_amax_default$"), "the scale is of a rank's own tokens", "float8_amax|float8_cast",
         PAIR, sequence=True, seed=0, precision=RECIPE),
     Row(43, "TE#600", "FP8: the scales of gradients part between the ranks", Pair,
-        drop("f", "float8_linear_default$"), "the gradient's scale is of a rank's own part", "float8_linear|float8_seen",
-        PAIR, precision=RECIPE),
+        drop("f", "float8_linear_default$"), "the gradient's scale is of a rank's own part",
+        "float8_linear|float8_seen", PAIR, precision=RECIPE),
 ]  # fmt: skip

@@ -30,9 +30,9 @@ The witnesses:
 - **numbers**: `autotp.verify`, every value and every gradient on simulated ranks
 - **ranks**: processes, compared with one device: norms, resumed states, evaluation and training again
 
-Each refusal names the place: **numbers** the first value that differs, or its gradient; **certificate** the operator, the
-conversion or the output; **ranks** say how far the two are apart. What **numbers** alone sees has the layouts that it
-should have, and computes another thing in them. How a dimension is dealt (23 to 26) has no word in the certificate's
+Each refusal names the place: **numbers** the first value that differs, or its gradient; **certificate** the operator,
+the conversion or the output; **ranks** say how far the two are apart. What **numbers** alone sees has the layouts that
+it should have, and computes another thing in them. How a dimension is dealt (23 to 26) has no word in the certificate's
 types. A bug after the backward, or between calls, is in no program of the ranks, so runs alone show it.
 
 Of row 43 the place is tried, scales of gradients that are each rank's own, and not what led there, a compiled largest
