@@ -26,6 +26,7 @@ from autotp.proof.certificate.report import Refusal
 from autotp.proof.certificate.session import checking
 from autotp.proof.certificate.steps import STEPS, transit
 from benchmarks.certificate import PAGE, load, render
+from benchmarks.helpers.certified import PROGRAMS as CASES
 from benchmarks.helpers.certified import outputs, programs, tried
 from benchmarks.helpers.mutants import copied, mutants
 from tests.helpers.models import planned
@@ -116,6 +117,14 @@ def test_mutants_of_a_whole_model():
     found = parts[0]["found"]
     assert not found.get("nobody") and found["types"] + found["dimensions"] >= 20 * found.get("verify", 0)
     assert found["types"] > 50 and found["dimensions"] > 0
+
+
+def test_rows_by_group_are_mutants_too_and_refused():
+    model, inputs = CASES["Rows sorted by expert"].built()
+    program, sharded, _ = programs(model, inputs, **CASES["Rows sorted by expert"].steering)
+    drawn = [m for m in mutants(program, sharded) if "group" in m.kind]
+    assert len(drawn) > 50 and certificate(program, sharded)
+    assert not [str(m) for m in drawn if certificate(program, m.program)]
 
 
 def row_split(bias: bool) -> tuple[Planned, Sharded]:

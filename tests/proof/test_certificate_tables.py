@@ -127,3 +127,5 @@ def test_what_rounds_is_not_linear():
     assert spelled(aten.sum.default, {"dtype": torch.int64}) == (None, False)
     assert linear_slots(aten.to.dtype, (torch.zeros(2), torch.int64), {}) is None
     assert linear_slots(aten.masked_fill.Scalar, (torch.zeros(2), torch.ones(2) > 0, 1.0), {}) is None
+    unknown = torch.empty((), device="meta")
+    assert linear_slots(aten.masked_fill.Tensor, (torch.zeros(2), torch.ones(2) > 0, unknown), {}) is None
