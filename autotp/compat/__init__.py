@@ -1,6 +1,7 @@
 """The only folder that imports private parts of torch, with what differs between the versions (2.11 - 2.13)."""
 
 from .export import (
+    all_nonzero,
     checkpoints_as,
     data_sources,
     data_symbols,
@@ -83,7 +84,7 @@ from .trees import (
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "around_backward", "around_redistribution", "below_autograd", "by_default",
+    "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution", "below_autograd", "by_default",
     "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols", "decided_by_values",
     "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task", "group_timeout",
     "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of",

@@ -33,6 +33,11 @@ def sizes_of_one() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(symbolic_config, "backed_size_oblivious", True)
 
 
+def all_nonzero() -> contextlib.AbstractContextManager[Any]:
+    """Within this context `nonzero`, and an index of flags, finds every element of a tensor on the meta device."""
+    return mock.patch.object(symbolic_config, "meta_nonzero_assume_all_nonzero", True)
+
+
 def vmapped(graph: fx.Graph) -> bool:
     """Whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
     return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)

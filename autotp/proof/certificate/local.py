@@ -70,10 +70,7 @@ class Typing:
         Raises:
             RefusedError: at the first node that the checker refuses.
         """
-        if not self.typed:
-            self._walk()
-            return self.count
-        with checking(self.planned.tp, local=True):
+        with checking(self.planned.tp, local=True) if self.typed else nullcontext(), compat.all_nonzero():
             self._walk()
         return self.count
 
