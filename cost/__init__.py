@@ -35,8 +35,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
-    return found
+    globals()[name] = member = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    return member
 
 
 __all__ = [

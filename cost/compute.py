@@ -87,7 +87,9 @@ def _hinted(val: Any) -> Any:
         return torch.empty([size_hint(s) for s in val.shape], dtype=val.dtype, device="meta")
     if isinstance(val, torch.SymInt):
         return size_hint(val)
-    return [_hinted(v) for v in val] if isinstance(val, list | tuple) else val
+    if isinstance(val, list | tuple):
+        return [_hinted(v) for v in val]
+    return val
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -128,13 +130,15 @@ def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], 
     for term, x in zip(terms, operands, strict=True):
         sizes |= {i: max(n, sizes.get(i, 1)) for i, n in zip(term, x.shape, strict=True)}
     every = [i for term in terms for i in term]
-    results = set(_indices(result, out.dim())) if arrow else {i for i in every if every.count(i) == 1 or "." in i}
-    flops, left = 0, set(terms[0])
+    results = set(_indices(result, out.dim()))
+    if not arrow:  # "ij,jk" has the indices that stand once
+        results = {i for i in every if every.count(i) == 1 or "." in i}
+    flops, indices = 0, set(terms[0])
     for at, term in enumerate(terms[1:], start=2):
-        needed, right = results.union(*terms[at:]), set(term)
-        if (left & right) - needed:  # an index of one side alone that nothing needs is summed before the product
-            flops += 2 * math.prod(sizes[i] for i in (left & right) | ((left | right) & needed))
-        left = (left | right) & needed
+        later, others = results.union(*terms[at:]), set(term)
+        if (indices & others) - later:  # an index of one side alone that nothing needs is summed before the product
+            flops += 2 * math.prod(sizes[i] for i in (indices & others) | ((indices | others) & later))
+        indices = (indices | others) & later
     return flops
 
 

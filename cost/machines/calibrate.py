@@ -96,8 +96,11 @@ def calibrate(
     if not all(isinstance(d, torch.dtype) for d in dtypes):
         raise InputError(f"dtypes={dtypes!r}: give torch's dtypes, such as [torch.float32, torch.bfloat16].")
     ranks = Ranks.find(None, mesh)
-    device = ranks.device if ranks else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    start = Cluster.resolve(base if base is not None else "h100" if device.type == "cuda" else "local")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = ranks.device if ranks else torch.device(here)
+    if base is None:
+        base = "h100" if device.type == "cuda" else "local"
+    start = Cluster.resolve(base)
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
     first = ranks is None or ranks.rank == 0
     clock = Clock(ranks, device, SIZES[device.type].budget)
@@ -170,8 +173,8 @@ def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], 
             # Random numbers: a device multiplies ones faster, for they take less power.
             x, g, w = (torch.rand(k, n, device=device).to(dtype) for k in (rows, rows, n))
             seconds = clock.time(partial(_products, x, w, g)) / 3
-            moved = float((2 * rows * n + n * n) * dtype.itemsize)
-            yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
+            nbytes = float((2 * rows * n + n * n) * dtype.itemsize)
+            yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, nbytes, seconds)
             if seconds > LONG:  # this device is slow with the dtype
                 break
 
@@ -227,7 +230,7 @@ def _subgroup(ranks: Ranks, n: int, stride: int) -> ProcessGroup:
         return ranks.group
     everyone, block = dist.get_process_group_ranks(ranks.group), n * stride
     starts = [start + offset for start in range(0, ranks.tp, block) for offset in range(stride)]
-    groups = [[everyone[start + i * stride] for i in range(n)] for start in starts]
+    groups = [everyone[start : start + n * stride : stride] for start in starts]
     if ranks.tp == dist.get_world_size():
         return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[return-value]
     mine = next(g for g in groups if dist.get_rank() in g)  # ranks outside of the mesh are not here to take part

@@ -133,12 +133,15 @@ class Cluster:
         Raises:
             InputError: a field is missing, unknown or not what it must be.
         """
-        known = {f.name: f.default is MISSING for f in fields(cls)}
-        missing, unknown = sorted({n for n in known if known[n]} - set(data)), sorted(set(data) - set(known))
-        if missing or unknown:
+        required = {f.name: f.default is MISSING for f in fields(cls)}
+        missing_fields, unknown_fields = (
+            sorted({n for n in required if required[n]} - set(data)),
+            sorted(set(data) - set(required)),
+        )
+        if missing_fields or unknown_fields:
             raise InputError(
-                f"a cluster description must have the fields of autotp.Cluster: missing {missing}, "
-                f"unknown {unknown}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
+                f"a cluster description must have the fields of autotp.Cluster: missing {missing_fields}, "
+                f"unknown {unknown_fields}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
             )
         return cls(**data)
 
@@ -173,8 +176,8 @@ def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any
     base = Cluster.preset(preset).to_dict() if isinstance(preset, str) else None
     if base is None:
         raise _refuse("preset", preset, f"one of {', '.join(PRESETS)}")
-    changed = ", ".join(sorted(set(fields) - {"name", "source"})) or "nothing"
-    return {**base, "source": f"preset {preset}; changed: {changed}", **fields}
+    names = ", ".join(sorted(set(fields) - {"name", "source"})) or "nothing"
+    return {**base, "source": f"preset {preset}; changed: {names}", **fields}
 
 
 def _refuse(what: str, value: Any, must: str) -> InputError:

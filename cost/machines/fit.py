@@ -118,8 +118,9 @@ def _link(transfers: Sequence[Transfer], forwards: bool, least: float) -> tuple[
     if not transfers:
         return None, 0.0
     steps = [ring_seconds(t.item, t.nbytes, t.n, Link(1.0, math.inf, forwards)) for t in transfers]
-    passed = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) for t in transfers]
-    a, b, t = (torch.tensor(x, dtype=torch.float64) for x in (steps, passed, [t.seconds for t in transfers]))
+    byte_seconds = [ring_seconds(t.item, t.nbytes, t.n, Link(0.0, 1.0, forwards)) for t in transfers]
+    seconds = [t.seconds for t in transfers]
+    a, b, t = (torch.tensor(x, dtype=torch.float64) for x in (steps, byte_seconds, seconds))
     predicted, latency, per_byte = t, LEAST_LATENCY, least
     for _ in range(ROUNDS):
         weights = (predicted * t).rsqrt()  # (p - t) / sqrt(p t) is the logarithm of p / t, but for its third power
