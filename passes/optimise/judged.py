@@ -64,7 +64,7 @@ class Judged:
     def summary(self, fired: Counter[str]) -> list[str]:
         """What fired, how often and how much faster, and what was refused."""
         parts = [_times(name, n, self.why.get((name, True), "")) for name, n in sorted(fired.items())]
-        return parts + [f"{name} not used ({why})" for (name, used), why in sorted(self.why.items()) if not used]
+        return parts + [f"{name} not used ({why})" for (name, on), why in sorted(self.why.items()) if not on]
 
     def _round(self) -> set[Position]:
         """Places of changes that are refused, of all that would be made now."""
@@ -84,9 +84,9 @@ class Judged:
         self._ask(alternatives)
         bad: set[Position] = set()
         for kind, name, position in changes:
-            used, why = self._verdicts[kind]
-            self.why[name, used] = why
-            if not used:
+            on, why = self._verdicts[kind]
+            self.why[name, on] = why
+            if not on:
                 bad.add(position)
         return bad
 

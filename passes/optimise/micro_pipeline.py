@@ -44,8 +44,8 @@ class MicroPipeline(Optimisation):
         judged = Judged(program, self, _rewritten)
         count = sum(1 for _ in _rewritten(program.graph, judged.refused))
         parts = []
-        for (name, used), why in sorted(judged.why.items()):
-            parts.append(f"{name} {'' if used else 'not used '}({why})")
+        for (name, on), why in sorted(judged.why.items()):
+            parts.append(f"{name} {'' if on else 'not used '}({why})")
         measured = f"measured: {', '.join(parts)}" if parts else ""
         return Changes(count, "; ".join(filter(None, (f"{count} conversions" if count else "nowhere", measured))))
 

@@ -59,7 +59,7 @@ class Overlap(Optimisation):
         for change in self._fused(program.graph, judged.refused, model):
             fired[change.name] += 1
         program.graph.eliminate_dead_code()
-        measurements = ", ".join(f"{name} {why}" for (name, used), why in sorted(judged.why.items()) if used)
+        measurements = ", ".join(f"{name} {why}" for (name, on), why in sorted(judged.why.items()) if on)
         refused = [x for x in judged.summary(Counter()) if "not used" in x]
         text = "; ".join(
             x for x in (_summary(fired, model), measurements and f"measured: {measurements}", *refused) if x

@@ -99,8 +99,8 @@ class Pinned:
         """
         for (side, index), asks in self.ports.get(op.node, {}).items():
             for ask in asks:
-                ports = [c.ins if side == "in" else c.outs for c in choices]
-                layouts = [port[index] for port in ports]
+                end = 0 if side == "in" else 1
+                layouts = [(c.ins, c.outs)[end][index] for c in choices]
                 choices = [c for c, x in zip(choices, layouts, strict=True) if ask.fits(x)]
                 if not choices:
                     verb = "read" if side == "in" else "make"

@@ -54,8 +54,8 @@ def joined(notes: Sequence[Any]) -> Any:
     """
     if all(one is None for one in notes):
         return None
-    lengths = [0 if one is None else len(one["groups"]) for one in notes]
-    if None in notes or len(set(lengths)) > 1:
+    lengths = {len(one["groups"]) for one in notes if one is not None}
+    if None in notes or len(lengths) > 1:
         raise StateError(
             "the stages' optimizers have other groups on some ranks. Give each rank's parameters the same."
         )
