@@ -88,7 +88,12 @@ def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
-    """All ranks' results of the same collective, in one process."""
+    """All ranks' results of the same collective, in one process.
+
+    Args:
+        primitive: of the collective. xs: each rank's operand, in order; all of one shape.
+        reduction: "sum", or "max"; what a gather or an exchange does not ask for.
+    """
     if primitive == "all_gather":
         return [torch.stack(list(xs)) for _ in xs]
     if primitive == "all_to_all":

@@ -104,7 +104,11 @@ def _parsed(parse: Any, text: str, kind: str, name: str, error: type[AutoTPError
 
 
 def bounded(data: Any, name: str, *, error: type[AutoTPError]) -> None:
-    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`."""
+    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`.
+
+    Args:
+        data: as JSON gave it. name: of what it is, for the message. error: the class of what is raised.
+    """
     level, depth = [data], 0
     while level:
         if depth > DEEPEST:

@@ -32,20 +32,20 @@ class Precision:
     head: bool = False
 
     @classmethod
-    def read(cls, request: Any) -> Precision | None:
+    def read(cls, given: Any) -> Precision | None:
         """What a public function's argument asks for; None for the model's own.
 
         Raises:
             InputError: it is not known.
         """
-        if request is None or isinstance(request, Precision):
-            return request
-        if isinstance(request, str) and request in NAMES:
-            return cls(NAMES[request])
-        if isinstance(request, Mapping) and not set(request) - set(FIELDS):
-            return _checked(cls(**{**request, "skip": _patterns(request.get("skip", ()))}))
+        if given is None or isinstance(given, Precision):
+            return given
+        if isinstance(given, str) and given in NAMES:
+            return cls(NAMES[given])
+        if isinstance(given, Mapping) and not set(given) - set(FIELDS):
+            return _checked(cls(**{**given, "skip": _patterns(given.get("skip", ()))}))
         raise InputError(
-            f"precision={request!r} is not known: give None, {' or '.join(map(repr, NAMES))}, or a mapping of "
+            f"precision={given!r} is not known: give None, {' or '.join(map(repr, NAMES))}, or a mapping of "
             f"{', '.join(FIELDS)}, such as {{'recipe': 'rowwise', 'smallest': 1024}}."
         )
 
@@ -60,8 +60,8 @@ class Precision:
         return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 
 
-def _patterns(patterns: Any) -> tuple[str, ...]:
-    return (patterns,) if isinstance(patterns, str) else tuple(patterns)
+def _patterns(given: Any) -> tuple[str, ...]:
+    return (given,) if isinstance(given, str) else tuple(given)
 
 
 def _checked(precision: Precision) -> Precision:

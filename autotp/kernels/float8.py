@@ -218,7 +218,7 @@ def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The backward reads nothing of the forward."""
 
 
-def _pass_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _passed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 
@@ -230,7 +230,7 @@ def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | No
     return *OPS.float8_linear_backward(grad, amax, *ctx.saved_tensors), None, None
 
 
-def _amax_backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, range(grad.ndim), False)
 
 
@@ -249,9 +249,9 @@ def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 for _name, _backward, _setup in (
-    ("cast", _pass_backward, _nothing),
+    ("cast", _passed, _nothing),
     ("linear", _linear_gradients, _keep),
-    ("seen", _amax_backward, _nothing),
+    ("seen", _seen, _nothing),
     ("rows", _rows_gradients, _keep_rows),
     ("rows_seen", _rows_seen, _nothing),
 ):

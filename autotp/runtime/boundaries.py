@@ -104,7 +104,11 @@ class Boundary:
         return any(not flow.shown or flow.layout != I for flow in (*self.takes, *self.gives))
 
     def whole_values(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
-        """What a hook sees of these values; `graded`: of their gradients."""
+        """What a hook sees of these values.
+
+        Args:
+            values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
+        """
         out: dict[int, Any] = {}
         places = {flow.place for flow in flows if flow.shown}
         for value, flow in zip(values, flows, strict=True):

@@ -61,7 +61,11 @@ class Program:
     runs: bool = True  # until it is let go
 
     def order(self, call_form: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
-        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
+        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes.
+
+        Args:
+            call_form: of the call. flat: its leaves, whole. mode: that the module is called in.
+        """
         if self.form.key != call_form.key or not serves(self.capture.state, mode):
             return None
         at = dict(zip(self.form.order, call_form.order, strict=True))

@@ -34,9 +34,9 @@ KNOWN_TO_USERS = {
 }  # fmt: skip
 # Folders in which such names are left. The list only gets shorter.
 NAMES_NOT_YET = {
-    "autotp/capture", "autotp/capture/subclasses", "autotp/compat", "autotp/integrations", "autotp/ir", "autotp/kernels",
-    "autotp/proof", "autotp/proof/certificate", "autotp/rules", "autotp/runtime/generation", "autotp/runtime/interop",
-    "autotp/runtime/lower", "cost", "passes/canonicalise", "passes/decompose",
+    "autotp/capture", "autotp/capture/subclasses", "autotp/compat", "autotp/integrations", "autotp/ir",
+    "autotp/kernels", "autotp/proof", "autotp/proof/certificate", "autotp/rules", "autotp/runtime/generation",
+    "autotp/runtime/interop", "autotp/runtime/lower", "cost", "passes/canonicalise", "passes/decompose",
 }  # fmt: skip
 
 

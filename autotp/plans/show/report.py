@@ -116,7 +116,11 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
 
 
 def precisions_table(degrees: Sequence[Degree], own: Sequence[Degree], heading: str) -> RenderableType:
-    """The degrees of a sweep in another precision, beside the same in the model's own."""
+    """The degrees of a sweep in another precision, beside the same in the model's own.
+
+    Args:
+        degrees: in the other precision. own: the same degrees in the model's own. heading: of the table.
+    """
     names = ("tp", "step", "own", "", "sent", "own", "memory", "own", "")
     table = Columns("rrrlrrrrl", names, names)
     for r, other in zip(degrees, own, strict=True):
