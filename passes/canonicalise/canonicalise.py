@@ -114,7 +114,7 @@ class DropChecks(Pass[Capture]):
     def run(self, program: Capture) -> Changes:
         names = ("_assert_", "sym_constrain_range", "_guards_fn")
         calls = [n for n in program.graph.nodes if n.op.startswith("call")]
-        checks = [n for n in calls for x in names if x in str(n.target)]
+        checks = dict.fromkeys(n for n in calls for x in names if x in str(n.target))
         for n in checks:
             program.graph.erase_node(n)
         unread = bool(program.graph.eliminate_dead_code())

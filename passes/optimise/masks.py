@@ -207,8 +207,10 @@ def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
             continue
         length = sizes.value(sizes.whole, Trial(new, past, 0))
         ends = {0, 1, length // 2, *near, length - new}
-        positions = sorted(ends) if graph.position is not None else [0]
-        yield from (Trial(new, past, p) for p in positions if 0 <= p <= length - new)
+        positions = [0]
+        if graph.position is not None:
+            positions = [p for p in sorted(ends) if 0 <= p <= length - new]
+        yield from (Trial(new, past, position) for position in positions)
 
 
 def _padding(node: fx.Node | None, length: int) -> Tensor | None:
