@@ -310,7 +310,7 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
             return None
         if new is None:
             new = wholes
-        elif len(wholes) == 1:
+        elif len(wholes) <= 1:
             new = (new,)
         results = boundary.with_replaced(values, boundary.gives, wholes, new, unwritten)
         return results if several else results[0]
