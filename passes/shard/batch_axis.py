@@ -185,7 +185,7 @@ def across(op: Op) -> Rule:
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
     touched = {spec.dim for spec in specs}
     labels: list[int | None] = list(range(len(op.outs[0])))
-    for d in touched:
+    for d in touched - {None}:
         labels[d] = None
     sums = all(spec.reduction == "sum" for spec in specs)
     linear = (frozenset({0}),) if sums else ()

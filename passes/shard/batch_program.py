@@ -207,9 +207,11 @@ class Localised:
         env = dict(zip(before, self.graph.find_nodes(op="placeholder"), strict=True))
         low, high = program.ranges.get(self.batch, (1, 2**62))
         program.graph = self.graph
-        for i, leaf in enumerate(program.leaves):
+        leaves = []
+        for leaf in program.leaves:
             kind = BUFFER if leaf.kind is TABLE else leaf.kind
-            program.leaves[i] = replace(leaf, node=env[leaf.node], kind=kind)
+            leaves.append(replace(leaf, node=env[leaf.node], kind=kind))
+        program.leaves = leaves
         program.symbols = {s: (env[node], d) for s, (node, d) in program.symbols.items()}
         program.ranges = {**program.ranges, self.batch: (-(-low // self.dp), high // self.dp)}
         program.guards = [substitute(g, self.whole) for g in program.guards]

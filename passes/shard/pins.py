@@ -62,8 +62,9 @@ class Ask:
         return not dealt if self.axis else layout in (I, R)
 
     def __str__(self) -> str:
-        dim = 0 if self.axis else self.dims[0]
-        return f"the pin {self.key!r}: {f'Shard({dim})' if self.split else 'Replicate()'}"
+        if not self.split:
+            return f"the pin {self.key!r}: Replicate()"
+        return f"the pin {self.key!r}: Shard({0 if self.axis else self.dims[0]})"
 
 
 @dataclass
