@@ -17,15 +17,16 @@ from .terms import NOTHING, Cost
 
 
 def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> float:
-    """Seconds of one kernel: the longer of arithmetic and memory traffic, and its launch; 0 for a view.
+    """Seconds of one kernel: arithmetic and memory traffic, and its launch; 0 for a view.
 
-    The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
+    The longer of arithmetic and memory traffic: the roofline model, Williams, Waterman and Patterson, "Roofline: an
+    insightful visual performance model" (2009). What a product packs (`Cluster.packing`) adds to its arithmetic.
 
     Args:
         flops: floating-point operations, a multiply-add counting as two.
         nbytes: bytes read and written. An operator with neither flops nor bytes starts no kernel.
         dtype_name: of the arithmetic, as torch names it.
-        cluster: gives peak rate, memory bandwidth and launch overhead.
+        cluster: gives peak rate, memory bandwidth and overheads.
     """
     return sum(op_cost(flops, nbytes, dtype_name, cluster).values())
 
@@ -34,8 +35,10 @@ def op_cost(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> C
     """The terms of `op_seconds`, whose arguments it takes: compute and launches."""
     if not flops and not nbytes:
         return NOTHING
-    compute = max(flops / cluster.peak(dtype_name), nbytes / cluster.memory_bandwidth)
-    return Cost(compute=compute, launches=cluster.launch_overhead)
+    traffic = nbytes / cluster.memory_bandwidth
+    packing = cluster.packing * traffic if flops else 0.0
+    compute = max(flops / cluster.peak(dtype_name) + packing, traffic)
+    return Cost(compute=compute, launches=cluster.launch_overhead * (cluster.product_launches if flops else 1.0))
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -65,14 +68,27 @@ def node_flops(node: fx.Node) -> int:
         InputError: an input of a counted operator has no `meta["val"]`.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    name = str(packet) if packet else getattr(node.target, "__name__", "")
-    own, registered = _FORMULAS.get(name), flop_registry.get(packet) if packet else None
+    own, registered = _FORMULAS.get(_name(node.target)), flop_registry.get(packet) if packet else None
     if own is None and registered is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)  # type: ignore[arg-type]
     if own is not None:
         return int(own(_example(node), *args, **kwargs))
     return int(registered(*args, **kwargs, out_val=_example(node))) if registered else 0
+
+
+def peak_share(target: Any, cluster: Cluster) -> float:
+    """Part of the peak rate that an operator reaches: fused attention has a rate of its own.
+
+    Args:
+        target: what the node calls. cluster: gives the rate.
+    """
+    return cluster.attention_rate if _FORMULAS.get(_name(target)) is _attention else 1.0
+
+
+def _name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
+    return str(packet) if packet else getattr(target, "__name__", "")
 
 
 def _example(node: fx.Node) -> Any:

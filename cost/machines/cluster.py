@@ -15,6 +15,7 @@ from . import files
 from .presets import PRESETS
 
 DEFAULT_PRESET = "h100"
+NotNegative = float
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Cluster:
         matmul_tile: columns that a matrix product computes together: fewer take as long as so many.
         collective_overhead: of one collective before its first step, s.
         overlaps: whether ranks compute while they communicate.
+        packing: times that a product moves its operands besides its arithmetic. With 0 memory traffic runs behind
+            arithmetic and the longer of the two counts, as in the roofline model; a processor's products pack their
+            operands first (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+        product_launches: times `launch_overhead` that an operator with arithmetic to count (a matrix product, a
+            convolution) takes: eager execution starts its views, the sum of its bias and its gradients besides.
+        attention_rate: part of the peak rate that fused attention reaches.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
@@ -58,6 +65,9 @@ class Cluster:
     matmul_tile: int = 64
     collective_overhead: float = 8.4e-6
     overlaps: bool = True
+    packing: NotNegative = 0.0
+    product_launches: float = 1.0
+    attention_rate: float = 1.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -190,6 +200,11 @@ def _check_number(what: str, value: Any) -> None:
         raise _refuse(what, value, "a finite number greater than 0")
 
 
+def _check_amount(what: str, value: Any) -> None:
+    if value != 0.0:
+        _check_number(what, value)
+
+
 def _check_rates(what: str, value: Any) -> None:
     if not isinstance(value, Mapping) or "float32" not in value:
         raise _refuse(what, value, "a mapping from dtype names to FLOP/s that has at least 'float32'")
@@ -217,6 +232,7 @@ def _check_text(what: str, value: Any) -> None:
 _CHECKS = {
     "str": _check_text,
     "float": _check_number,
+    "NotNegative": _check_amount,
     "int": _check_count,
     "bool": _check_flag,
     "Mapping[str, float]": _check_rates,
