@@ -64,7 +64,10 @@ def added(flow: Flow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | No
         return None
     base = bases[0]
     region = _between(flow, node, base, _source(flow, base))
-    nodes = [n for n in region or () if base not in {r for r, _ in flow.roots.get(n, ())}]
+    nodes = []
+    for n in region or ():  # what reads the base product itself is behind the sum, not beside it
+        if base not in {r for r, _ in flow.roots.get(n, ())}:
+            nodes.append(n)
     products = [n for n in nodes if flow.weighted(n) and any(map(_trained, flow.parameters(n)))]
     return Adapter(base, tuple(nodes), tuple(products)) if products else None
 
@@ -92,21 +95,21 @@ def _trained(leaf: fx.Node) -> bool:
 
 def _source(flow: Flow, base: fx.Node) -> set[fx.Node]:
     """The activations that a product reads, and what they are a view or a cast of."""
-    found: set[fx.Node] = set()
+    source: set[fx.Node] = set()
     work = flow.inputs(base)
     while work:
         n = work.pop()
-        found.add(n)
+        source.add(n)
         if n in flow.ops and flow.passes(n) and len(flow.ops[n].slots) == 1:
             work += flow.inputs(n)
-    return found
+    return source
 
 
 def _between(flow: Flow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
     """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
     start = min((flow.order[n] for n in source), default=len(flow.order))
     ends = {base, *source, *flow.adapted}
-    passed: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     work = list(node.all_input_nodes)
 
     def foreign(n: fx.Node) -> bool:
@@ -114,10 +117,10 @@ def _between(flow: Flow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> 
 
     while work:
         n = work.pop()
-        if n in passed or n in ends or n in flow.weights or n.op == "get_attr":
+        if n in between or n in ends or n in flow.weights or n.op == "get_attr":
             continue
         if foreign(n):
             return None
-        passed.add(n)
+        between.add(n)
         work += n.all_input_nodes
-    return sorted(passed, key=flow.order.__getitem__)
+    return sorted(between, key=flow.order.__getitem__)
