@@ -57,8 +57,8 @@ class GridProof:
         given = self.values.doubled()
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
         leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
-        wanted = expect(self.whole.graph, leaves)
-        expected = _tensors(wanted.outputs)
+        original = expect(self.whole.graph, leaves)
+        expected = _tensors(original.outputs)
         held = self.leaves()
         try:
             found = [_tensors(o) for o in run(self.sharded, tp, held, outer=self.cp)]
@@ -69,11 +69,11 @@ class GridProof:
             return self._report(off, 0.0, len(expected), _difference("forward", "an output", off))
         torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(found)]).sum().backward()
         pairs = [pair for pair in self._pairs() if pair[0] in graded]
-        errors = {n.name: self._gradient_error(n, held[new], leaves[n], wanted.largest) for n, new in pairs}
+        errors = {n.name: self._gradient_error(n, held[new], leaves[n], original.largest) for n, new in pairs}
         name = max(errors, key=lambda n: errors[n], default="")
         worst = errors.get(name, 0.0)
         bad = None if worst <= TOLERANCE else _difference("backward", f"the gradient of {name}", worst)
-        return self._report(off, worst, len(expected) + len(errors), bad, wanted.failed)
+        return self._report(off, worst, len(expected) + len(errors), bad, original.failed)
 
     def _report(self, out: float, grad: float, count: int, difference: Difference | None, failed: str = "") -> Report:
         return Report(self.planned.tp, None, out, grad, 0.0, count, difference, forward_only=failed, cp=self.cp)

@@ -93,12 +93,13 @@ def others(planned: Planned, sharded: Sharded, node: fx.Node) -> Iterator[tuple[
     made, index = sharded.origin[node]
     shape = [size_hint(n, planned.program.hints) for n in sizes(tensors(made)[index])]
     slices = [_plain(d, n, planned.tp) for d, n in enumerate(shape) if n >= planned.tp]
+    grouped = rows_by_group(planned, sharded, node, shape)
     for (a, b), kind in conversions.KINDS.items():
         sides = {
             "S": own.get("S", slices[0] if slices else None),
             **WHOLE,
             **{k: v for k, v in own.items() if k in "IRP"},
-            "G": own.get("G", rows_by_group(planned, sharded, node, shape)),
+            "G": own.get("G", grouped),
         }
         src = sides.get(a)
         dst = _other(b, src, shape, slices, planned.tp) if a == "S" and b[0] == "S" else sides.get(b)
