@@ -32,6 +32,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
         power: round down to a power of two.
     """
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST)).float()
+    scale = torch.where(amax > 0, scale, 1)  # of zeros, or where nothing is known of the numbers yet
     return torch.exp2(torch.log2(scale).floor()) if power else scale
 
 
@@ -83,6 +84,29 @@ def float8_linear_backward(
     to_x = _product(g, b.t(), scale, _inverse(weight_amax, INPUT), x.dtype)
     to_weight = _product(g.t(), a.t(), scale, _inverse(x_amax, INPUT), weight.dtype)
     return to_x.view(x.shape), to_weight
+
+
+def float8_delayed(x: Tensor, weight: Tensor, x_amax: Tensor, amaxes: Tensor, latest: Tensor) -> tuple[Tensor, Tensor]:
+    """`float8_linear` with the scales of earlier calls, of which none waits for its operand.
+
+    Args:
+        x: what `float8_cast` gave by `x_amax`. weight: not cast yet.
+        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3].
+        latest: [], zero; becomes the largest value of the gradient in the backward, for the next call to record.
+    """
+    return float8_linear(x, weight, x_amax, amaxes[1])
+
+
+def float8_before(history: Tensor, latest: Tensor) -> Tensor:
+    """The largest values in earlier calls, [3]; that of the gradient in the last one is still in `latest`."""
+    gradient = torch.maximum(history[2, 1:].amax(), latest) if history.shape[1] > 1 else latest
+    return torch.stack([*history[:2].amax(1), gradient])
+
+
+def float8_record(history: Tensor, latest: Tensor, x_amax: Tensor, weight_amax: Tensor) -> Tensor:
+    """A history [3, length] with the largest values of this call in place of the oldest: see `float8_delayed`."""
+    newest = torch.stack([a.to(history.dtype) for a in (x_amax, weight_amax, latest)])
+    return torch.cat([history[:, 1:], newest.unsqueeze(1)], 1)
 
 
 def float8_seen(y: Tensor, zero: Tensor) -> Tensor:
@@ -181,6 +205,14 @@ def _linear_gradients_fake(grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def _before_fake(history: Tensor, latest: Tensor) -> Tensor:
+    return history.new_empty((3,))
+
+
+def _history_fake(history: Tensor, *_: Tensor) -> Tensor:
+    return history.new_empty(history.shape)
+
+
 def _rows_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n)), x_rows.new_empty(x_rows.shape), x.new_empty((n,))
@@ -200,6 +232,11 @@ _ENTRIES = (
     (f"float8_linear({_PRODUCT}) -> (Tensor, Tensor)", float8_linear, _linear_fake),
     (f"float8_linear_backward(Tensor grad, Tensor amax, {_PRODUCT}) -> (Tensor, Tensor)", float8_linear_backward,
      _linear_gradients_fake),
+    ("float8_delayed(Tensor x, Tensor weight, Tensor x_amax, Tensor amaxes, Tensor latest) -> (Tensor, Tensor)",
+     float8_delayed, _linear_fake),
+    ("float8_before(Tensor history, Tensor latest) -> Tensor", float8_before, _before_fake),
+    ("float8_record(Tensor history, Tensor latest, Tensor x_amax, Tensor weight_amax) -> Tensor", float8_record,
+     _history_fake),
     ("float8_seen(Tensor y, Tensor zero) -> Tensor", float8_seen, _same_fake),
     (f"float8_rows(Tensor x, Tensor weight, Tensor x_rows, Tensor weight_rows, {_ROWS}) -> (Tensor, Tensor, Tensor)",
      float8_rows, _rows_fake),
@@ -230,6 +267,18 @@ def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | No
     return *OPS.float8_linear_backward(grad, amax, *ctx.saved_tensors), None, None
 
 
+def _keep_latest(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    *operands, ctx.latest = inputs  # it is written to, which autograd refuses of what is saved
+    ctx.save_for_backward(*operands)
+
+
+def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, x_amax, amaxes = ctx.saved_tensors
+    with torch.no_grad():
+        ctx.latest.copy_(torch.maximum(ctx.latest, amax.to(ctx.latest.dtype)))
+    return *OPS.float8_linear_backward(grad, amaxes[2], x, weight, x_amax, amaxes[1]), None, None, None
+
+
 def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, range(grad.ndim), False)
 
@@ -251,6 +300,7 @@ def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 for _name, _backward, _setup in (
     ("cast", _passed, _nothing),
     ("linear", _linear_gradients, _keep),
+    ("delayed", _delayed_gradients, _keep_latest),
     ("seen", _seen, _nothing),
     ("rows", _rows_gradients, _keep_rows),
     ("rows_seen", _rows_seen, _nothing),

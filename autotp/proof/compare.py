@@ -52,6 +52,7 @@ class _Expected:
     outputs: list[Any]
     largest: float  # of all gradients: one that is small beside it may be zero but for rounding
     failed: str  # why there are no gradients
+    written: dict[int, Tensor]  # position of an output -> what a buffer or input has after the backward
 
 
 def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
@@ -64,10 +65,14 @@ def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
                 values[node, i] = _watched(v)
 
     outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
+    written = {i: v for i, v in enumerate(outputs) if i in planned.program.mutations and isinstance(v, Tensor)}
+    before = {id(v): v.clone() for v in written.values() if not v.requires_grad}  # a backward may write to it too
+    values = {key: before.get(id(v), v) for key, v in values.items()}
+    outputs = [before.get(id(v), v) for v in outputs]
     failed = backward(loss(outputs))
     graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if has_grad(v)]
     top = max(map(largest, graded), default=0.0)
-    return _Expected(values, outputs, top, failed)
+    return _Expected(values, outputs, top, failed, written)
 
 
 def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:
@@ -206,8 +211,20 @@ class _Proof:
             if failed or node.op == "placeholder":
                 return first, found
         if failed is None:
-            return first, None
+            return first, self._compare_written()
         return first, Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
+
+    def _compare_written(self) -> Difference | None:
+        """What buffers have after the backward, which may write to them."""
+        nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
+        ranks = [compat.tree_leaves(o) for o in self.outputs]
+        for i, whole in self.expected.written.items():
+            if self.planned.program.becomes(i) is None and not whole.requires_grad:
+                error = layout_error([r[i] for r in ranks], self._spec(I), whole)
+                if not error <= TOLERANCE:
+                    named = self.planned.program.mutations[i]
+                    return self._difference("backward", nodes[i], error, f"it leaves {named} off by {error:.2e}")
+        return None
 
     def _loss(self, outputs: list[Any], rank: int) -> Tensor:
         """The loss on one rank: of states, of which it has a part, with that part's weights."""

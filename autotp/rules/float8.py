@@ -30,6 +30,24 @@ def float8_linear(op: Op) -> Rule:
     return _known_to_all(einsum(op, "...k,nk,,->...n,", summed=False))
 
 
+@rule(OPS.float8_delayed.default)
+def float8_delayed(op: Op) -> Rule:
+    """The same; what earlier calls had, and where the backward writes, every rank has whole."""
+    return _known_to_all(einsum(op, "...k,nk,,_,->...n,", summed=False))
+
+
+@rule(OPS.float8_before.default)
+def float8_before(op: Op) -> Rule:
+    """A history is one value, which every rank has."""
+    return einsum(op, "__,->_")
+
+
+@rule(OPS.float8_record.default)
+def float8_record(op: Op) -> Rule:
+    """And is made of largest values over all ranks."""
+    return einsum(op, "__,,,->__")
+
+
 @rule(OPS.float8_rows.default)
 def float8_rows(op: Op) -> Rule:
     """The same with a scale for each row of what is summed over: those lie as the rows do."""
