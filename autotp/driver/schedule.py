@@ -52,7 +52,8 @@ class Schedule(NamedTuple):
 def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = None) -> Schedule:
     """The order for what a capture is to be, by these ranks."""
     products = Float8Products(request.precision)
-    early = request.precision is not None and request.precision.recipe == DELAYED  # a history is of all dp ranks
+    history = request.precision is not None and request.precision.recipe == DELAYED
+    early = history or request.cp > 1  # largest values are then of all ranks; with dp alone, of a rank's own slice
     return Schedule(
         exported=EXPORTED,
         canonical=(*CANONICAL, ExplicitCasts()),

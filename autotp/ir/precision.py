@@ -10,7 +10,8 @@ from typing import Any
 from autotp.errors import InputError
 
 TENSORWISE, ROWWISE, DELAYED = "tensorwise", "rowwise", "delayed"
-RECIPES = TENSORWISE, ROWWISE, DELAYED
+ROWWISE_HP = "rowwise_with_gw_hp"  # torchao's name: gradients of weights in high precision
+RECIPES = TENSORWISE, ROWWISE, ROWWISE_HP, DELAYED
 NAMES = {"float8": TENSORWISE, "float8-rowwise": ROWWISE, "float8-delayed": DELAYED}
 ALIGNED = 16  # elements: sizes that kernels for float8 multiply along are multiples of this
 FIELDS = "recipe", "smallest", "skip", "head", "history"
@@ -22,8 +23,8 @@ class Precision:
     """Products in float8 with scales.
 
     Attributes:
-        recipe: "tensorwise": a scale for each operand; "rowwise": for each of its rows; "delayed": for each operand,
-            by its largest values in earlier calls.
+        recipe: "tensorwise": a scale for each operand; "rowwise": for each of its rows; "rowwise_with_gw_hp": likewise,
+            and gradients of weights not in float8; "delayed": for each operand, by what earlier calls had of it.
         smallest: both sizes of a weight are at least this; None: as torchao's filters have it, by the recipe.
         skip: patterns of weights that stay as they are.
         head: whether products that no other product reads from, as the head's, are in float8 too.
@@ -60,7 +61,7 @@ class Precision:
             return False
         if self.smallest is not None:
             return min(n, k) >= self.smallest
-        if self.recipe != ROWWISE:
+        if self.recipe not in (ROWWISE, ROWWISE_HP):
             return k > 4096 or n > 1024
         return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 

@@ -57,7 +57,6 @@ class GridProof:
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
         leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
         expected = _tensors(reference(self.whole.graph, leaves, lambda node, value: None))
-        failed = backward(loss(expected))
         held = self.leaves()
         try:
             found = [_tensors(o) for o in run(self.sharded, tp, held, outer=self.cp)]
@@ -66,6 +65,7 @@ class GridProof:
         off = max((self._output_error([r[i] for r in found], x, i) for i, x in enumerate(expected)), default=0.0)
         if not off <= TOLERANCE:
             return self._report(off, 0.0, len(expected), _difference("forward", "an output", off))
+        failed = backward(loss(expected))  # which may write to what a buffer becomes
         torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(found)]).sum().backward()
         top = max((largest(v.grad) for v in leaves.values() if has_grad(v)), default=0.0)
         errors = {n.name: self._gradient_error(n, held[new], leaves[n], top) for n, new in self._pairs() if n in graded}

@@ -54,10 +54,22 @@ def float8_rows(op: Op) -> Rule:
     return _known_to_all(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
 
 
+@rule(OPS.float8_rows_hp.default)
+def float8_rows_hp(op: Op) -> Rule:
+    """The same, whose backward has one scale for the weight."""
+    return _known_to_all(einsum(op, "...k,nk,..._,n_,->...n,..._", summed=False))
+
+
 @rule(OPS.float8_seen.default)
 def float8_seen(op: Op) -> Rule:
     """Where the gradient is split, each rank has the largest value of its part."""
     return _candidates(einsum(op, "...,->...", linear=(frozenset({0, 1}),), summed=False))
+
+
+@rule(OPS.float8_row_seen.default)
+def float8_row_seen(op: Op) -> Rule:
+    """The same of each row."""
+    return _candidates(einsum(op, "...n,..._->...n", linear=(frozenset({0, 1}),), summed=False))
 
 
 @rule(OPS.float8_rows_seen.default)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
 from .contents import CONTAINERS, contents
@@ -189,6 +190,8 @@ class Watched:
         """
         if name in TORCHS:
             return
+        if told := self.in_parts(part, name):
+            raise StateError(told)
         if name in self.module._parameters:
             self._parameter(part, name, value)
         elif isinstance(value, nn.Module) or name in self.children:
@@ -211,16 +214,20 @@ class Watched:
         if name in self.children or (name not in self.module._parameters and self.has(name)):
             self.refuse(name, f"it cannot be deleted after compile, because the program was made with it. {INSTEAD}")
 
-    def fused(self, part: nn.Module, name: str) -> bool:
-        """Whether this is the name of a parameter that is held in pieces."""
-        return name in self.module._parameters and f"{name}_part0" in part._parameters
-
-    def in_pieces(self, part: nn.Module, name: str) -> str:
-        """What to do instead of using its name."""
+    def in_parts(self, part: nn.Module, name: str) -> str:
+        """What to use in place of a parameter that is held in several; empty where this is the name of none."""
+        where, made_of = self.path or "the module", parts_of(self.module, name)
+        if made_of:
+            return (
+                f"{name} of {where} is quantised, and held as what it is made of, each part split by itself: "
+                f"{', '.join(made_of)}. Use those; full_state_dict() has them whole."
+            )
+        if name not in self.module._parameters or f"{name}_part0" not in part._parameters:
+            return ""
         held = [n for n in part._parameters if n.startswith(f"{name}_part")]
         return (
-            f"{name} of {self.path or 'the module'} is held in pieces, because its parts are split each by itself: "
-            f"{', '.join(held)}. Use those; full_state_dict() and load_state_dict() have it whole."
+            f"{name} of {where} is held in pieces, because its parts are split each by itself: {', '.join(held)}. Use "
+            "those; full_state_dict() and load_state_dict() have it whole."
         )
 
     # ---- what has a place in the tree ------------------------------------------------------------------------------
@@ -237,8 +244,6 @@ class Watched:
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
         held = part._parameters.get(name)
-        if self.fused(part, name):
-            raise StateError(self.in_pieces(part, name))
         if value is held and (held is not None or self.module._parameters[name] is None):
             return
         was = self.module._parameters[name]

@@ -15,7 +15,7 @@ from autotp.ir.graph import Capture, caller
 from autotp.ir.leaves import BUFFER
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
-from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, TENSORWISE
+from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE
 from autotp.ir.scopes import MARK
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
@@ -106,6 +106,16 @@ class Rowwise(Writer):
         return call(OPS.float8_rows_seen.default, *_results(call, product, 3))
 
 
+class RowwiseHp(Writer):
+    """The same in the products that gradients of weights do not come from."""
+
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        last = x.meta["val"].ndim - 1
+        rows = self.amax(node, x, [last], True), self.amax(node, weight, [1], True)
+        product = call(OPS.float8_rows_hp.default, x, weight, *rows, self.whole_amax(node, weight))
+        return call(OPS.float8_row_seen.default, *_results(call, product, 2))
+
+
 @dataclass
 class Delayed(Writer):
     """A scale for each operand by what earlier calls had of it; in training a call leaves its own largest values.
@@ -174,7 +184,7 @@ class Delayed(Writer):
         return self.known["scale", x]
 
 
-WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, DELAYED: Delayed}
+WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, ROWWISE_HP: RowwiseHp, DELAYED: Delayed}
 
 
 def _beside(weight: str, name: str) -> str:

@@ -87,8 +87,8 @@ def train(model: Any) -> list[float]:
     return losses
 
 
-def sharded(model: nn.Module, recipe: str, **more: Any) -> Any:
-    example = torch.zeros(2, 8, dtype=torch.long)
+def sharded(model: nn.Module, recipe: str, example: Tensor | None = None, **more: Any) -> Any:
+    example = torch.zeros(2, 8, dtype=torch.long) if example is None else example
     precision = {**SMALL, "recipe": recipe}
     return autotp.compile(model, example_inputs=example, precision=precision, check_capture=False, **more)
 

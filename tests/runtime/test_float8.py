@@ -27,7 +27,7 @@ from tests.helpers.quantised import torchao
 
 OPS: Any = torch.ops.autotp
 CAST = OPS.float8_cast.default
-RECIPES = "tensorwise", "rowwise"
+RECIPES = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -43,7 +43,7 @@ def test_it_learns_and_not_as_without():
     assert apart(train(words(torch.float64)), losses) > 1e-3
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("recipe", RECIPES[:2])
 def test_in_float32_it_is_as_near_as_one_device_that_sums_in_another_order(recipe):
     """One number that is rounded to its neighbour is a whole step of float8: runs part as those of any other order."""
     wanted = one_device(recipe, torch.float32)
@@ -88,7 +88,7 @@ def test_what_is_cast_is_gathered_in_a_byte_an_element():
 
 def test_unsharded_it_is_torchaos():
     float8 = torchao("torchao.float8")
-    for recipe, dtype in (("tensorwise", torch.float32), ("tensorwise", torch.bfloat16), ("rowwise", torch.bfloat16)):
+    for recipe, dtype in (("tensorwise", torch.float32), *((recipe, torch.bfloat16) for recipe in RECIPES)):
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32, bias=False), nn.Linear(32, 32)).to(dtype)
         config = float8.Float8LinearConfig.from_recipe_name(recipe)
