@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from typing import Any
 
 from torch import nn
 
-from autotp.errors import StateError
 from autotp.inputs import is_transformers
 from autotp.runtime.checkpoint import pretrained
 
@@ -18,10 +16,6 @@ ASKED = (
     "device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name",  # by pipelines
     "accepts_loss_kwargs", "base_model_prefix", "is_gradient_checkpointing", "_keys_to_ignore_on_save",  # by trainers
 )  # fmt: skip
-TRAINER = (
-    "transformers' Trainer saves on its first rank alone, deals each rank a batch of its own, and counts a row once "
-    "for each rank. Take autotp.integrations.trainer.ShardedTrainer, which is that class for a sharded module."
-)
 
 
 @functools.lru_cache(256)
@@ -58,12 +52,12 @@ class Shown:
             return getattr(source.bare, name)
 
     @property
-    def tp_size(self) -> int:
-        """The tensor-parallel degree, as models of transformers that it sharded have it."""
-        alone = self._source.ranks is None or self._source.tp == 1
-        if not alone and sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
-            raise StateError(TRAINER)
-        return self._source.tp
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """What transformers' Trainer asks a model: a sharded one is not moved or wrapped, and all ranks save it.
+
+        Not with dp, where that class would also multiply the loss: there it refuses, as for any module with DTensors.
+        """
+        return self._shards.tp > 1 and self._shards.axis.size == 1
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of elements of the original's parameters, tied ones once.

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import autotp
+from autotp.integrations.accelerator import ShardedParallelism
 from autotp.integrations.trainer import ShardedTrainer
 from tests.helpers import own_world
 from tests.helpers.errors import error_of
@@ -47,8 +48,8 @@ def settings(folder: str, **more: Any) -> TrainingArguments:
     )  # fmt: skip
 
 
-def trainer_of(model: Any, folder: str, seed: int = 0, **more: Any) -> Trainer:
-    kind = ShardedTrainer if isinstance(model, autotp.ShardedModule) else Trainer
+def trainer_of(model: Any, folder: str, seed: int = 0, stock: bool = False, **more: Any) -> Trainer:
+    kind = ShardedTrainer if isinstance(model, autotp.ShardedModule) and not stock else Trainer
     return kind(
         model=model, args=settings(folder, **more), train_dataset=rows(20, seed), eval_dataset=rows(5, 99),
         compute_metrics=right,
@@ -78,12 +79,13 @@ def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
         "decayed": sorted(_decayed(trainer)),
     }  # fmt: skip
     if world > 1:
-        found |= {"shown": shown(own), "loaded": loads(own, folder), "stock": refused(own, folder)}
+        found |= {"shown": shown(own), "loaded": loads(own, folder)}
         found["parted"] = error_of(lambda: trainer_of(own, f"{folder}-parted", seed=rank).train())[:2]
         own.load_state_dict(gpt2(1).state_dict())
         again = trainer_of(own, folder)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
         found["resumed"] = history(again)
+        found["stock"] = stock(own, f"{folder}-stock")
     AcceleratorState._reset_state()
     own.load_state_dict(gpt2().state_dict())
     low = trainer_of(own, f"{folder}-bf16", bf16=True)
@@ -110,7 +112,6 @@ def shown(model: Any) -> dict[str, Any]:
         "forward": inspect.signature(model.forward) == inspect.signature(whole.forward),
         "of the class": inspect.signature(type(model).forward) == inspect.signature(type(whole).forward),
         "generation_config": model.generation_config.to_dict() == whole.generation_config.to_dict(),
-        "tp_size": model.tp_size == 2,
         "not a plain one's": not hasattr(autotp.compile(plain, 1, example_inputs=torch.zeros(2, 4)), "dtype"),
     }
 
@@ -123,8 +124,26 @@ def loads(model: Any, folder: str) -> bool:
     return same and {"config.json", f"checkpoint-{HALF}", f"checkpoint-{STEPS}", "training_args.bin"} <= kept
 
 
-def refused(model: Any, folder: str) -> tuple[str, str]:
-    return error_of(lambda: Trainer(model=model, args=settings(folder)))[:2]
+def stock(model: Any, folder: str) -> dict[str, Any]:
+    """transformers' own class: what it says of a sharded module by itself, and what it does when it is told of tp."""
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="save_only_model=True") as checkpoints:
+        trainer_of(model, folder, stock=True)
+    untold = trainer_of(model, folder, stock=True, save_only_model=True)
+    found: dict[str, Any] = {"checkpoints": str(checkpoints.value), "untold": error_of(untold.train)[:2]}
+    AcceleratorState._reset_state()
+    model.load_state_dict(gpt2().state_dict())
+    told = trainer_of(model, folder, stock=True, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    told.train()
+    told.save_model(folder)
+    predicted: Any = told.predict(rows(5, 99))  # type: ignore[arg-type]
+    found |= {"history": history(told), "best": Path(str(told.state.best_model_checkpoint)).name}
+    arguments = torch.load(f"{folder}/training_args.bin", weights_only=False)
+    return found | {
+        "predictions": predicted.predictions,
+        "loaded": loads(model, folder),
+        "tp": arguments.parallelism_config.tp_size,
+    }
 
 
 def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
@@ -139,7 +158,13 @@ def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
         assert (found["flos"], found["tokens"]) == (one["flos"], one["tokens"])
         assert all(found["shown"].values()), found["shown"]
         assert found["loaded"]
-        assert found["stock"][0] == "StateError" and "ShardedTrainer" in found["stock"][1]
+        plain = found["stock"]
+        assert "Resuming is not supported" in plain["checkpoints"]
+        assert plain["untold"][0] == "RankError" and "ShardedParallelism" in plain["untold"][1], plain["untold"]
+        for name in one["history"] if rank == 0 else ():
+            assert plain["history"][name] == pytest.approx(one["history"][name], abs=1e-4), name
+        assert plain["best"] == one["best"] and plain["loaded"] and plain["tp"] == 2
+        assert np.abs(plain["predictions"] - one["predictions"]).max() < 1e-3
         assert found["parted"][0] == "RankError", found["parted"]
         if rank == 0:
             assert found["resumed"] == found["history"]  # to the bit, from other weights
