@@ -220,7 +220,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
     "[Pipeline stages](pipeline.md) have fixed sizes": no_sharded_stages,
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
-    "by themselves: the classes of [integrations]": TRAINER,
+    "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,
     "Continuous batching (`generate_batch`)": no_batching,
     "Caches that move between devices": None,
