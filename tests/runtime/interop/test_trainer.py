@@ -39,10 +39,10 @@ def gpt2(seed: int = 0) -> Any:
     return GPT2LMHeadModel(config)
 
 
-def settings(folder: str, **more: Any) -> TrainingArguments:
+def settings(folder: str, batch: int = 2, **more: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder, max_steps=STEPS, save_steps=HALF, eval_steps=HALF, eval_strategy="steps", logging_steps=1,
-        load_best_model_at_end=True, per_device_train_batch_size=2, per_device_eval_batch_size=3, max_grad_norm=0.3,
+        load_best_model_at_end=True, per_device_train_batch_size=batch, per_device_eval_batch_size=3, max_grad_norm=0.3,
         gradient_accumulation_steps=2, learning_rate=3e-2, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=1,
         use_cpu=True, include_num_input_tokens_seen="all", report_to=[], disable_tqdm=True, **more,
     )  # fmt: skip
@@ -171,3 +171,29 @@ def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
             spread = max(abs(a - b) for a, b in zip(one["bf16"]["loss"], one["history"]["loss"], strict=True))
             apart = [abs(a - b) for a, b in zip(found["bf16"]["loss"], one["bf16"]["loss"], strict=True)]
             assert 0 < max(apart) <= spread, (apart, spread)
+
+
+def over_both(rank: int, folder: str, dp: int) -> dict[str, Any]:
+    """Batches of 4 rows, dealt out to dp groups, with the state of the trainer after a resume."""
+    example = {n: torch.stack([row[n] for row in rows(4 // dp, 0)]) for n in ("input_ids", "labels")}
+    own = gpt2() if dp == 1 else autotp.compile(gpt2(), tp=2, dp=dp, example_inputs=example)
+    kind, data = (Trainer if dp == 1 else ShardedTrainer), {"train_dataset": rows(40, 0), "eval_dataset": rows(6, 99)}
+
+    def make() -> Trainer:
+        return kind(model=own, args=settings(folder, 4 // dp), compute_metrics=right, **data)  # type: ignore[arg-type]
+
+    trainer = make()
+    trainer.train()
+    own.load_state_dict(gpt2(1).state_dict())
+    again = make()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
+    return {"history": history(trainer), "resumed": history(again), "tokens": trainer.state.num_input_tokens_seen}
+
+
+def test_with_dp_the_losses_are_those_of_one_process_with_all_rows(tmp_path):
+    (one,) = own_world.run(over_both, str(tmp_path / "one"), 1, world=1)
+    found = own_world.run(over_both, str(tmp_path / "four"), 2, world=4)
+    assert {each["tokens"] for each in found} == {one["tokens"]}
+    for name, wanted in one["history"].items():
+        assert found[0]["history"][name] == pytest.approx(wanted, abs=1e-4), name
+    assert found[0]["resumed"] == found[0]["history"]  # to the bit, from other weights
