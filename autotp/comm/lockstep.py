@@ -36,8 +36,7 @@ LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
     "All ranks of a tp group must make the same calls in the same order, with inputs of the same shapes, in the same "
     "mode, and update the weights together. Usual causes: a batch that is skipped on one rank (a try/except, an empty "
-    "batch, a loss that is not finite), a sampler that gives tp ranks different batches (accelerate and transformers' "
-    "Trainer are told not to by autotp.integrations' ShardedParallelism), code under `if rank == 0`. "
+    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`. "
     "With dp this holds for all ranks, but for lengths and values of the inputs; each passes as many examples."
 )
 

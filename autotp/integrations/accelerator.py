@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
+from autotp.runtime.interop.shown import LOADED
 from autotp.runtime.module import ShardedModule
 
 from .deal import each_once, sizes_of
@@ -183,6 +184,7 @@ class Parallelism(ParallelismConfig):
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
                 f"is at place {own} of {dp} x {tp} on rank {place[0] * tp + place[1]}. {HOW}"
             )
+        vars(model)[LOADED] = True  # a trainer that is told of the ranks neither moves nor wraps it, and saves on all
 
     def get_device_mesh(self, device_type: str | None = None) -> Any:
         """The mesh of the module's ranks; None of a single one."""

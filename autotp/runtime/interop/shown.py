@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from autotp.errors import StateError
 from autotp.inputs import is_transformers
 from autotp.runtime.checkpoint import pretrained
 
@@ -16,6 +17,15 @@ ASKED = (
     "device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name",  # by pipelines
     "accepts_loss_kwargs", "base_model_prefix", "is_gradient_checkpointing", "_keys_to_ignore_on_save",  # by trainers
 )  # fmt: skip
+
+
+# What transformers' Trainer asks a model, and nobody else. `autotp.integrations` sets it where it tells a trainer more.
+LOADED = "is_distributed_loading_by_transformers"
+TRAINER = (
+    "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
+    "share a batch: TrainingArguments(..., parallelism_config=ShardedParallelism(sharded), save_only_model=True). With "
+    "optimizer states in checkpoints, or dp, take ShardedTrainer in its place. Both are of autotp.integrations."
+)
 
 
 @functools.lru_cache(256)
@@ -46,18 +56,13 @@ class Shown:
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
+            shards = self.__dict__.get("_shards")
+            if name == LOADED and shards is not None and shards.tp * shards.axis.size > 1:
+                raise StateError(TRAINER) from None
             source = self.__dict__.get("_source")
             if name not in ASKED or source is None or not hasattr(type(source.bare), name):
                 raise
             return getattr(source.bare, name)
-
-    @property
-    def is_distributed_loading_by_transformers(self) -> bool:
-        """What transformers' Trainer asks a model: a sharded one is not moved or wrapped, and all ranks save it.
-
-        Not with dp, where that class would also multiply the loss: there it refuses, as for any module with DTensors.
-        """
-        return self._shards.tp > 1 and self._shards.axis.size == 1
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of elements of the original's parameters, tied ones once.
