@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.comm.ranks import Ranks
-from autotp.cost.machines.calibrate import Clock
+from autotp.cost.machines.clock import Clock
 from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.isolate import Record

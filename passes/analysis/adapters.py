@@ -75,9 +75,13 @@ def added(flow: Flow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | No
         return None
     base = bases[0]
     region = _between(flow, node, base, _source(flow, base))
-    nodes = [n for n in region or () if base not in {r for r, _ in flow.roots.get(n, ())}]
+    nodes = []
+    for n in region or ():  # what reads the base product itself is behind the sum, not beside it
+        if base not in {r for r, _ in flow.roots.get(n, ())}:
+            nodes.append(n)
     widths = _widths(flow, nodes)
-    return Adapter(base, tuple(nodes), "beside", min(widths, key=int) if len(widths) > 1 else None) if widths else None
+    rank = min(widths, key=int) if len(widths) > 1 else None
+    return Adapter(base, tuple(nodes), "beside", rank) if widths else None
 
 
 def looked_up(flow: Flow, node: fx.Node) -> Adapter | None:
@@ -108,10 +112,8 @@ def turned(flow: Flow, base: fx.Node) -> Adapter | None:
     if node not in flow.ops or not flow.contraction(node) or len(flow.ops[node].slots) != 2:
         return None
     sides = [_of_weights(flow, s, set()) for s in flow.ops[node].slots]
-    made = [
-        nodes for nodes in sides if nodes
-    ]  # a weight itself is a layer, and what several operators make of it is not
-    return Adapter(base, (*made[0], node), "before") if len(made) == 1 else None
+    matrix = [nodes for nodes in sides if nodes]  # a weight by itself would be a layer's
+    return Adapter(base, (*matrix[0], node), "before") if len(matrix) == 1 else None
 
 
 def scaled(flow: Flow, node: fx.Node) -> Adapter | None:
@@ -169,21 +171,21 @@ def _trained(leaf: fx.Node) -> bool:
 
 def _source(flow: Flow, base: fx.Node) -> set[fx.Node]:
     """The activations that a product reads, and what they are a view or a cast of."""
-    found: set[fx.Node] = set()
+    source: set[fx.Node] = set()
     work = flow.inputs(base)
     while work:
         n = work.pop()
-        found.add(n)
+        source.add(n)
         if n in flow.ops and flow.passes(n) and len(flow.ops[n].slots) == 1:
             work += flow.inputs(n)
-    return found
+    return source
 
 
 def _between(flow: Flow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> list[fx.Node] | None:
     """The operators behind a sum up to a product and what that reads; None where the sum is made of more than these."""
     start = min((flow.order[n] for n in source), default=len(flow.order))
     ends = {base, *source, *flow.adapted}
-    passed: set[fx.Node] = set()
+    between: set[fx.Node] = set()
     work = list(node.all_input_nodes)
 
     def foreign(n: fx.Node) -> bool:
@@ -191,10 +193,10 @@ def _between(flow: Flow, node: fx.Node, base: fx.Node, source: set[fx.Node]) -> 
 
     while work:
         n = work.pop()
-        if n in passed or n in ends or n in flow.weights or n.op == "get_attr":
+        if n in between or n in ends or n in flow.weights or n.op == "get_attr":
             continue
         if foreign(n):
             return None
-        passed.add(n)
+        between.add(n)
         work += n.all_input_nodes
-    return sorted(passed, key=flow.order.__getitem__)
+    return sorted(between, key=flow.order.__getitem__)

@@ -39,7 +39,7 @@ class Dataflow:
     """
 
     program: Capture
-    known: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
+    operators: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -61,7 +61,7 @@ class Dataflow:
             if n.target is operator.getitem:
                 self._item(n)
                 continue
-            self.ops[n], self.rules[n] = self.known[n] if n in self.known else _read(n)
+            self.ops[n], self.rules[n] = self.operators[n] if n in self.operators else _read(n)
             self._call(n)
 
     def _item(self, node: fx.Node) -> None:
@@ -137,7 +137,8 @@ class Dataflow:
 
     def parameters(self, node: fx.Node) -> list[fx.Node]:
         """Parameters that the operator reads, behind views and casts."""
-        return [self.weights[s] for s in self.ops[node].slots if s in self.weights] if node in self.ops else []
+        slots = self.ops[node].slots if node in self.ops else []
+        return [self.weights[s] for s in slots if s in self.weights]
 
     def passes(self, node: fx.Node) -> bool:
         """Whether the operator is pointwise or a view: it mixes no elements of a dimension."""
@@ -167,7 +168,7 @@ class Dataflow:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
         if node not in self.products_of_two:
             factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
-            sums_products = any(f.contracts and sum(c is not None for c in f.ins) > 1 for f in factors)
+            sums_products = any(f.contracts and len(f.ins) - f.ins.count(None) > 1 for f in factors)
             self.products_of_two[node] = sums_products
         return self.products_of_two[node]
 
@@ -199,7 +200,8 @@ class Dataflow:
         if not self.contraction(node):
             return False
         # The rows of a convolution's filter [out, in, k] are no experts: no activation carries `out`.
-        return any(f.ins[slot] and any(f.ins[i] for i in active) and all(f.outs) for f in rule.factors)
+        by_slot = [f for f in rule.factors if f.ins[slot] and all(f.outs)]
+        return any(f.ins[i] for f in by_slot for i in active)
 
     def weighted(self, node: fx.Node) -> bool:
         """Whether the node is a contraction with a parameter (or with the experts' parameters)."""
@@ -224,19 +226,19 @@ class Dataflow:
             step: the next nodes of one.
             stops: whether the walk ends at a node; those that the first one stops at are returned.
         """
-        passed: dict[fx.Node, None] = {}
+        between: dict[fx.Node, None] = {}
         ends: dict[fx.Node, None] = {}
         work = list(starts)
         while work:
             n = work.pop()
-            if n in passed or n in ends or n not in self.roots or n in self.apart:
+            if n in between or n in ends or n not in self.roots or n in self.apart:
                 continue
             if stops[0](n):
                 ends[n] = None
             elif not any(stop(n) for stop in stops[1:]):
-                passed[n] = None
+                between[n] = None
                 work += step(n)
-        return sorted(passed, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
+        return sorted(between, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
 
     def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""

@@ -39,27 +39,27 @@ def _run(method: Callable[..., Any]) -> Callable[..., Any]:
 def whole_weights(part: nn.Module) -> Iterator[None]:
     """Within this context a part and those in it hold whole parameters; what these are then is kept. Collective."""
     owners: list[Any] = [m for m in part.modules() if getattr(m, "_storages", None)]
-    pieces = [owner._parameters for owner in owners]
-    made: dict[int, nn.Parameter] = {}  # by identity, so that what is tied stays tied
-    for owner, held in zip(owners, pieces, strict=True):
-        owner.__dict__["_parameters"] = held | {leaf: _whole(owner, leaf, held, made) for leaf in owner._storages}
+    tables = [owner._parameters for owner in owners]
+    wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
+    for owner, table in zip(owners, tables, strict=True):
+        owner.__dict__["_parameters"] = table | {leaf: _whole(owner, leaf, table, wholes) for leaf in owner._storages}
     try:
         yield
-        for owner, held in zip(owners, pieces, strict=True):
+        for owner, table in zip(owners, tables, strict=True):
             for leaf, storage in owner._storages.items():
                 names, whole = storage.names(leaf), owner._parameters[leaf].detach()
                 for name, new in zip(names, storage.cut(whole), strict=True):
-                    held[name].copy_(laid_like(held[name], new, held[name].device))
+                    table[name].copy_(laid_like(table[name], new, table[name].device))
     finally:
-        for owner, held in zip(owners, pieces, strict=True):
-            owner.__dict__["_parameters"] = held
+        for owner, table in zip(owners, tables, strict=True):
+            owner.__dict__["_parameters"] = table
 
 
-def _whole(owner: Any, leaf: str, held: dict[str, Any], made: dict[int, nn.Parameter]) -> nn.Parameter:
+def _whole(owner: Any, leaf: str, table: dict[str, Any], wholes: dict[int, nn.Parameter]) -> nn.Parameter:
     """The whole parameter of this name, from its pieces."""
     storage = owner._storages[leaf]
-    parts = [held[name] for name in storage.names(leaf)]
-    if id(parts[0]) not in made:
-        whole = storage.full([p.detach() for p in parts]).clone()
-        made[id(parts[0])] = nn.Parameter(whole, parts[0].requires_grad)
-    return made[id(parts[0])]
+    pieces = [table[name] for name in storage.names(leaf)]
+    if id(pieces[0]) not in wholes:
+        whole = storage.full([p.detach() for p in pieces]).clone()
+        wholes[id(pieces[0])] = nn.Parameter(whole, pieces[0].requires_grad)
+    return wholes[id(pieces[0])]
