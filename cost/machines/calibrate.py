@@ -42,8 +42,8 @@ def calibrate(
     Matmuls by dtype, attention, operators bound by memory and the launch of a kernel are timed on every rank at once,
     so ranks that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun),
     also each collective, over sizes and group sizes. Operands are read in turn, so that no cache holds them, as in a
-    step; on a processor a matmul counts with all that eager execution starts for it. The numbers are least squares of the logarithms of predicted over measured times. Call it
-    on all ranks alike.
+    step; on a processor a matmul counts with all that eager execution starts for it. The numbers are least squares of
+    the logarithms of predicted over measured times. Call it on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
