@@ -27,11 +27,11 @@ class _Detached(TorchFunctionMode):
         tensor, memo = args
         if id(tensor) in memo:
             return memo[id(tensor)]
-        made = self.other(tensor) if self.other is not None else None
-        if made is None and tensor.is_leaf:
+        copy = self.other(tensor) if self.other is not None else None
+        if copy is None and tensor.is_leaf:
             return func(tensor, memo)
-        memo[id(tensor)] = made = tensor.detach().clone() if made is None else made
-        return made
+        memo[id(tensor)] = copy = tensor.detach().clone() if copy is None else copy
+        return copy
 
 
 def copied(

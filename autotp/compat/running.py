@@ -37,7 +37,7 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
-    options = {"guard_filter_fn": _needed, **(options or {})}  # its own each time: torch takes the filter out of it
+    options = {"guard_filter_fn": _exchangeable, **(options or {})}  # its own each time: torch takes the filter out
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
 
 
@@ -45,7 +45,7 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
 _SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
 
 
-def _needed(guards: Sequence[Any]) -> list[bool]:
+def _exchangeable(guards: Sequence[Any]) -> list[bool]:
     """Which guards are kept: not those of functions, operators and types of torch and autotp, which nobody exchanges
     between two calls, and whose guards are most of all and half of a lookup's time."""
     return [not (guard.is_global and _SETTLED.match(guard.name)) for guard in guards]

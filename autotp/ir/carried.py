@@ -136,7 +136,7 @@ class Walk:
         self.counts: set[int] = set()
         self.numbers: dict[int, int] = {}
         self.objects: list[Any] = []  # so that no id is used twice
-        self.known = {id(t): i for i, t in enumerate(earlier)}
+        self.index_of = {id(t): i for i, t in enumerate(earlier)}
 
     def shape(self, value: Any) -> Shape:
         tree = self.walk(value, self.name)
@@ -159,7 +159,7 @@ class Walk:
         self.numbers[id(value)] = len(self.numbers)
         self.objects.append(value)
         if isinstance(value, Tensor):
-            earlier = self.known.get(id(value))
+            earlier = self.index_of.get(id(value))
             return TensorSlot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
         if isinstance(value, Mapping) and type(value) is dict:
             return self._compound(value, dict, value.items(), path)
