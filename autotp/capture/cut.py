@@ -35,9 +35,9 @@ def cuts(model: nn.Module) -> dict[str, int]:
     for name, module in model.named_modules():
         inside_cut = any((place_in(stack, name) or 0) >= length for stack, length in lengths.items())
         if not inside_cut and isinstance(module, Stack) and len(module) >= FEWEST and len(set(module)) == len(module):
-            kept = _shortest(kinds(module))
-            if kept < len(module):
-                lengths[name] = kept
+            least = _shortest(kinds(module))
+            if least < len(module):
+                lengths[name] = least
     return lengths
 
 
@@ -55,8 +55,8 @@ def _shortest(kinds: list[Hashable | None]) -> int:
 @contextmanager
 def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
     """Within this context the stacks of the model have these lengths."""
-    named = model.named_modules()
-    stacks = [(module, dict(module._modules), lengths[name]) for name, module in named if name in lengths]
+    modules = model.named_modules()
+    stacks = [(module, dict(module._modules), lengths[name]) for name, module in modules if name in lengths]
     try:
         for module, blocks, length in stacks:
             module._modules = dict(list(blocks.items())[:length])

@@ -92,11 +92,11 @@ class Functionalise(Pass[Exported]):
         specs = program.program.graph_signature.input_specs
         takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
         takers |= _states(program.program)
-        written = functionalise(program.graph, takers.keys())
-        if written is None:
+        outputs = functionalise(program.graph, takers.keys())
+        if outputs is None:
             program.program = traced_again(program.program)
             return Changes(count, "operators in place, in a second trace")
-        program.writes = {i: takers[name] for i, name in written.items()}
+        program.writes = {i: takers[name] for i, name in outputs.items()}
         return Changes(count, "operators in place")
 
 

@@ -113,7 +113,7 @@ def _candidates(model: nn.Module) -> Iterator[Small]:
             copy = copied(model, lambda t: t)
         yield Small(copy, stacks, {}, f"a stand-in with {depth}, and {random}")
     for thin, widths in narrowed(model):
-        ratio = next(n // made for n, made in widths.items())
+        ratio = next(n // width for n, width in widths.items())
         with cut(thin, stacks):
             thin = copied(thin, lambda t: t)
         words = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
