@@ -89,20 +89,20 @@ def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> list[li
     return rows[:-1]
 
 
-def compared(steps: Sequence[Step], forward: Step, positions: Tensor | None, prompt: int) -> Decoded:
+def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prompt: int) -> Decoded:
     """Hold the calls of the ranks against those of the unsharded programs, and against one forward of all tokens.
 
     Args:
         steps: the prompt's call, and one for each token. forward: of all tokens.
-        positions: which are no padding; None where all are. prompt: how many positions come before the tokens.
+        unpadded: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
     """
     whole, last = _joined([s.outputs for s in steps]), steps[-1].states
     by_rank = zip(*(s.ranks for s in steps), strict=True)
     ranks = [_joined(outputs) for outputs in by_rank]
-    logits = max((_rows_error(each, forward.outputs, positions) for each in ranks), default=0.0)
+    logits = max((_rows_error(each, forward.outputs, unpadded) for each in ranks), default=0.0)
     caches = {}
     for name, state in last.items():
-        caches[name] = _cache_error(state.put_together(), forward.states.get(name), positions)
+        caches[name] = _cache_error(state.put_together(), forward.states.get(name), unpadded)
     cache = max(caches.values(), default=0.0)
     positions = max((min(a.shape[1], b.shape[1]) for a, b in zip(whole, forward.outputs, strict=False)), default=0)
     first = _on_ranks(steps, prompt)
