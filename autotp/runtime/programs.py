@@ -223,4 +223,4 @@ def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
             if p is not None and parameter is not None and p.requires_grad != parameter.requires_grad:
                 p.requires_grad_(parameter.requires_grad)
                 differed = True
-                return differed
+    return differed

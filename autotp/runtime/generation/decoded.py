@@ -59,6 +59,7 @@ def decoded(
         what = f"the logits of the captured programs are off by {gap:.1e} from those of the model's own generation"
         difference = _difference("logits", gap, what, "capture")
         return Decoded(**{**vars(comparison), "model_error": gap, "difference": difference})
+    return Decoded(**{**vars(comparison), "model_error": gap})
 
 
 def _rounding(simulated: Simulated) -> float:
