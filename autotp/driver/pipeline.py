@@ -74,7 +74,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
-    dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
+    own = [m._parameters.values() for m in modules if m._parameters]
+    dtypes = [tuple({p.dtype: None for p in parameters if p is not None}) for parameters in own]
     kinds = [d for d in dtypes if d]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()

@@ -18,7 +18,7 @@ from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
 from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
 from autotp.ir.specs import INVARIANT
-from autotp.runtime.lower import eager
+from autotp.runtime.lower import eager, single
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .boundaries import Boundary, flows
@@ -99,11 +99,20 @@ class Assembler:
             units.setdefault(read.scope, []).append(read)
         return units
 
-    def build(self, inputs: Sequence[fx.Node]) -> None:
-        """Give every part its function; the root's takes these inputs and returns the flat outputs."""
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
-        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
+    def build(self, inputs: Sequence[fx.Node], one: bool = False) -> None:
+        """Give every part its function; the root's takes these inputs and returns the flat outputs.
+
+        Args:
+            one: where it is compiled, it is so as one function too, for calls without gradients.
+        """
+        result = self.graph.output_node().args[0]
+        wanted = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
+        function = self._function(self.whole, list(inputs), wanted, result)
+        if one and self.compiler is not None:
+            fetches = self._fetches([read for unit in self.units.values() for read in unit])
+            whole = single.single(self.graph, self.whole, inputs, fetches, self.compiler)
+            function = single.unless_touched(whole, Watch.over(self.parts, single.modules_in(self.whole)), function)
+        self._part("")._programs[self.key] = function
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
@@ -131,7 +140,7 @@ class Assembler:
 
     def _write_reads(self, scope: Scope, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
         """The parameters and buffers of a scope, each kind by one call."""
-        for nodes, fetch in self._fetches(scope):
+        for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(nodes):
                 env[node] = graph.call_function(operator.getitem, (fetched, i))
@@ -159,8 +168,7 @@ class Assembler:
         for i, node in enumerate(made):
             env[node] = graph.call_function(operator.getitem, (value, i))
 
-    def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
-        reads = self.units.get(scope.place, [])
+    def _fetches(self, reads: Sequence[Read]) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
         kinds = [r for r in reads if r.storage is not None], [r for r in reads if r.storage is None]
         return [([r.node for r in kind], self._fetch(kind)) for kind in kinds if kind]
 
