@@ -29,6 +29,7 @@ from .fake import (
     told_by_data,
     without_torch_functions,
 )
+from .flex import flex_as_products
 from .operators import (
     HigherOrderOperator,
     OpOverloadPacket,
@@ -85,7 +86,7 @@ __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
     "VARIANTS", "after_backward", "around_backward", "around_redistribution", "below_autograd", "by_default",
     "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols", "decided_by_values",
-    "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task", "group_timeout",
+    "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "flex_as_products", "graph_task", "group_timeout",
     "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of",
     "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named",
     "packed_graph", "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
