@@ -13,8 +13,8 @@ from torch.nn.attention import flex_attention as flex
 
 @contextmanager
 def flex_as_products() -> Iterator[None]:
-    """Within this context flex_attention computes all scores, by torch's own reference: its functions, for every score at
-    once, between two products. The operator itself takes them as graphs, of which nobody can tell what may be split.
+    """Within this context flex_attention computes all scores, by torch's own reference: its functions for every score
+    at once, between two products. The operator takes them as graphs, which do not say what may be split.
     """
 
     def reference(query: Any, key: Any, value: Any, score: Any, mask: Any, scale: float, options: Any) -> Any:

@@ -217,6 +217,6 @@ class RebindSizes(Pass[Capture]):
 
 
 CANONICAL: tuple[Pass[Capture], ...] = (
-    MergeTied(), InlineRegions(), Composites(), RunningStatistics(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(),
-    TileSlices(), RebindSizes(), Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), Composites(), RunningStatistics(), DropChecks(), DropExamples(), DropIdentities(),
+    ComplexScatters(), TileSlices(), RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip

@@ -16,7 +16,7 @@ X = torch.randn(2, LENGTH, WIDTH, generator=torch.Generator().manual_seed(0))
 
 
 class Attention(nn.Module):
-    """Attention with a bias that is learnt for every head and distance, and a causal mask, where these are asked for."""
+    """Attention with a bias that is learnt for every head and distance, and with a causal mask."""
 
     def __init__(self, biased: bool, causal: bool, kv: int = HEADS) -> None:
         super().__init__()
