@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from autotp.capture.histories import with_histories
 from autotp.capture.selfcheck import Trial
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import InputError, PlanError
@@ -48,21 +49,21 @@ def prove_call(
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     steering.refuse_beside(plan)
-    model = plain_weights(model)
+    model = with_histories(plain_weights(model), request.precision)
     if certify:
         spmd_types()  # before minutes of capture
     axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)
     if axis.size > 1:
         return _over_sequences(model, inputs, plan, Options.read(tp, steering, axis), request, certify)
-    chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
+    options = Options.of_plan(plan) if plan else Options.read(tp, steering)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     if plan is None:
-        plan = solve_plan(captured, notes, chosen, type(model).__name__)
-    planned, sharded = apply_plan(captured, plan, chosen)
+        plan = solve_plan(captured, notes, options, type(model).__name__)
+    planned, sharded = apply_plan(captured, plan, options)
     compared = compare(planned, sharded, Values.of(planned.program, model, inputs))
     certified = certificate(planned, sharded) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
-    return replace(proof, certificate=certified), chosen
+    return replace(proof, certificate=certified), options
 
 
 def _over_sequences(
@@ -86,7 +87,7 @@ def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: Capture
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, cp = own_copy(captured), options.batch.size
     dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
-    plan = solve_plan(program, [*notes, *dealt.told], options, type(model).__name__)
+    plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
     planned, sharded = apply_plan(program, plan, options)
     values = Values.of(captured, model, inputs)
     return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan

@@ -10,17 +10,19 @@ import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
+from autotp.capture.histories import with_histories
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.driver.cached import Cached
 from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
 from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
-from autotp.errors import PlanError
+from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
+from autotp.ir.precision import DELAYED
 from autotp.plans.plan import Plan
-from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.lower.lower import EAGER, Lowering
 
 from . import state
 from .programs import Source
@@ -56,7 +58,8 @@ class Build:
     captured: tuple[Capture, list[str]] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", plain_weights(self.model))
+        _refuse_delayed(self.request, self.lowering)
+        object.__setattr__(self, "model", with_histories(plain_weights(self.model), self.request.precision))
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         captured, notes = self.captured or self.capture(inputs)
@@ -64,8 +67,8 @@ class Build:
 
     def decided(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
         """The plan, given or solved, once all ranks have the same model."""
-        told = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
-        agree(self.ranks and self.ranks.planners, "the model", told)
+        facts = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
+        agree(self.ranks and self.ranks.planners, "the model", facts)
         return self.plan or self._solve(captured, notes, inputs)
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
@@ -77,8 +80,8 @@ class Build:
         model, every = self.model, self.ranks and self.ranks.planners
         together(every, "fitting the plan to the model", lambda: _fits(model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-        told = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
-        agree(every, "the plan", told)
+        facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
+        agree(every, "the plan", facts)
         if self.check is None:
             agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
@@ -106,8 +109,8 @@ class Build:
 
         def solve() -> Plan:
             cached = Cached.of(self.model, inputs, device, self.check_capture, self.request)
-            made = partial(solve_plan, options=self.options, name=name)
-            return cached.plan((self.options, name), lambda: (captured, notes), made, captured.digest())
+            by_options = partial(solve_plan, options=self.options, name=name)
+            return cached.plan((self.options, name), lambda: (captured, notes), by_options, captured.digest())
 
         solved = together(ranks, "planning", lambda: solve() if first else None)
         return broadcast(ranks, solved)  # type: ignore[return-value]
@@ -126,7 +129,7 @@ def capture_on_ranks(
         model, inputs, check, request: see `capture_model`. ranks: that take part; None in one plain process.
     """
     ranks, device = ranks and ranks.planners, _device(ranks)
-    model = plain_weights(model)
+    model = with_histories(plain_weights(model), request.precision)
 
     def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
         captured.origin = skeleton(model, device), without_cache(model, inputs)[0]
@@ -138,6 +141,17 @@ def capture_on_ranks(
 
     key = partial(capture_key, model, inputs, device, check, request)
     return capture_once(ranks, key, make, take)
+
+
+def _refuse_delayed(request: CaptureRequest, lowering: Lowering) -> None:
+    """Refuse to compile what writes to a buffer in its backward: torch's compilers would leave that out."""
+    precision = request.precision
+    if precision is not None and precision.recipe == DELAYED and lowering.backend != EAGER:
+        raise InputError(
+            f"precision: with delayed scaling a backward leaves the largest values of its gradients to the next call, "
+            f"and what backend={lowering.backend!r} compiles would lose them. Use backend='eager', or the recipe "
+            "'tensorwise'."
+        )
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:
@@ -153,8 +167,11 @@ def _fits(model: nn.Module, plan: Plan) -> None:
 
 def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
     """Names, shapes and dtypes; with `check` a hash of the values too."""
-    values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
-    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
+    out = {}
+    for n, p in model.named_parameters():
+        values = state.fingerprint(p) if check and not p.is_meta else ""
+        out[f"parameter {n}"] = f"{tuple(p.shape)} {p.dtype} {values}".strip()
+    return out
 
 
 def _few(model: nn.Module) -> dict[str, str]:

@@ -41,8 +41,8 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
 
     representative: dict[Any, fx.Node] = {}
     for level in (LISTS, 0, 1, 2, 3):
-        found = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
-        for blocks in found.values():
+        containers = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
+        for blocks in containers.values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
                 signature, members = _signature(path, nodes, names, shape)
@@ -58,11 +58,11 @@ def _first(representative: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return node
 
 
-def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
+def _instances(program: Capture, level: int, representative: dict) -> dict[str, dict[str, list[fx.Node]]]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
     for n in program.graph.nodes:
-        if n.op != "call_function" or n in done:
+        if n.op != "call_function" or n in representative:
             continue
         indexed = [p for p in module_path(n) if INDEXED.search(p)]
         if len(indexed) > level:

@@ -22,7 +22,12 @@ def _always(named: Values) -> bool:
 
 
 def _zero(name: str) -> Callable[[Values], bool]:
-    return lambda named: named.get(name) in (0, None)
+    return lambda named: _nothing(named.get(name))
+
+
+def _nothing(value: Any) -> bool:
+    """Whether an argument is no number but zero; a tensor's numbers are not known."""
+    return not isinstance(value, Tensor) and value in (0, None)
 
 
 def _sides(named: Values) -> tuple[Any, Any]:
@@ -67,6 +72,7 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     aten.masked_scatter: ((("self", "source"),), _always),
     OPS.counter_dropout: ((("x",),), _always),
     OPS.float8_seen: ((("y", "zero"),), _always),
+    OPS.float8_row_seen: ((("y", "rows"),), _always),
     OPS.float8_rows_seen: ((("y", "rows", "columns"),), _always),
 }  # fmt: skip
 
