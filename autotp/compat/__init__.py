@@ -30,6 +30,7 @@ from .fake import (
     told_by_data,
     without_torch_functions,
 )
+from .flex import flex_as_products
 from .operators import (
     HigherOrderOperator,
     OpOverloadPacket,
@@ -89,8 +90,8 @@ __all__ = [
     "TreeSpec", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
     "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "compiled_once",
     "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
-    "flat_mesh", "graph_task", "group_timeout", "has_symmetric_memory", "is_composite", "is_node", "is_user_node",
-    "know_records",
+    "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "is_composite", "is_node",
+    "is_user_node", "know_records",
     "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
     "operator_handlers", "operators_named", "packed_graph", "part_of", "quiet_export", "read_shape_env",
     "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
