@@ -36,6 +36,7 @@ from .operators import (
     is_composite,
     operator,
     operators_named,
+    overload_of,
     sym_size,
     wraps_tensors,
 )
@@ -88,7 +89,7 @@ __all__ = [
     "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task", "group_timeout",
     "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of",
     "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named",
-    "packed_graph", "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
+    "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
     "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
     "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map",
     "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory",
