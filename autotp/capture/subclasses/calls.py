@@ -44,7 +44,7 @@ class _Handling(TorchFunctionMode):
 
     def _left(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What is left to torch: where a subclass handles it below autograd, which a trace does not get to, by that."""
-        made = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
+        made: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:

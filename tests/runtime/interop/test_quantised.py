@@ -217,7 +217,7 @@ def test_a_rank_holds_its_part_of_the_numbers_and_saves_and_loads_them(pool, tmp
 
 
 def test_a_weight_that_is_read_or_set_on_the_sharded_module_names_its_parts():
-    model = quantised(Mlp(32, 64))
+    model: Any = quantised(Mlp(32, 64))
     sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(2, 3, 32))
     with pytest.raises(AttributeError, match="weight of up is quantised.*: _weight_qdata, _weight_scale"):
         sharded.up.weight  # noqa: B018  reading is what is tried
