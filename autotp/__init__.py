@@ -49,8 +49,8 @@ configure()
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(HOMES[name]), name)
-    return found
+    globals()[name] = member = getattr(import_module(HOMES[name]), name)
+    return member
 
 
 def __dir__() -> list[str]:

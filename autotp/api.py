@@ -17,7 +17,7 @@ from autotp.driver.cached import Cached
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
-from autotp.driver.pipeline import capture_model, example, needed, solve_plan
+from autotp.driver.pipeline import capture_model, example, required_inputs, solve_plan
 from autotp.driver.sweep import DEGREES, automatic, sweep
 from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import with_loss
@@ -108,13 +108,13 @@ def plan(
     refuse_beside_devices(devices, global_batch, tp, odd)
     degree = 1 if tp is None or tp == "auto" else tp
     options = Options.read(degree, steering, axis := read_axis(dp, fully_shard, tp, cp))
-    inputs = needed(model, example_inputs, "autotp.plan")
+    inputs = required_inputs(model, example_inputs, "autotp.plan")
     request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     if devices is not None:
-        made = Cached.of(*capture).capture(lambda: capture_model(*capture))
+        captured, notes = Cached.of(*capture).capture(lambda: capture_model(*capture))
         only = [tp] if isinstance(tp, int) else None
-        return choose_mesh(*made, options, type(model).__name__, devices, global_batch, only)
+        return choose_mesh(captured, notes, options, type(model).__name__, devices, global_batch, only)
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
 
@@ -216,10 +216,10 @@ def compile(
     request, captured = CaptureRequest.read(axis, outputs, random, carried, precision), None
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
-    ranks, chosen = _ranks(plan, tp, mesh, axis, steering)
+    ranks, settings = _ranks(plan, tp, mesh, axis, steering)
     inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
     refuse_late(axis, inputs)
-    build = Build(model, ranks, chosen, request.within(chosen), lowering, plan, check, check_capture, captured)
+    build = Build(model, ranks, settings, request.within(settings), lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
 
 
@@ -233,7 +233,8 @@ def _axis(plan: Plan | None, dp: Any, cp: Any, fully_shard: Any, tp: Any) -> Axi
     """The axis beside tp: the plan's, unless one is asked for."""
     if plan is not None and dp is None and cp is None:
         return plan.batch
-    return read_axis(1 if dp is None else dp, fully_shard, tp, 1 if cp is None else cp)
+    ranks = 1 if dp is None else dp
+    return read_axis(ranks, fully_shard, tp, 1 if cp is None else cp)
 
 
 def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> None:
@@ -250,8 +251,9 @@ def _plan(capture: tuple[Any, ...], solve: partial[Plan]) -> Plan:
     cached = Cached.of(*capture)
     tp, options, steering, like, name = solve.args
     anew = like is not None or tp == "auto"
-    asked = (tp, steering, like.to_json() if isinstance(like, Plan) else like, name) if anew else (options, name)
-    return cached.plan(asked, lambda: cached.capture(lambda: capture_model(*capture)), solve)
+    text = like.to_json() if isinstance(like, Plan) else like
+    key = (tp, steering, text, name) if anew else (options, name)
+    return cached.plan(key, lambda: cached.capture(lambda: capture_model(*capture)), solve)
 
 
 def _planned(
@@ -276,10 +278,12 @@ def _automatic(
         raise InputError("tp='auto' plans before the first call: give example_inputs.")
     captured, notes = capture_on_ranks(model, inputs, world, check, request)
     agree(world, "the model", {**versions(), "graph": captured.digest()})
-    tps = DEGREES if world is None else [n for n in range(1, world.tp + 1) if world.tp % n == 0]
+    tps = DEGREES
+    if world is not None:
+        tps = [n for n in range(1, world.tp + 1) if world.tp % n == 0]
     first, name = world is None or world.rank == 0, type(model).__name__
-    made = together(world, "planning", lambda: automatic(captured, notes, tps, steering, name) if first else None)
-    return broadcast(world, made), (captured, notes)  # type: ignore[return-value]
+    plan = together(world, "planning", lambda: automatic(captured, notes, tps, steering, name) if first else None)
+    return broadcast(world, plan), (captured, notes)  # type: ignore[return-value]
 
 
 def _ranks(
@@ -291,10 +295,10 @@ def _ranks(
     degree = ranks.tp if ranks is not None else degree or 1
     if plan is not None and plan.tp != degree:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and here are tp={degree}. Plan again with tp={degree}.")
-    there, asked = ((x.size, x.fully_shard, x.name) for x in (plan.batch if plan is not None else axis, axis))
-    if there != asked:
+    planned = plan.batch if plan is not None else axis
+    if (planned.size, planned.fully_shard, planned.name) != (axis.size, axis.fully_shard, axis.name):
         raise PlanError(
-            f"the plan is for {there[2]}={there[0]}, and {asked[2]}={asked[0]} is asked for. Leave it out, or plan "
-            "again."
+            f"the plan is for {planned.name}={planned.size}, and {axis.name}={axis.size} is asked for. Leave it out, "
+            "or plan again."
         )
     return ranks, Options.of_plan(plan) if plan else Options.read(degree, steering, axis)

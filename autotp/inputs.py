@@ -104,8 +104,8 @@ def bind(forward: Callable[..., Any], inputs: Inputs) -> inspect.BoundArguments:
     try:
         bound = signature.bind(*inputs.args, **inputs.kwargs)
     except TypeError as error:
-        given = f"{len(inputs.args)} positional, and by name {sorted(inputs.kwargs) or 'none'}"
-        raise InputError(f"The inputs do not fit forward: {error}. Given: {given}; {accepts}.") from None
+        call = f"{len(inputs.args)} positional, and by name {sorted(inputs.kwargs) or 'none'}"
+        raise InputError(f"The inputs do not fit forward: {error}. Given: {call}; {accepts}.") from None
     free = [name for name in signature.parameters if name not in bound.arguments]
     for name in inputs.kwargs.keys() - signature.parameters.keys():
         near = difflib.get_close_matches(name, free, n=1, cutoff=0.85)
@@ -121,8 +121,8 @@ def _further(forward: Callable[..., Any]) -> set[str]:
     except Exception:  # annotations may name what is imported for type checkers alone
         return set()
     rest = next((p for p in signature.parameters.values() if p.kind is inspect.Parameter.VAR_KEYWORD), None)
-    named = typing.get_args(rest.annotation) if rest is not None else ()
-    return set().union(*(getattr(each, "__annotations__", {}) for each in named))
+    annotation = typing.get_args(rest.annotation) if rest is not None else ()
+    return set().union(*(getattr(each, "__annotations__", {}) for each in annotation))
 
 
 def signature_text(signature: inspect.Signature) -> str:
@@ -148,26 +148,26 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
         InputError: a cache is passed in.
     """
     signature = inspect.signature(model.forward)
-    given = bind(model.forward, inputs).arguments
-    given = given | inputs.kwargs
+    arguments = bind(model.forward, inputs).arguments | inputs.kwargs
     for name in CACHES:
-        if given.get(name) is not None and not (running and compat.is_node(given[name])):
+        cache = arguments.get(name)
+        if cache is not None and not (running and compat.is_node(cache)):
             raise InputError(
-                f"The input {name!r} is a cache ({type(given[name]).__name__}), and plans are made for calls without "
+                f"The input {name!r} is a cache ({type(cache).__name__}), and plans are made for calls without "
                 f"one. Leave {name!r} out of the example inputs; the sharded module's calls and generate() take it."
             )
     parameter = signature.parameters.get("use_cache")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if parameter is None and not takes_any:
         return inputs, None
-    asked, why = given.get("use_cache"), "use_cache=True was given"
-    if asked and running:
+    use_cache, why = arguments.get("use_cache"), "use_cache=True was given"
+    if use_cache and running:
         return inputs, None
-    if asked is None and parameter is not None and parameter.default is True:
-        asked, why = True, "the default of use_cache is True"
-    if asked is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):
-        asked, why = True, "config.use_cache=True"
-    if not asked:
+    if use_cache is None and parameter is not None and parameter.default is True:
+        use_cache, why = True, "the default of use_cache is True"
+    if use_cache is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):
+        use_cache, why = True, "config.use_cache=True"
+    if not use_cache:
         return inputs, None
     return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({why})"
 
@@ -201,8 +201,10 @@ def for_model(model: nn.Module) -> Inputs | None:
     example = next(model.parameters(), torch.empty(0))
     device = torch.device("cpu") if example.is_meta else example.device
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    made = {name: MAKERS[name](getattr(model, "config", None), generator) for name in names}
-    return Inputs(**{k: v.to(device, dtype if v.is_floating_point() else v.dtype) for k, v in made.items()})
+    tensors = {name: MAKERS[name](getattr(model, "config", None), generator) for name in names}
+    for name, x in tensors.items():
+        tensors[name] = x.to(device, dtype if x.is_floating_point() else x.dtype)
+    return Inputs(**tensors)
 
 
 def is_transformers(model: nn.Module) -> bool:

@@ -22,20 +22,20 @@ def amount(nbytes: float) -> str:
 UNITS = {"": 1, "b": 1, "kb": 1e3, "mb": 1e6, "gb": 1e9, "tb": 1e12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
 
 
-def read_bytes(given: float | str) -> float:
+def read_bytes(size: float | str) -> float:
     """A number of bytes, or text such as "80GB" (10^9 bytes each) or "74.5 GiB" (2^30).
 
     Raises:
         InputError: it is neither, or not greater than 0.
     """
-    found = re.fullmatch(r"([0-9.]+) *([a-z]*)", given.strip().lower()) if isinstance(given, str) else None
-    number, unit = found.groups() if found else (given, "")
+    match = re.fullmatch(r"([0-9.]+) *([a-z]*)", size.strip().lower()) if isinstance(size, str) else None
+    number, unit = match.groups() if match else (size, "")
     try:
         nbytes = float(number) * UNITS[unit]
     except (KeyError, TypeError, ValueError):
         nbytes = math.nan
-    if isinstance(given, bool) or not (math.isfinite(nbytes) and nbytes > 0):
-        raise InputError(f"memory={given!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
+    if isinstance(size, bool) or not (math.isfinite(nbytes) and nbytes > 0):
+        raise InputError(f"memory={size!r}: give a number of bytes per rank, or text such as '80GB' or '74.5GiB'.")
     return nbytes
 
 

@@ -89,7 +89,7 @@ def figures(staged: Staged) -> dict[str, Any]:
     step = solution.seconds / rival.seconds
     sent = solution.sent_bytes / rival.sent_bytes if rival.sent_bytes else 1.0
     out = {"seconds": solution.seconds, "step": step, "bytes": sent, "band": staged.plan.totals.band}
-    return out if sent <= BYTES else {**out, "won": won(staged, solution.chosen, rival.chosen)}
+    return out if sent <= BYTES else {**out, "won": won(staged, solution.choices, rival.choices)}
 
 
 def won(staged: Staged, own: Sequence[int], theirs: Sequence[int], most: int = 2) -> list[str]:

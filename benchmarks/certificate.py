@@ -1,6 +1,6 @@
 """Ask spmd_types about mutants and about the list of architectures; write the tables of docs/certificate.md.
 
-python -m benchmarks.certificate mutants        # twelve programs, each conversion dropped, doubled, replaced
+python -m benchmarks.certificate mutants        # fourteen programs, each conversion dropped, doubled, replaced
 python -m benchmarks.certificate architectures  # the list at tp=2, without --missing all of it again
 python -m benchmarks.certificate architectures --missing --family encoder  # a part, what has no result yet
 python -m benchmarks.certificate render         # the page from the results that are there
@@ -18,7 +18,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import track
 
-from benchmarks.helpers.build import Architecture
+from benchmarks.helpers.build import Architecture, architectures
 from benchmarks.helpers.certified import PROGRAMS, certified, tried
 from benchmarks.helpers.command import add_choice, choose, each, made
 from benchmarks.helpers.isolate import Record
@@ -82,17 +82,19 @@ def listed(results: Mapping[str, Any]) -> str:
     records = results["architectures"]
     asked = {name: r for name, r in records.items() if "failed" not in r}
     refused = {name: r for name, r in asked.items() if not r["ok"]}
-    failed = [f"{name} ({r['failed'].split(':')[0]})" for name, r in records.items() if "failed" in r]
+    late = [name for name, r in records.items() if r.get("failed") == "out of time"]
+    without = [f"{n} ({r['failed'].split(':')[0]})" for n, r in records.items() if "failed" in r and n not in late]
     head = (
-        f"{len(records)} architectures of the list were asked for at tp=2, {len(asked)} have a program there, and of "
+        f"{len(records)} of the {len(architectures())} architectures of the list were asked for at tp=2, {len(asked)} "
+        f"have a program there, and of these {len(asked) - len(refused)} are accepted."
     )
-    head += f"these {len(asked) - len(refused)} are accepted."
     rows = [["architecture", "operator", "tier", "the checker's words"]]
     for name, record in refused.items():
         no = record["refusal"]
         rows.append([name, f"`{no['op']}`", no["tier"], no["detail"].split("\n")[0].replace("|", "\\|")])
     parts = [head, table(rows) if refused else "None is refused."]
-    return "\n\n".join([*parts, f"Without a program: {', '.join(failed)}."] if failed else parts)
+    parts += [f"Without a program: {', '.join(without)}."] if without else []
+    return "\n\n".join([*parts, f"Out of time: {', '.join(late)}."] if late else parts)
 
 
 def table(rows: Sequence[Iterable[str]]) -> str:

@@ -7,7 +7,7 @@ from autotp.cost.machines.cluster import Cluster
 
 if TYPE_CHECKING:
     from .collectives import call_seconds, collective_bytes, collective_seconds, mostly_start
-    from .compute import node_flops, op_cost, op_seconds, size_hint, tensor_bytes
+    from .compute import node_flops, op_cost, op_seconds, peak_share, size_hint, tensor_bytes
     from .overlap import CHOICES, LEAST, Chunks, OverlapModel, Product, best_chunks, hidden_seconds, pipeline_seconds
 
 # Name -> its file, imported when the name is first used: a plan is read without torch.
@@ -26,6 +26,7 @@ HOMES = {
     "node_flops": "compute",
     "op_cost": "compute",
     "op_seconds": "compute",
+    "peak_share": "compute",
     "pipeline_seconds": "overlap",
     "size_hint": "compute",
     "tensor_bytes": "compute",
@@ -35,8 +36,8 @@ HOMES = {
 def __getattr__(name: str) -> Any:
     if name not in HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    globals()[name] = found = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
-    return found
+    globals()[name] = member = getattr(import_module(f"{__name__}.{HOMES[name]}"), name)
+    return member
 
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "node_flops",
     "op_cost",
     "op_seconds",
+    "peak_share",
     "pipeline_seconds",
     "size_hint",
     "tensor_bytes",

@@ -76,8 +76,8 @@ class RankGroup(NamedTuple):
     @property
     def slowest(self) -> float:
         """Bandwidth of the slowest link that a ring or a tree over the whole group takes."""
-        used = [self.inner] * (self.per_node > 1) + [self.outer] * (self.nodes > 1)
-        return min(link.bandwidth for link in used or [self.inner])
+        links = [self.inner] * (self.per_node > 1) + [self.outer] * (self.nodes > 1)
+        return min(link.bandwidth for link in links or [self.inner])
 
 
 def collective_bytes(primitive: str, nbytes: float, n: int) -> float:

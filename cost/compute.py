@@ -17,15 +17,16 @@ from .terms import NOTHING, Cost
 
 
 def op_seconds(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> float:
-    """Seconds of one kernel: the longer of arithmetic and memory traffic, and its launch; 0 for a view.
+    """Seconds of one kernel: arithmetic and memory traffic, and its launch; 0 for a view.
 
-    The roofline model: Williams, Waterman and Patterson, "Roofline: an insightful visual performance model" (2009).
+    The longer of arithmetic and memory traffic: the roofline model, Williams, Waterman and Patterson, "Roofline: an
+    insightful visual performance model" (2009). What a product packs (`Cluster.packing`) adds to its arithmetic.
 
     Args:
         flops: floating-point operations, a multiply-add counting as two.
         nbytes: bytes read and written. An operator with neither flops nor bytes starts no kernel.
         dtype_name: of the arithmetic, as torch names it.
-        cluster: gives peak rate, memory bandwidth and launch overhead.
+        cluster: gives peak rate, memory bandwidth and overheads.
     """
     return sum(op_cost(flops, nbytes, dtype_name, cluster).values())
 
@@ -34,8 +35,10 @@ def op_cost(flops: float, nbytes: float, dtype_name: str, cluster: Cluster) -> C
     """The terms of `op_seconds`, whose arguments it takes: compute and launches."""
     if not flops and not nbytes:
         return NOTHING
-    compute = max(flops / cluster.peak(dtype_name), nbytes / cluster.memory_bandwidth)
-    return Cost(compute=compute, launches=cluster.launch_overhead)
+    traffic = nbytes / cluster.memory_bandwidth
+    packing = cluster.packing * traffic if flops else 0.0
+    compute = max(flops / cluster.peak(dtype_name) + packing, traffic)
+    return Cost(compute=compute, launches=cluster.launch_overhead * (cluster.product_launches if flops else 1.0))
 
 
 def size_hint(size: int | torch.SymInt) -> int:
@@ -65,14 +68,27 @@ def node_flops(node: fx.Node) -> int:
         InputError: an input of a counted operator has no `meta["val"]`.
     """
     packet = getattr(node.target, "overloadpacket", None)
-    name = str(packet) if packet else getattr(node.target, "__name__", "")
-    own, registered = _FORMULAS.get(name), flop_registry.get(packet) if packet else None
+    own, registered = _FORMULAS.get(_name(node.target)), flop_registry.get(packet) if packet else None
     if own is None and registered is None:
         return 0
     args, kwargs = fx.map_arg((node.args, node.kwargs), _example)  # type: ignore[arg-type]
     if own is not None:
         return int(own(_example(node), *args, **kwargs))
     return int(registered(*args, **kwargs, out_val=_example(node))) if registered else 0
+
+
+def peak_share(target: Any, cluster: Cluster) -> float:
+    """Part of the peak rate that an operator reaches: fused attention has a rate of its own.
+
+    Args:
+        target: what the node calls. cluster: gives the rate.
+    """
+    return cluster.attention_rate if _FORMULAS.get(_name(target)) is _attention else 1.0
+
+
+def _name(target: Any) -> str:
+    packet = getattr(target, "overloadpacket", None)
+    return str(packet) if packet else getattr(target, "__name__", "")
 
 
 def _example(node: fx.Node) -> Any:
@@ -87,7 +103,9 @@ def _hinted(val: Any) -> Any:
         return torch.empty([size_hint(s) for s in val.shape], dtype=val.dtype, device="meta")
     if isinstance(val, torch.SymInt):
         return size_hint(val)
-    return [_hinted(v) for v in val] if isinstance(val, list | tuple) else val
+    if isinstance(val, list | tuple):
+        return [_hinted(v) for v in val]
+    return val
 
 
 def _matmul(out: torch.Tensor, a: torch.Tensor, *_: Any, **__: Any) -> int:
@@ -128,13 +146,15 @@ def _einsum(out: torch.Tensor, equation: str, operands: Sequence[torch.Tensor], 
     for term, x in zip(terms, operands, strict=True):
         sizes |= {i: max(n, sizes.get(i, 1)) for i, n in zip(term, x.shape, strict=True)}
     every = [i for term in terms for i in term]
-    results = set(_indices(result, out.dim())) if arrow else {i for i in every if every.count(i) == 1 or "." in i}
-    flops, left = 0, set(terms[0])
+    results = set(_indices(result, out.dim()))
+    if not arrow:  # "ij,jk" has the indices that stand once
+        results = {i for i in every if every.count(i) == 1 or "." in i}
+    flops, indices = 0, set(terms[0])
     for at, term in enumerate(terms[1:], start=2):
-        needed, right = results.union(*terms[at:]), set(term)
-        if (left & right) - needed:  # an index of one side alone that nothing needs is summed before the product
-            flops += 2 * math.prod(sizes[i] for i in (left & right) | ((left | right) & needed))
-        left = (left | right) & needed
+        later, others = results.union(*terms[at:]), set(term)
+        if (indices & others) - later:  # an index of one side alone that nothing needs is summed before the product
+            flops += 2 * math.prod(sizes[i] for i in (indices & others) | ((indices | others) & later))
+        indices = (indices | others) & later
     return flops
 
 

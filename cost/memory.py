@@ -63,7 +63,9 @@ def measure(
         states += max(budget - 2 * own, 0.0)
     activations, most, node, phase = line.peak()
     guessed = kept_states is None and not objective.training
-    cache = sum(_cache(part, planned, line, cached) for part in parts) if guessed else 0.0
+    cache = 0.0
+    if guessed:
+        cache = sum(_cache(part, planned, line, cached) for part in parts)
     return Memory(
         parameters=parameters,
         buffers=buffers,
@@ -115,8 +117,10 @@ def inputs_of(
     """
     line = _Line(planned, sharded, TRAINING, hints)
     for nodes in parts:
-        read = dict.fromkeys(x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder")
-        values = [(x, sharded.origin[x]) for x in read if x in sharded.origin]
+        operands = dict.fromkeys(
+            x for n in nodes for x in n.all_input_nodes if x not in nodes and x.op != "placeholder"
+        )
+        values = [(x, sharded.origin[x]) for x in operands if x in sharded.origin]
         yield [(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads]
 
 
@@ -168,7 +172,9 @@ class _Line:
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
-        self.left = {resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None}
+        self.state_outputs = {
+            resolve(n) for i, n in placed_outputs(planned.program) if planned.program.becomes(i) is not None
+        }
         self.sizes: dict[tuple[fx.Node, int, Layout], float] = {}
         self.shares: dict[Layout, float] = {}
         self.copies = {(v, sharded.layouts[n]): n for n, v in sharded.origin.items() if n in self.order}
@@ -251,14 +257,14 @@ class _Line:
 
     def _steady(self, node: fx.Node) -> bool:
         origin = self.sharded.origin[node]
-        return origin[0] in self.steady or origin in self.left  # what is left as a state counts as the cache
+        return origin[0] in self.steady or origin in self.state_outputs  # what is left as a state counts as the cache
 
     def _last_reads(self) -> dict[fx.Node, int]:
         last: dict[fx.Node, int] = {}
         for i, node in enumerate(self.nodes):
-            for read in node.all_input_nodes:
-                if read in self.base:
-                    last[self.base[read]] = i
+            for operand in node.all_input_nodes:
+                if operand in self.base:
+                    last[self.base[operand]] = i
         return last
 
     def savers(self) -> tuple[dict[fx.Node, int], list[tuple[int, float]]]:

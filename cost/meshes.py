@@ -84,8 +84,8 @@ def factorisations(devices: int, tps: Sequence[int], cps: Sequence[int], most: i
         for cp in cps:
             if devices % (tp * cp):
                 continue
-            left = devices // (tp * cp)
-            yield from (Mesh(pp, left // pp, cp, tp) for pp in divisors(left) if pp <= most)
+            rest = devices // (tp * cp)
+            yield from (Mesh(pp, rest // pp, cp, tp) for pp in divisors(rest) if pp <= most)
 
 
 def variants(mesh: Mesh, example: int, examples: int, most: int, sizes: Sequence[int]) -> Iterator[Mesh]:
@@ -128,7 +128,7 @@ class Sends(NamedTuple):
         return Sends(self.seconds + other.seconds, self.bytes + other.bytes)
 
 
-def called(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int) -> Sends:
+def collective_sends(primitive: str, nbytes: float, n: int, cluster: Cluster, stride: int) -> Sends:
     """A collective: its arguments are those of `call_seconds`."""
     return Sends(call_seconds(primitive, nbytes, n, cluster, stride), collective_bytes(primitive, nbytes, n))
 
@@ -146,7 +146,7 @@ def weight_sends(mesh: Mesh, nbytes: float, cluster: Cluster) -> Sends:
     each = calls.get(mesh.shard, ("all_gather", "all_gather", "reduce_scatter"))
     total = Sends()
     for call in each:
-        total = total.plus(called(call, nbytes, mesh.replicas, cluster, mesh.stride("weights")))
+        total = total.plus(collective_sends(call, nbytes, mesh.replicas, cluster, mesh.stride("weights")))
     return total
 
 
@@ -195,12 +195,13 @@ def context_sends(
     n, stride = mesh.cp, mesh.stride("cp")
 
     def total(primitive: str, sizes: Sequence[float], times: int) -> Sends:
-        each = [called(primitive, scale * size, n, cluster, stride) for size in sizes]
-        return Sends(times * sum(x.seconds for x in each), times * sum(x.bytes for x in each))
+        each = [collective_sends(primitive, scale * size, n, cluster, stride) for size in sizes]
+        seconds = sum(x.seconds for x in each)
+        return Sends(times * seconds, times * sum(x.bytes for x in each))
 
     keys = [attention.keys] * 2
-    kept = sum(keys) * scale * (1 - 1 / n) if forwards == 1 else 0.0
-    ways = [(total("all_gather", keys, forwards).plus(total("reduce_scatter", keys, 1)), kept)]
+    key_bytes = sum(keys) * scale * (1 - 1 / n) if forwards == 1 else 0.0
+    ways = [(total("all_gather", keys, forwards).plus(total("reduce_scatter", keys, 1)), key_bytes)]
     if attention.heads % (n * mesh.tp) == 0 and attention.kv % (n * mesh.tp) == 0:
         ways.append((total("all_to_all", [*keys, attention.queries, attention.queries], 1 + forwards), 0.0))
     return min(ways)

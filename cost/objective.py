@@ -37,9 +37,9 @@ class Objective:
     optimizer: str = "adamw"
 
     def __post_init__(self) -> None:
-        for what, value, known in (("objective", self.name, NAMES), ("optimizer", self.optimizer, OPTIMIZERS)):
-            if value not in known:
-                raise InputError(f"{what}={value!r} is not known; choose one of {', '.join(map(repr, known))}.")
+        for what, value, choices in (("objective", self.name, NAMES), ("optimizer", self.optimizer, OPTIMIZERS)):
+            if value not in choices:
+                raise InputError(f"{what}={value!r} is not known; choose one of {', '.join(map(repr, choices))}.")
 
     @property
     def training(self) -> bool:

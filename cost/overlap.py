@@ -52,8 +52,8 @@ LEAST = 10.0  # kernel launches that must be saved: what a function in Python ta
 class Product(NamedTuple):
     """A product by a matrix: bytes of its operand, result and weight, and its flops, all whole; its dtype's name."""
 
-    read: float
-    made: float
+    operand_bytes: float
+    result_bytes: float
     weight: float
     flops: float
     dtype: str
@@ -85,12 +85,14 @@ class OverlapModel:
             size: bytes of the gathered value. rows: that a rank has of it.
             products: that read it. forced: a number of chunks; 0 chooses.
         """
-        made = sum(p.made for p in products) / self.tp
-        kept = size if self.training else 0.0
+        result_bytes = sum(p.result_bytes for p in products) / self.tp
+        gathered_bytes = size if self.training else 0.0
 
         def seconds(n: int) -> float:
             arithmetic = sum(self.product(p, n) for p in products)
-            return pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n) + self.copies(made + kept, n)
+            return pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n) + self.copies(
+                result_bytes + gathered_bytes, n
+            )
 
         chunks = forced or best_chunks(seconds, self.choices(rows))
         return Chunks(chunks, seconds(1) - seconds(chunks))
@@ -102,23 +104,25 @@ class OverlapModel:
             size: bytes of the product's result. rows: that a rank gets of it.
             product: the product. forced: a number of chunks; 0 chooses.
         """
-        read, own = product.read / self.tp, size / self.tp
+        operand_bytes, own = product.operand_bytes / self.tp, size / self.tp
 
         def seconds(n: int) -> float:
             arithmetic = self.product(product, n)
-            there = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n) + self.copies(read + own, n)
+            there = pipeline_seconds(arithmetic, self.sends("reduce_scatter", size, n), n) + self.copies(
+                operand_bytes + own, n
+            )
             if not self.training:
                 return there
             back = pipeline_seconds(self.sends("all_gather", size, n), arithmetic, n)
-            return there + back + self.copies(size + read, n)
+            return there + back + self.copies(size + operand_bytes, n)
 
         chunks = forced or best_chunks(seconds, self.choices(rows))
         return Chunks(chunks, seconds(1) - seconds(chunks) if chunks > 1 else 0.0)
 
     def product(self, p: Product, chunks: int = 1) -> float:
         """Seconds of one of so many chunks of a rank's part of the product; its gradients take as long."""
-        moved = (p.read + p.made) / chunks + p.weight
-        return op_seconds(p.flops / self.tp / chunks, moved / self.tp, p.dtype, self.cluster)
+        nbytes = (p.operand_bytes + p.result_bytes) / chunks + p.weight
+        return op_seconds(p.flops / self.tp / chunks, nbytes / self.tp, p.dtype, self.cluster)
 
     def choices(self, rows: int) -> tuple[int, ...]:
         """Numbers of chunks of which each has rows enough for a product, of a rank's rows."""

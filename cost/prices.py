@@ -19,7 +19,7 @@ from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
 from autotp.ir.wire import ARITHMETIC, sent_as
 
-from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost
+from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost, peak_share
 from .objective import TRAINING, Objective
 from .saved_tensors import Keepers, SavedPart
 from .terms import NOTHING, Cost
@@ -181,6 +181,7 @@ class Prices:
             moved *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
         part *= self._waste(op, split, outs) if flops and split is not None else 1.0
+        part /= peak_share(op.target, self.cluster)
         forward = op_cost(flops * part, moved, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return forward

@@ -49,8 +49,8 @@ def _ask(op: Op, grads: set[fx.Node]) -> Saved:
         return Saved()  # a conversion keeps nothing
     if op.node not in grads:
         return Saved(views=((0, 0),) if _views(op) else ())
-    named = getattr(op.target, "__name__", "") if not hasattr(op.target, "_schema") else op.target.overloadpacket
-    kernel = KERNELS.get(str(named))
+    name = getattr(op.target, "__name__", "") if not hasattr(op.target, "_schema") else op.target.overloadpacket
+    kernel = KERNELS.get(str(name))
     answer = kernel(op, grads) if kernel is not None else None
     if answer is not None:
         return answer
@@ -80,8 +80,8 @@ def _run(op: Op, grads: set[fx.Node]) -> Saved:
     # answers, so the later ones are entered before it. A result that lies in an operand's memory is a view.
     slots = {_memory(examples[s]): i for i, s in reversed(list(enumerate(op.slots)))}
     own = {_memory(x): i for i, x in reversed(list(enumerate(results))) if _memory(x) not in slots}
-    named = {**slots, **own}
-    others = {_memory(x): x for x in saved if _memory(x) not in named}.values()
+    places = {**slots, **own}
+    others = {_memory(x): x for x in saved if _memory(x) not in places}.values()
     return Saved(
         frozenset(slots[_memory(x)] for x in saved if _memory(x) in slots),
         frozenset(own[_memory(x)] for x in saved if _memory(x) in own),
@@ -96,14 +96,15 @@ def _alike(x: Tensor, op: Op, examples: Mapping[fx.Node, Any], results: list[Ten
     A guess by size: a contiguous copy of an operand has its size, a mask that of the result. Of two operands of one
     size the first one answers, also for a copy of the second, which may be sharded otherwise: then the bytes are wrong.
     """
-    counts = [examples[s].numel() for s in op.slots] + [y.numel() for y in results]
+    counts = [y.numel() for y in (*map(examples.__getitem__, op.slots), *results)]
     return counts.index(x.numel()) if x.numel() in counts else None
 
 
 def _example(val: Any, graded: bool) -> Any:
     """A value on the meta device, with the example inputs' sizes; memory of its own."""
     if isinstance(val, Tensor):
-        shape, stride = ([size_hint(n) for n in side] for side in (val.shape, val.stride()))
+        shape = [size_hint(n) for n in val.shape]
+        stride = [size_hint(n) for n in val.stride()]
         x = torch.empty_strided(shape, stride, dtype=val.dtype, device=META)
         return x.requires_grad_() if graded and (x.is_floating_point() or x.is_complex()) else x
     if isinstance(val, list | tuple):
@@ -143,10 +144,10 @@ def _attention(op: Op, grads: set[fx.Node]) -> Saved | None:
 
 def _dealt_attention(op: Op, grads: set[fx.Node]) -> Saved | None:
     """What attention keeps, and results of its runs beside the whole one."""
-    kept = _attention(op, grads)
+    saved = _attention(op, grads)
     result = tensors(op.node)[0]
     runs: Extra = float(result.element_size()) * _count(result.shape), len(op.slots)
-    return kept and replace(kept, extra=(*kept.extra, runs))
+    return saved and replace(saved, extra=(*saved.extra, runs))
 
 
 def _count(shape: Iterable[Any]) -> float:

@@ -106,8 +106,8 @@ def run_passes(
 
 def _run(each: Pass[Any], program: Any, switches: Mapping[str, bool]) -> Changes:
     """The changes of one pass; a reason in place of them where it does not run."""
-    asked = switches.get(each.name)
-    if asked is False:
+    switch = switches.get(each.name)
+    if switch is False:
         return Changes(0, "switched off")
-    why = "" if asked else each.idle(program)
+    why = "" if switch else each.idle(program)
     return Changes(0, why) if why else each.run(program)

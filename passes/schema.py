@@ -45,13 +45,13 @@ def enabled() -> bool:
     return os.environ.get("AUTOTP_VERIFY", "0") not in ("", "0")
 
 
-def verify(program: Capture | Sharded | fx.Graph, step: str, **known: Any) -> None:
+def verify(program: Capture | Sharded | fx.Graph, step: str, **marks: Any) -> None:
     """Check marks and layouts of a program, where `AUTOTP_VERIFY` asks for it.
 
     Args:
         program: a captured program, the program of all ranks, or one rank's graph.
         step: the pass or rewrite that has just run, for the message.
-        known: of a captured program `priced` (whether it may have been planned before), of all ranks' program
+        marks: of a captured program `priced` (whether it may have been planned before), of all ranks' program
             `planned`, its decisions, of a rank's graph `before`, the nodes that it had before the step.
 
     Raises:
@@ -61,11 +61,11 @@ def verify(program: Capture | Sharded | fx.Graph, step: str, **known: Any) -> No
     if not enabled():
         return
     if isinstance(program, Capture):
-        faults = captured(program, **known)
+        faults = captured(program, **marks)
     elif isinstance(program, Sharded):
-        faults = sharded(program, **known)
+        faults = sharded(program, **marks)
     else:
-        faults = of_rank(program, **known)
+        faults = of_rank(program, **marks)
     for node, field, what in faults:
         raise SchemaError(
             f"after {step}: {node.format_node()}: its mark's {field!r} {what}. {ADVICE[field]} "
@@ -106,7 +106,7 @@ def sharded(program: Sharded, planned: Planned) -> Iterator[Fault]:
         elif own.conversion is not None:
             source = program.layouts.get(node.args[0])  # type: ignore[call-overload]
             if own.conversion != (source, layout):
-                yield Fault(node, "conversion", f"is {_told(own)}, and it reads {source} and gives {layout}")
+                yield Fault(node, "conversion", f"is {_conversion_text(own)}, and it reads {source} and gives {layout}")
         else:
             yield from _decided(node, program, planned)
 
@@ -120,13 +120,15 @@ def _decided(node: fx.Node, program: Sharded, planned: Planned) -> Iterator[Faul
     if maker not in planned.ops:
         return
     slots = [resolve(slot) for slot in planned.ops[maker].slots]
-    for read in resolve(node)[0].all_input_nodes:
-        if read not in program.origin:
+    for operand in resolve(node)[0].all_input_nodes:
+        if operand not in program.origin:
             continue
-        wanted = {x for x, value in zip(decision.ins, slots, strict=True) if value == program.origin[read]}
-        if wanted and program.layouts[read] not in wanted:
-            text = " or ".join(map(str, wanted))
-            yield Fault(read, "layout", f"is {program.layouts[read]}, and {maker.name} was decided to read {text}")
+        layouts = {x for x, value in zip(decision.ins, slots, strict=True) if value == program.origin[operand]}
+        if layouts and program.layouts[operand] not in layouts:
+            text = " or ".join(map(str, layouts))
+            yield Fault(
+                operand, "layout", f"is {program.layouts[operand]}, and {maker.name} was decided to read {text}"
+            )
 
 
 def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fault]:
@@ -138,7 +140,7 @@ def of_rank(graph: fx.Graph, before: Set[fx.Node] | None = None) -> Iterator[Fau
         if _takes_rank(node.target) and not {"rank", "tp"} <= node.kwargs.keys():
             yield Fault(node, "axis", "is written, and the call has no rank")
         if own.conversion is not None and own.layout != own.conversion[1]:
-            yield Fault(node, "layout", f"is {own.layout}, and the conversion is {_told(own)}")
+            yield Fault(node, "layout", f"is {own.layout}, and the conversion is {_conversion_text(own)}")
         fresh = before is not None and node not in before and node.op == "call_function"
         if fresh and own.scope is None:
             yield Fault(node, "scope", "is not written")
@@ -155,10 +157,10 @@ def _conversion(node: fx.Node, own: Mark) -> Iterator[Fault]:
     if moves != (own.conversion is not None):
         yield Fault(node, "conversion", "is not written" if moves else "stands on no conversion")
     elif own.conversion is not None:
-        given: Any = node.args[1:3]
+        specs: Any = node.args[1:3]
         kinds = tuple(x.mark for x in own.conversion)
-        if kinds != tuple(spec.mark for spec in given):
-            yield Fault(node, "conversion", f"is {_told(own)}, and the call has {given}")
+        if kinds != tuple(spec.mark for spec in specs):
+            yield Fault(node, "conversion", f"is {_conversion_text(own)}, and the call has {specs}")
         if own.scope is None:
             yield Fault(node, "scope", "is not written")
 
@@ -168,12 +170,12 @@ BESIDE = ("dp", "cp")  # axes over which a program may have been planned before
 
 def _on_axis(node: fx.Node, own: Mark, axis: str) -> Iterator[Fault]:
     """A call that takes its rank says on which axis; no other does."""
-    wanted = axis if node.op == "call_function" and _takes_rank(node.target) else None
-    if own.axis not in (wanted, *(BESIDE if wanted else ())):
-        yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {wanted or 'empty'}")
+    expected_axis = axis if node.op == "call_function" and _takes_rank(node.target) else None
+    if own.axis not in (expected_axis, *(BESIDE if expected_axis else ())):
+        yield Fault(node, "axis", f"is {own.axis or 'not written'}, should be {expected_axis or 'empty'}")
 
 
-def _told(own: Mark) -> str:
+def _conversion_text(own: Mark) -> str:
     assert own.conversion is not None
     source, target = own.conversion
     return f"{source} -> {target}"

@@ -31,8 +31,8 @@ for function in (plan, sweep, explain, verify, calibrate, tune, doctor, cache):
     app.command(cls=PlainCommand)(command(function, everywhere=function in (calibrate, tune)))
 
 
-def _version(wanted: bool) -> None:
-    if wanted:
+def _version(show: bool) -> None:
+    if show:
         typer.echo(f"autotp {__version__}")
         raise typer.Exit
 

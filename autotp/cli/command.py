@@ -82,7 +82,9 @@ def command(fn: Callable[..., int], everywhere: bool = False) -> Callable[..., i
 
     @functools.wraps(fn)
     def call(**values: Any) -> int:
-        built = {n: cls(**{f.name: values.pop(f.name) for f in fields(cls) if f.init}) for n, cls in groups.items()}
+        built: dict[str, Any] = {}
+        for n, cls in groups.items():
+            built[n] = cls(**{f.name: values.pop(f.name) for f in fields(cls) if f.init})
         screen = next(x for x in built.values() if isinstance(x, Screen))
         if rank() != 0 and not everywhere:
             return FINE

@@ -26,7 +26,8 @@ def doctor(screen: Screen) -> int:
         facts = gather()
     facts |= {"uses": uses(facts), "missing": list(missing(facts))}
     screen.result(_page(facts), lambda: facts)
-    return NO if any(m["required"] for m in facts["missing"]) else FINE
+    required = [m for m in facts["missing"] if m["required"]]
+    return NO if required else FINE
 
 
 def uses(facts: dict[str, Any]) -> dict[str, Any]:
@@ -102,7 +103,10 @@ def _page(facts: dict[str, Any]) -> RenderableType:
         ("What autotp would use", list(_uses(facts))),
     ):  # fmt: skip
         parts += [Text(heading, style="bold"), _rows(rows), Text()]
-    lacking = [(("required: " if m["required"] else "") + m["what"], m["why"]) for m in facts["missing"]]
+    lacking = []
+    for m in facts["missing"]:
+        what = f"required: {m['what']}" if m["required"] else m["what"]
+        lacking.append((what, m["why"]))
     return Group(*parts, Text("Missing", style="bold"), _rows(lacking) if lacking else Text("  nothing", "green"))
 
 
@@ -132,13 +136,13 @@ def _links(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _uses(facts: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    used = facts["uses"]
-    yield "device", used["device"]
-    yield "collectives", used["backend"] or "none"
-    yield "to run", used["launch"]
-    here = f"--cluster {used['here']}" if used["here"] else "--cluster FILE, from autotp calibrate"
-    yield "symmetric memory", used["symmetric_memory"]
-    yield "to price", f"{used['cluster']}; for this machine {here}"
+    uses = facts["uses"]
+    yield "device", uses["device"]
+    yield "collectives", uses["backend"] or "none"
+    yield "to run", uses["launch"]
+    here = f"--cluster {uses['here']}" if uses["here"] else "--cluster FILE, from autotp calibrate"
+    yield "symmetric memory", uses["symmetric_memory"]
+    yield "to price", f"{uses['cluster']}; for this machine {here}"
 
 
 def _rows(rows: list[tuple[str, str]]) -> Table:

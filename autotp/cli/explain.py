@@ -37,8 +37,8 @@ def explain(
     """
     plan = saved(model, sizes, degree, steering)
     if plan is not None:
-        known = recorded(plan, name)
-        screen.result(_table(known), lambda: known)
+        record = recorded(plan, name)
+        screen.result(_table(record), lambda: record)
         screen.say(f"A saved plan does not hold what else was possible: autotp explain MODEL {name} says that.")
         return FINE
     source = loaded(model, sizes, steering, screen)
@@ -75,11 +75,11 @@ def recorded(plan: autotp.Plan, name: str) -> dict[str, Any]:
         "reason": parameter.reason,
         "blocks": [f"{b.kind} {b.module}: {b.detail}" for b in blocks],
         "limits": [b.limit for b in blocks if b.limit],
-        "collectives": _sent(plan, parameter),
+        "collectives": _collectives(plan, parameter),
     }
 
 
-def _sent(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
+def _collectives(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
     """The collectives of the parameter itself, and of the module that holds it."""
     module = parameter.name.rpartition(".")[0]
     return [
@@ -89,21 +89,21 @@ def _sent(plan: autotp.Plan, parameter: Parameter) -> list[dict[str, Any]]:
     ]
 
 
-def _table(known: dict[str, Any]) -> RenderableType:
+def _table(record: dict[str, Any]) -> RenderableType:
     """What is recorded, for people."""
-    shape, local = (" x ".join(map(str, known[k])) or "scalar" for k in ("shape", "local"))
-    equals = f" and its equals, {known['equals']} in all" if known["equals"] > 1 else ""
-    rows = [("lies", f"{known['layout']}, {known['role']}"), ("shape", f"{shape}; on a rank {local}")]
-    rows += [("tied to", name) for name in known["aliases"]]
-    rows += [("in", block) for block in known["blocks"]]
-    rows += [("limit", limit) for limit in known["limits"]]
-    rows += [("reason", known["reason"])] if known["reason"] else []
-    for c in known["collectives"]:
+    shape, local = (" x ".join(map(str, record[k])) or "scalar" for k in ("shape", "local"))
+    equals = f" and its equals, {record['equals']} in all" if record["equals"] > 1 else ""
+    rows = [("lies", f"{record['layout']}, {record['role']}"), ("shape", f"{shape}; on a rank {local}")]
+    rows += [("tied to", name) for name in record["aliases"]]
+    rows += [("in", block) for block in record["blocks"]]
+    rows += [("limit", limit) for limit in record["limits"]]
+    rows += [("reason", record["reason"])] if record["reason"] else []
+    for c in record["collectives"]:
         ways = [f"{c[way].replace('_', '-')} {way}" for way in ("forward", "backward") if c[way]]
         rows.append(("sends", f"{', '.join(ways)} ({c['change']}, {c['of']})"))
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), show_header=False)
     for row in rows:
         table.add_row(Text(f"  {row[0]}"), Text(row[1]))
-    beside = known.get("cp", known.get("dp"))
-    ranks = str(known["tp"]) if beside == 1 else f"{beside} x {known['tp']}"
-    return Group(Text(f"{known['parameter']}{equals}, over {ranks} ranks", style="bold"), table)
+    beside = record.get("cp", record.get("dp"))
+    ranks = str(record["tp"]) if beside == 1 else f"{beside} x {record['tp']}"
+    return Group(Text(f"{record['parameter']}{equals}, over {ranks} ranks", style="bold"), table)

@@ -37,16 +37,18 @@ def gather() -> dict[str, Any]:
 
 def versions() -> dict[str, str | None]:
     """Versions of what autotp stands on; None for what is not installed."""
-    known: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
-    known |= {name: _version(name) for name in PACKAGES}
-    known["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
-    known["cuda"], known["hip"] = torch.version.cuda, torch.version.hip
+    packages: dict[str, str | None] = {"autotp": __version__, "python": platform.python_version()}
+    packages |= {name: _version(name) for name in PACKAGES}
+    packages["torch"] = str(torch.__version__)  # with the build, which the package's version may lack
+    packages["cuda"], packages["hip"] = torch.version.cuda, torch.version.hip
     if torch.cuda.is_available():
-        known["driver"] = next(iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None)
-        known["cudnn"] = str(torch.backends.cudnn.version())
+        packages["driver"] = next(
+            iter(_nvidia("--query-gpu=driver_version", "--format=csv,noheader").splitlines()), None
+        )
+        packages["cudnn"] = str(torch.backends.cudnn.version())
         if dist.is_nccl_available():
-            known["nccl"] = ".".join(map(str, nccl.version()))
-    return known
+            packages["nccl"] = ".".join(map(str, nccl.version()))
+    return packages
 
 
 def _version(package: str) -> str | None:
@@ -68,15 +70,16 @@ def needs() -> dict[str, str]:
 
 def devices() -> list[dict[str, Any]]:
     """The accelerators, and the processor."""
-    cuda_devices = [_cuda(i) for i in range(torch.cuda.device_count())] if torch.cuda.is_available() else []
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    cuda_devices = [_cuda(i) for i in range(count)]
     return [*cuda_devices, _processor()]
 
 
 def _cuda(index: int) -> dict[str, Any]:
-    known = torch.cuda.get_device_properties(index)
+    device = torch.cuda.get_device_properties(index)
     return {
-        "kind": "cuda", "index": index, "name": known.name, "memory": known.total_memory,
-        "capability": f"{known.major}.{known.minor}", "preset": preset(known.name),
+        "kind": "cuda", "index": index, "name": device.name, "memory": device.total_memory,
+        "capability": f"{device.major}.{device.minor}", "preset": preset(device.name),
     }  # fmt: skip
 
 
@@ -91,7 +94,10 @@ def _processor() -> dict[str, Any]:
 def preset(device: str) -> str | None:
     """The preset of a device with this name: the one with the most words of its own in the name, all of them there."""
     words = device.lower()
-    fitting = [name for name in PRESETS if all(part in words for part in name.split("-"))]
+    fitting = []
+    for name in PRESETS:
+        if all(part in words for part in name.split("-")):
+            fitting.append(name)
     return max(fitting, key=len, default=None)
 
 
@@ -108,7 +114,7 @@ def links() -> dict[str, Any]:
         or "available",
         "between": topology(_nvidia("topo", "-m")) if count > 1 else {},
         "interfaces": sorted(name for _, name in socket.if_nameindex()),
-        "infiniband": sorted(p.name for p in infiniband.iterdir()) if infiniband.is_dir() else [],
+        "infiniband": sorted(p.name for p in infiniband.glob("*")),
     }
 
 
@@ -118,10 +124,10 @@ def _nvidia(*arguments: str) -> str:
     if tool is None:
         return ""
     try:
-        done = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
+        process = subprocess.run([tool, *arguments], capture_output=True, text=True, timeout=PATIENCE, check=True)
     except (OSError, subprocess.SubprocessError):
         return ""
-    return done.stdout
+    return process.stdout
 
 
 def topology(text: str) -> dict[str, int]:

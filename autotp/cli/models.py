@@ -33,8 +33,9 @@ class LoadedModel:
     @property
     def sizes(self) -> str:
         """The example inputs in words: `input_ids (2 x 16)`."""
-        named = [*(("", x) for x in self.inputs.args), *((f"{name} ", x) for name, x in self.inputs.kwargs.items())]
-        words = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in named if isinstance(x, Tensor)]
+        tensors = [("", x) for x in self.inputs.args]
+        tensors += [(f"{name} ", x) for name, x in self.inputs.kwargs.items()]
+        words = [f"{name}({' x '.join(map(str, x.shape))})" for name, x in tensors if isinstance(x, Tensor)]
         return ", ".join(words) or "no tensors"
 
 
@@ -133,7 +134,9 @@ def _has_length(x: Tensor) -> bool:
 def _tiled(x: Tensor, dim: int, size: int) -> Tensor:
     """The first `size` of the slices along `dim`, repeated as often as it takes."""
     copies = math.ceil(size / x.shape[dim])
-    return x.repeat(*(copies if d == dim else 1 for d in range(x.ndim))).narrow(dim, 0, size)
+    times = [1] * x.ndim
+    times[dim] = copies
+    return x.repeat(*times).narrow(dim, 0, size)
 
 
 def _mapped(inputs: Inputs, fn: Callable[[Any], Any]) -> Inputs:

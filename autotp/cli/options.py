@@ -166,10 +166,10 @@ class DegreeOptions:
     def arguments(self, default: int | str = "auto") -> dict[str, Any]:
         """`tp`, `within_node`, and where they are asked for `dp`, `cp` and `fully_shard`."""
         dp, tp = read_mesh(self.mesh) if self.mesh is not None else (1, None)
-        asked = read_degree(self.tp) if self.tp is not None else None
-        if tp is not None and asked not in (None, tp):
-            raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {asked}. Leave one out.")
-        degree = tp or asked or default
+        tp_option = read_degree(self.tp) if self.tp is not None else None
+        if tp is not None and tp_option not in (None, tp):
+            raise InputError(f"--mesh {self.mesh} says tp={tp}, and --tp says {tp_option}. Leave one out.")
+        degree = tp or tp_option or default
         two_axes = {"dp": dp} if dp > 1 else {}
         two_axes |= {"cp": self.cp} if self.cp > 1 else {}
         two_axes |= {"fully_shard": True} if self.fully_shard else {}

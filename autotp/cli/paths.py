@@ -34,8 +34,8 @@ def config_path(text: str) -> Path | None:
 def is_plan(text: str) -> bool:
     """Whether the text names the file of a saved plan."""
     path = Path(text)
-    named = path.suffix == ".json" and path.name != CONFIG and path.is_file()
-    if not named:
+    possible = path.suffix == ".json" and path.name != CONFIG and path.is_file()
+    if not possible:
         return False
     keys = read_json(path).keys()
     return "decisions" in keys and ("format" in keys or "schema" in keys)  # schema: of formats 1 and 2, refused by name

@@ -51,12 +51,12 @@ def plan(
             options = {**degree.arguments(), **steering.arguments()}
             result = autotp.plan(source.model, example_inputs=source.inputs, **options)
         screen.say(f"priced for {source.sizes}{' on each dp rank' if 'dp' in degree.arguments() else ''}")
-    written: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
+    files: list[tuple[Path | None, Callable[[Any, Path], None]]] = [
         (save, autotp.Plan.save),
         (html, autotp.Plan.to_html),
         (trace, autotp.Plan.to_trace),
     ]
-    for path, write in written:
+    for path, write in files:
         if path is not None:
             write(result, path)
             screen.say(f"wrote {path}")
@@ -95,13 +95,13 @@ def sweep(
         return _meshes(loaded(model, sizes, steering, screen), steering, screen, tp, devices, global_batch, plot)
     if global_batch is not None:
         raise InputError("--global-batch goes with --devices: without it --batch is what is priced.")
-    asked: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
+    arguments: dict[str, Any] = {} if tp is None else {"tps": read_degrees(tp)}
     source = loaded(model, sizes, steering, screen)
-    asked |= {"example_inputs": source.inputs, **steering.arguments()}
+    arguments |= {"example_inputs": source.inputs, **steering.arguments()}
     with screen.working(f"planning {type(source.model).__name__}"):
-        result = autotp.sweep(source.model, **asked)
+        result = autotp.sweep(source.model, **arguments)
         if plot is not None:
-            _plot(source, result, asked, plot)
+            _plot(source, result, arguments, plot)
             screen.say(f"wrote {plot}")
     screen.say(f"priced for {source.sizes}")
     best = result.best
@@ -176,13 +176,13 @@ def _everything(plan: autotp.Plan) -> RenderableType:
     return renderable(plan)
 
 
-def _plot(source: LoadedModel, result: autotp.Sweep, asked: dict[str, Any], path: Path) -> None:
+def _plot(source: LoadedModel, result: autotp.Sweep, arguments: dict[str, Any], path: Path) -> None:
     """Draw the sweep with sequence parallelism and without; where it cannot be forced, what the cost decides."""
 
-    def other(wanted: bool) -> autotp.Sweep:
-        if asked["sequence_parallel"] is wanted:
+    def other(sequence_parallel: bool) -> autotp.Sweep:
+        if arguments["sequence_parallel"] is sequence_parallel:
             return result
-        return autotp.sweep(source.model, **{**asked, "sequence_parallel": wanted})
+        return autotp.sweep(source.model, **{**arguments, "sequence_parallel": sequence_parallel})
 
     try:
         forced = other(True)

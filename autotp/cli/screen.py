@@ -34,11 +34,11 @@ class Screen:
     ] = False
     out: TextIO = field(default_factory=lambda: sys.stdout, init=False, repr=False)
 
-    def result(self, shown: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
-        """Print the result: `shown` for people, or what `data` gives as JSON: the text, or plain data.
+    def result(self, renderable: RenderableType, data: Callable[[], Mapping[str, Any] | str]) -> None:
+        """Print the result: `renderable` for people, or what `data` gives as JSON: the text, or plain data.
 
         Args:
-            shown: for people. data: for --json; computed only then.
+            renderable: for people. data: for --json; computed only then.
         """
         if rank() != 0:
             return
@@ -47,9 +47,9 @@ class Screen:
             text = (value if isinstance(value, str) else as_json(value)) + "\n"
         else:
             console = Console(file=self.out, highlight=False)
-            with console.capture() as drawn:
-                console.print(shown, crop=False)  # a name is longer than some terminals
-            text = drawn.get()
+            with console.capture() as output:
+                console.print(renderable, crop=False)  # a name is longer than some terminals
+            text = output.get()
         self.out.write(text)
         self.out.flush()  # a reader that has had enough says so here
 
@@ -87,7 +87,7 @@ class Screen:
         Yields: what says what goes on now, how much is done, and of how much.
         """
         with _progress(what, bar=True) as update:
-            yield lambda text, done, total: update(description=text, completed=done, total=total)
+            yield lambda text, count, total: update(description=text, completed=count, total=total)
 
 
 @contextmanager
@@ -129,8 +129,10 @@ def one_line(text: str) -> str:
     """A message of several lines as one, without the rows of tables in it."""
     lines = [line.strip() for line in text.splitlines()]
     words = [line for i, line in enumerate(lines) if line and not (i and TABLE.search(line))]
-    ends = [" " if line.endswith((".", ":", ";")) else "; " for line in words]
-    return "".join(line + end for line, end in zip(words, ends, strict=True)).removesuffix("; ").strip()
+    text = ""
+    for line in words:
+        text += line + (" " if line.endswith((".", ":", ";")) else "; ")
+    return text.removesuffix("; ").strip()
 
 
 def rank() -> int:

@@ -41,7 +41,7 @@ def tune(
     from autotp.runtime.lower.verdicts import path_of  # noqa: PLC0415
 
     source = loaded(model, sizes, steering, screen)
-    asked: dict[str, Any] = degree.arguments(default=1) | steering.arguments()
+    arguments: dict[str, Any] = degree.arguments(default=1) | steering.arguments()
     rows: list[dict[str, Any]] = []
     total = 0
     with screen.counting("planning") as counting:
@@ -58,7 +58,7 @@ def tune(
         switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares}
         with watched(Watcher(see, ahead)):
             autotp.compile(
-                source.model, example_inputs=source.inputs, backend=backend, optimise=switches, check=False, **asked
+                source.model, example_inputs=source.inputs, backend=backend, optimise=switches, check=False, **arguments
             )
     where = path_of()
     data = {"file": None if where is None else str(where), "measured": rows}
@@ -86,5 +86,5 @@ def _table(rows: list[dict[str, Any]], file: Any) -> RenderableType:
     for row in rows:
         operands = ", ".join("x".join(map(str, shape)) or "1" for shape in row["operands"])
         table.add_row(row["name"], operands, row["why"], "used" if row["used"] else "not used")
-    kept = f"kept in {file}" if file else "kept nowhere (AUTOTP_CACHE=0)"
-    return Group(table, Text(kept, style="dim"))
+    place = f"kept in {file}" if file else "kept nowhere (AUTOTP_CACHE=0)"
+    return Group(table, Text(place, style="dim"))

@@ -48,8 +48,8 @@ def verify(
 
     Everything runs in this process, in float64.
     """
-    asked: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
-    if {"dp", "fully_shard"} & asked.keys():
+    arguments: dict[str, Any] = degree.arguments(default=RANKS) | steering.arguments()
+    if {"dp", "fully_shard"} & arguments.keys():
         raise InputError(
             "verify simulates the ranks of tp, and of --cp: leave out dp and --fully-shard, as in --tp 4 or --mesh 1x4."
         )
@@ -57,15 +57,17 @@ def verify(
         if degree != DegreeOptions() or steering != SteeringOptions():
             raise InputError(f"{plan} is complete: --plan takes no options that steer planning beside it.")
         loaded_plan = read_plan(plan)
-        asked = {"tp": loaded_plan.tp, "plan": loaded_plan}
+        arguments = {"tp": loaded_plan.tp, "plan": loaded_plan}
     source = loaded(model, sizes, steering, screen, real=True)
     if remark := _too_large(source):
         screen.say(remark, style="yellow")
     with screen.working(f"proving {type(source.model).__name__}"):
-        if asked["tp"] == "auto":
-            result = autotp.plan(source.model, example_inputs=source.inputs, **asked)
-            asked = {"tp": result.tp, "plan": result}
-        report = autotp.verify(source.model, example_inputs=source.inputs, generate=generate, certify=certify, **asked)
+        if arguments["tp"] == "auto":
+            result = autotp.plan(source.model, example_inputs=source.inputs, **arguments)
+            arguments = {"tp": result.tp, "plan": result}
+        report = autotp.verify(
+            source.model, example_inputs=source.inputs, generate=generate, certify=certify, **arguments
+        )
     screen.result(_table(report, source.sizes), lambda: as_data(report))
     return FINE if report else NO
 
@@ -74,10 +76,10 @@ def _too_large(source: LoadedModel) -> str:
     """A remark where weights, gradients and the ranks' parts, all in float64, are more than this machine has."""
     from autotp.cost.machines.this_machine import memory  # noqa: PLC0415
 
-    needed = COPIES * 8 * sum(p.numel() for p in source.model.parameters())
-    if needed < memory():
+    nbytes = COPIES * 8 * sum(p.numel() for p in source.model.parameters())
+    if nbytes < memory():
         return ""
-    least = f"about {needed / 2**30:.0f} GiB, and this machine has {memory() / 2**30:.0f} GiB"
+    least = f"about {nbytes / 2**30:.0f} GiB, and this machine has {memory() / 2**30:.0f} GiB"
     return f"the proof needs {least}: take fewer layers (--set num_hidden_layers=2)"
 
 

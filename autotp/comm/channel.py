@@ -58,7 +58,7 @@ class Channel:
         self.running = False
         self.modules = 0
         self.group, self.axes = "", "tp"
-        self.gone: set[int] = set()
+        self.absent: set[int] = set()
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         self._peers, self._read = peers, {rank: bytearray() for rank in peers}
         self._turn, self._lock = 0, threading.Lock()
@@ -82,8 +82,10 @@ class Channel:
                     peer.settimeout(60.0)  # as good as never: a message is small, and the other end holds it
                     peer.sendall(frame)
                 except OSError:
-                    self.gone.add(rank)
-            messages = [message if rank == self.rank else self._receive(rank, what) for rank in range(self.size)]
+                    self.absent.add(rank)
+            messages = []
+            for rank in range(self.size):
+                messages.append(message if rank == self.rank else self._receive(rank, what))
             self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
             return messages
 
@@ -96,7 +98,7 @@ class Channel:
         """The message of this turn from one rank."""
         began = time.monotonic()
         notice, limit, timeout = wait_limit(), wait_limit(), self.timeout()
-        while (message := self._taken(rank)) is None:
+        while (message := self._next_message(rank)) is None:
             waited = time.monotonic() - began
             if waited >= timeout:
                 raise self.error(what, [rank], f"did not come within the {timeout:g} s of the process group's time-out")
@@ -112,28 +114,28 @@ class Channel:
             except OSError:
                 data = b""
             if not data:
-                self.gone.add(rank)
+                self.absent.add(rank)
                 raise self.error(what, self.ended(), "ended")
             self._read[rank] += data
         return message
 
-    def _taken(self, rank: int) -> bytes | None:
+    def _next_message(self, rank: int) -> bytes | None:
         """This turn's message, if it has come; what an interrupted turn left is dropped."""
-        read = self._read[rank]
-        while len(read) >= FRAME.size:
-            length, turn = FRAME.unpack_from(read)
-            if len(read) < FRAME.size + length:
+        buffer = self._read[rank]
+        while len(buffer) >= FRAME.size:
+            length, turn = FRAME.unpack_from(buffer)
+            if len(buffer) < FRAME.size + length:
                 return None
-            message = bytes(read[FRAME.size : FRAME.size + length])
-            del read[: FRAME.size + length]
+            message = bytes(buffer[FRAME.size : FRAME.size + length])
+            del buffer[: FRAME.size + length]
             if turn >= self._turn:
                 return message
         return None
 
-    def _late(self, known: int) -> list[int]:
+    def _late(self, first: int) -> list[int]:
         """The ranks of which no message of this turn has come."""
         late = []
-        for rank in range(known, self.size):
+        for rank in range(first, self.size):
             if rank == self.rank:
                 continue
             with contextlib.suppress(OSError):
@@ -144,8 +146,8 @@ class Channel:
         return late
 
     def _holds(self, rank: int) -> bool:
-        read = self._read[rank]
-        return len(read) >= FRAME.size and len(read) >= FRAME.size + FRAME.unpack_from(read)[0]
+        buffer = self._read[rank]
+        return len(buffer) >= FRAME.size and len(buffer) >= FRAME.size + FRAME.unpack_from(buffer)[0]
 
     def _notice(self, rank: int, what: str, waited: float) -> None:
         """Log for whom this rank waits."""
@@ -158,9 +160,9 @@ class Channel:
 
     def answers(self, ranks: Sequence[int]) -> str:
         """The answers of these ranks to what they are doing."""
-        replies = self.ask([r for r in ranks if r not in self.gone])
+        replies = self.ask([r for r in ranks if r not in self.absent])
         return "; ".join(
-            f"rank {r}, which has ended" if r in self.gone else f"rank {r}, {replies.get(r, 'which does not answer')}"
+            f"rank {r}, which has ended" if r in self.absent else f"rank {r}, {replies.get(r, 'which does not answer')}"
             for r in ranks
         )
 
@@ -168,15 +170,16 @@ class Channel:
         """The ranks whose process has ended, as far as that is seen within a moment."""
         end = time.monotonic() + grace
         while True:
-            self.gone |= {rank for rank, peer in self._peers.items() if _closed(peer)}
-            if self.gone or time.monotonic() >= end:
-                return sorted(self.gone)
+            self.absent |= {rank for rank, peer in self._peers.items() if _closed(peer)}
+            if self.absent or time.monotonic() >= end:
+                return sorted(self.absent)
             time.sleep(0.02)
 
     def error(self, what: str, ranks: Sequence[int], how: str) -> RankError:
         """The error for ranks that are not there."""
         names = f"{self.axes} rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-        doing, at = "" if how == "ended" else f"\n  {self.answers(ranks)}", "in" if self.running else "at"
+        doing = "" if how == "ended" else f"\n  {self.answers(ranks)}"
+        at = "in" if self.running else "at"
         return RankError(
             f"{names} of {self.size} {how}, and this rank ({self.rank}) waits for it {at} the {what}.{doing}\n"
             "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."

@@ -88,13 +88,23 @@ def _finish(primitive: Primitive, started: Tensor, dtype: torch.dtype) -> Tensor
 
 
 def simulated(primitive: Primitive, xs: Sequence[Tensor], reduction: str) -> list[Tensor]:
-    """All ranks' results of the same collective, in one process."""
+    """All ranks' results of the same collective, in one process.
+
+    Args:
+        primitive: of the collective. xs: each rank's operand, in order; all of one shape.
+        reduction: "sum", or "max"; what a gather or an exchange does not ask for.
+    """
     if primitive == "all_gather":
         return [torch.stack(list(xs)) for _ in xs]
     if primitive == "all_to_all":
-        return [torch.stack([x[rank] for x in xs]) for rank in range(len(xs))]
+        stacks = []
+        for rank in range(len(xs)):
+            stacks.append(torch.stack([x[rank] for x in xs]))
+        return stacks
     total = reduce(torch.add if reduction == "sum" else torch.maximum, xs)
-    return [total.clone() if primitive == "all_reduce" else total[rank].clone() for rank in range(len(xs))]
+    if primitive == "all_reduce":
+        return [total.clone() for _ in xs]
+    return [total[rank].clone() for rank in range(len(xs))]
 
 
 def _encode(x: Tensor) -> Tensor:

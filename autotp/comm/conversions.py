@@ -184,8 +184,8 @@ def _run(
     kind = kind_of(src, dst)
     ys = [kind.pre(x, src, dst, rank, tp) for x, rank in zip(xs, ranks, strict=True)]
     if kind.primitive is not None:
-        sent = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction)
-        ys = [unpacked(y, wire, xs[0].dtype) for y in sent]
+        results = exchange(kind.primitive, [packed(y, wire) for y in ys], src.reduction)
+        ys = [unpacked(y, wire, xs[0].dtype) for y in results]
     return [kind.post(y, src, dst, rank, tp) for y, rank in zip(ys, ranks, strict=True)]
 
 
@@ -218,8 +218,8 @@ class _Real(torch.autograd.Function):
         wide = grad if ctx.reduces is None else grad.to(ctx.reduces)
         back = dst.dual, src.dual, rank, tp, group
         # Recorded where a graph is asked for.
-        made: Any = _Real.apply(wide, *back, None, None) if torch.is_grad_enabled() else _alone(wide, *back)
-        return made.to(grad.dtype), None, None, None, None, None, None, None
+        gradient: Any = _Real.apply(wide, *back, None, None) if torch.is_grad_enabled() else _alone(wide, *back)
+        return gradient.to(grad.dtype), None, None, None, None, None, None, None
 
 
 def _function(src: str, dst: str) -> Callable[..., Tensor]:

@@ -41,7 +41,7 @@ CAUSES = (
 )
 
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
-_named: dict[str, Channel] = {}
+_by_name: dict[str, Channel] = {}
 
 
 def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, axes: str = "tp") -> Channel | None:
@@ -66,7 +66,7 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
         else:
             channel = Channel(rank, size, timeout, *peers)
             waiting.watch(channel)
-        _open[group] = _named[group.group_name] = channel
+        _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes
         weakref.finalize(group, channel.close)
     return channel
@@ -93,17 +93,17 @@ def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
         return [more]
     text = what.encode()[:WHAT]
     everyone = channel.exchange(what, HEAD.pack(len(text)) + text + more)
-    said = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
-    if any(other != text for other in said):
+    texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
+    if any(other != text for other in texts):
         channel.leave()
-        differences = by_value([x.decode(errors="replace") for x in said])
+        differences = by_value([x.decode(errors="replace") for x in texts])
         raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
     return [message[HEAD.size + len(text) :] for message in everyone]
 
 
 def meet_in(group: str, what: str) -> None:
     """`meet` of the ranks of the group of this name; nothing where the ranks of that group are not compared."""
-    meet(_named.get(group), what)
+    meet(_by_name.get(group), what)
 
 
 def lost(error: Exception, group: str) -> None:
@@ -116,18 +116,18 @@ def lost(error: Exception, group: str) -> None:
     Raises:
         RankError: caused by `error`.
     """
-    channel = _named.get(group)
+    channel = _by_name.get(group)
     if channel is None or isinstance(error, torch.OutOfMemoryError) or not COMMUNICATION.search(str(error)):
         return
     what = channel.doing[0]
-    gone = channel.ended()
-    if gone and not LATE.search(str(error)):
-        raise channel.error(what, gone, "ended") from error
-    others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in gone]
+    absent = channel.ended()
+    if absent and not LATE.search(str(error)):
+        raise channel.error(what, absent, "ended") from error
+    others = [rank for rank in range(channel.size) if rank != channel.rank and rank not in absent]
     replies = channel.ask(others)
     silent = [rank for rank in others if rank not in replies]  # one that was late ended others, which name it too
-    if gone and not silent:
-        raise channel.error(what, gone, "ended") from error
+    if absent and not silent:
+        raise channel.error(what, absent, "ended") from error
     raise channel.error(what, silent or others, "did not come to a collective in time") from error
 
 
@@ -147,7 +147,7 @@ def _forked() -> None:
     for channel in list(_open.values()):
         channel.drop()
     _open.clear()
-    _named.clear()
+    _by_name.clear()
 
 
 if hasattr(os, "register_at_fork"):

@@ -137,7 +137,8 @@ class _Grouped(torch.autograd.Function):
         whole, outs = _gather(x, src, dst, kinds, weights, operands[1::2], chunks, place, keep)
         ctx.how = how
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward((whole if keep else x) if weighed else None, *weights)
+        operand = whole if keep else x
+        ctx.save_for_backward(operand if weighed else None, *weights)
         # The gathered value is a result too: so its own gradient finds its way in gradients of gradients.
         return whole, *outs
 
@@ -145,25 +146,28 @@ class _Grouped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # type: ignore[override]
         src, dst, kinds, _, regather, place = ctx.how
         saved, *weights = ctx.saved_tensors
-        wanted = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         converted = regather or src.whole and _twice()  # f does nothing but to the gradient
         again = begin(saved, src, dst, place) if converted and saved is not None else None
-        rows = [None if g is None else g.flatten(0, -2) for g in grads[1:]]
-        total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if wanted[0] else None
+        rows: list[Tensor | None] = []
+        for g in grads[1:]:
+            rows.append(None if g is None else g.flatten(0, -2))
+        total = _input_gradient(kinds, weights, rows, grads[0], grads[1:]) if needs[0] else None
         whole = saved if again is None else end(again)
         flight = begin(total, dst.dual, src.dual, place) if total is not None else None
         gradients: list[Any] = []
         for i, (kind, g) in enumerate(zip(kinds, rows, strict=True)):
-            gradients += _weight_gradients(kind, whole, g, wanted[2 + 2 * i], wanted[3 + 2 * i])
+            gradients += _weight_gradients(kind, whole, g, needs[2 + 2 * i], needs[3 + 2 * i])
         return end(flight) if flight is not None else None, None, *gradients
 
 
 class _Scattered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, how: Any) -> Tensor:
-        wanted = ctx.needs_input_grad
+        needs = ctx.needs_input_grad
         ctx.how, ctx.shape = how, x.shape
-        ctx.save_for_backward(x if wanted[1] else None, weight if wanted[0] else None)
+        saved = x if needs[1] else None
+        ctx.save_for_backward(saved, weight if needs[0] else None)
         return _scatter(x, weight, bias, how)
 
     @staticmethod
@@ -197,8 +201,10 @@ def _gather(
         rows = collectives.finish("all_gather", flight, x.dtype, group)  # [tp, ..., repeat, length, ..., k]
         pieces.append([_product(*operands, rows) for operands in zip(kinds, weights, biases, strict=True)])
         pieces[-1] += [rows] if keep else []
-    joined = [_joined([p.movedim(0, dim + 1) for p in same], dim) for same in zip(*pieces, strict=True)]
-    return joined.pop() if keep else None, joined
+    wholes = []
+    for same in zip(*pieces, strict=True):
+        wholes.append(_joined([p.movedim(0, dim + 1) for p in same], dim))
+    return wholes.pop() if keep else None, wholes
 
 
 def _joined(pieces: Sequence[Tensor], dim: int) -> Tensor:
@@ -252,9 +258,13 @@ def _input_gradient(
     for kind, weight, g in reversed(list(zip(kinds, weights, rows, strict=True))):
         if g is not None:
             part = _product(TURNED[kind], weight, None, g)
-            total = part if total is None else total + part if _twice() else total.add_(part)
+            if total is not None:  # in place, but where a gradient of gradients reads the sum before
+                part = total + part if _twice() else total.add_(part)
+            total = part
     total = total.unflatten(0, shape) if total is not None else None
-    return total if first is None else first if total is None else total + first
+    if total is None or first is None:
+        return first if total is None else total
+    return total + first
 
 
 def _weight_gradients(

@@ -24,5 +24,5 @@ def unavailable(device: torch.device, tp: int) -> str:
         return "not every GPU can read every other's memory"
     from autotp import compat  # noqa: PLC0415  only here: it takes longer than torch, and `autotp doctor` asks too
 
-    known = compat.has_symmetric_memory()
-    return "" if known else f"torch {torch.__version__} has no fused symmetric-memory operators"
+    supported = compat.has_symmetric_memory()
+    return "" if supported else f"torch {torch.__version__} has no fused symmetric-memory operators"

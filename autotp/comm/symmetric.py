@@ -82,7 +82,7 @@ FORMS = {conversions.g: gather, conversions.g_star: scatter}
 class Fused:
     """Counts what the micro-pipeline pass fused, graph by graph as they are compiled."""
 
-    wanted: int
+    conversions: int
     graphs: int = 0
     counts: Counter[str] = field(default_factory=Counter)
 
@@ -99,8 +99,10 @@ class Fused:
     def summary(self) -> str:
         """The operators that it fused, in words, of the graphs compiled until now."""
         if not self.graphs:
-            return f"{self.wanted} conversions are ready for it; nothing is compiled yet"
+            return f"{self.conversions} conversions are ready for it; nothing is compiled yet"
         if not self.counts:
-            return f"switched on, and it fused nothing of {self.wanted} conversions in {self.graphs} compiled graphs"
+            return (
+                f"switched on, and it fused nothing of {self.conversions} conversions in {self.graphs} compiled graphs"
+            )
         counts = ", ".join(f"{self.counts[kind]} {kind}" for kind in FUSED)
-        return f"{counts} in {self.graphs} compiled graphs, forward and backward ({self.wanted} conversions)"
+        return f"{counts} in {self.graphs} compiled graphs, forward and backward ({self.conversions} conversions)"

@@ -74,7 +74,7 @@ class Asking:
     def __init__(self, channel: Channel) -> None:
         self.channel, self.peers = channel, dict(channel.asks)
         self.replies: dict[int, str] = {}
-        self.heard = threading.Condition()
+        self.condition = threading.Condition()
         self.stuck: tuple[object, float, float] = (None, 0.0, 0.0)
 
     def ask(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -83,7 +83,7 @@ class Asking:
         Args:
             ranks: whom to ask.
         """
-        with self.heard:
+        with self.condition:
             for rank in ranks:
                 self.replies.pop(rank, None)
             for rank in ranks:
@@ -91,7 +91,7 @@ class Asking:
                     self.peers[rank].sendall(HEAD.pack(ASK, 0))
             if threading.current_thread().name == "autotp-watch":
                 return self._listen(ranks)
-            self.heard.wait_for(lambda: all(rank in self.replies for rank in ranks), GRACE)
+            self.condition.wait_for(lambda: all(rank in self.replies for rank in ranks), GRACE)
             return dict(self.replies)
 
     def _listen(self, ranks: Sequence[int]) -> dict[int, str]:
@@ -100,8 +100,8 @@ class Asking:
         with selectors.DefaultSelector() as waiting:
             for rank in self.peers:
                 waiting.register(self.peers[rank], selectors.EVENT_READ, rank)
-            while any(rank not in self.replies for rank in ranks) and (left := end - time.monotonic()) > 0:
-                for key, _ in waiting.select(left):
+            while any(rank not in self.replies for rank in ranks) and (seconds := end - time.monotonic()) > 0:
+                for key, _ in waiting.select(seconds):
                     if not self.read(key.data):
                         waiting.unregister(key.fileobj)
         return dict(self.replies)
@@ -119,9 +119,9 @@ class Asking:
                 data = doing(self.channel).encode()[:400]
                 self.peers[rank].sendall(HEAD.pack(ANSWER, len(data)) + data)
             else:
-                with self.heard:
+                with self.condition:
                     self.replies[rank] = text
-                    self.heard.notify_all()
+                    self.condition.notify_all()
         except (OSError, struct.error):
             return False
         return True
@@ -200,7 +200,9 @@ def collective(thread: int, group: str) -> tuple[object, str] | None:
             primitive, words = (id(frame), frame.f_lasti), "a compiled part"
         elif frame.f_code.co_name == "call" and "steps" in inner:
             steps[:0] = inner["steps"]
-    return None if primitive is None else (primitive, f"{words} of {'.'.join(steps)}" if steps else words)
+    if primitive is None:
+        return None
+    return primitive, f"{words} of {'.'.join(steps)}" if steps else words
 
 
 _watches: dict[int, Watch] = {}  # by process: a child has no thread of its parent's

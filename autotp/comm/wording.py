@@ -23,8 +23,10 @@ def rank_list(ranks: Sequence[int]) -> str:
             runs[-1][1] = rank
         else:
             runs.append([rank, rank])
-    ranges = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"{'ranks' if len(ranks) > 1 else 'rank'} {ranges}"
+    ranges = []
+    for first, last in runs:
+        ranges.append(str(first) if first == last else f"{first}-{last}")
+    return f"{'ranks' if len(ranks) > 1 else 'rank'} {', '.join(ranges)}"
 
 
 def _short(text: str) -> str:

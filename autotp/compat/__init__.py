@@ -1,6 +1,7 @@
 """The only folder that imports private parts of torch, with what differs between the versions (2.11 - 2.13)."""
 
 from .export import (
+    all_nonzero,
     checkpoints_as,
     data_sources,
     data_symbols,
@@ -84,14 +85,15 @@ from .trees import (
 
 __all__ = [
     "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "around_backward", "around_redistribution", "below_autograd", "by_default",
-    "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols", "decided_by_values",
-    "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task", "group_timeout",
-    "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of",
-    "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named",
-    "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
-    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
-    "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided", "unpacked_graph", "use_symmetric_memory",
-    "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution", "below_autograd",
+    "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols",
+    "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task",
+    "group_timeout", "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records",
+    "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
+    "operator_handlers", "operators_named", "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env",
+    "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
+    "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided",
+    "unpacked_graph", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks",
+    "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

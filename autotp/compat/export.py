@@ -33,6 +33,11 @@ def sizes_of_one() -> contextlib.AbstractContextManager[Any]:
     return mock.patch.object(symbolic_config, "backed_size_oblivious", True)
 
 
+def all_nonzero() -> contextlib.AbstractContextManager[Any]:
+    """Within this context `nonzero`, and an index of flags, finds every element of a tensor on the meta device."""
+    return mock.patch.object(symbolic_config, "meta_nonzero_assume_all_nonzero", True)
+
+
 def vmapped(graph: fx.Graph) -> bool:
     """Whether a graph still holds `torch.vmap` as steps, around operators on values that hide a dimension."""
     return any(getattr(n.target, "__module__", "") == "torch._functorch.predispatch" for n in graph.nodes)
@@ -206,7 +211,7 @@ def _only_known(dispatch: Any) -> Any:
     """
     overwritten: dict[int, Any] = {}  # real storages with something unknown in them
 
-    def known(value: FakeTensor) -> bool:
+    def has_value(value: FakeTensor) -> bool:
         real = value.real_tensor
         if real is not None and real.untyped_storage()._cdata in overwritten:
             value.real_tensor = None
@@ -219,15 +224,15 @@ def _only_known(dispatch: Any) -> Any:
             value.real_tensor = None
 
     def guarded(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
-        knowing = [known(x) for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
-        found = dispatch(self, func, types, args, kwargs)
+        knowing = [has_value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
+        result = dispatch(self, func, types, args, kwargs)
         if not all(knowing):
             for schema, value in zip(func._schema.arguments, args, strict=False):
                 if schema.alias_info is not None and schema.alias_info.is_write:
                     forget(value)
-            for value in tree_leaves(found):
+            for value in tree_leaves(result):
                 forget(value)
-        return found
+        return result
 
     return guarded
 

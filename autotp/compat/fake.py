@@ -31,11 +31,11 @@ def fake(mode: FakeTensorMode, like: torch.Tensor, dtype: Any, device: torch.dev
     """
     with without_torch_functions():
         empty = torch.empty_strided(like.shape, like.stride(), dtype=dtype, device="meta")
-        made: Any = FakeTensor(mode, empty, torch.device(device))
+        copy: Any = FakeTensor(mode, empty, torch.device(device))
     if isinstance(like, torch.nn.Parameter):
-        made.requires_grad_(like.requires_grad)
-        made._is_param = True
-    return made
+        copy.requires_grad_(like.requires_grad)
+        copy._is_param = True
+    return copy
 
 
 def without_torch_functions() -> contextlib.AbstractContextManager[Any]:
@@ -102,5 +102,5 @@ def size_code(symbols: list[sympy.Symbol], tests: list[Any], sizes: list[Any]) -
     except Exception:  # of a printer that does not know a function
         return None
     code = eval(f"lambda {', '.join([*names.values(), *extra])}: {body}", {"math": math})
-    known = all(n == "math" or hasattr(math, n) or hasattr(builtins, n) for n in code.__code__.co_names)
-    return code if known else None
+    defined = all(n == "math" or hasattr(math, n) or hasattr(builtins, n) for n in code.__code__.co_names)
+    return code if defined else None

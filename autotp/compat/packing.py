@@ -55,8 +55,8 @@ def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
 def _reader(stream: io.BytesIO, state: Any, device: torch.device) -> Any:
     class Reader(pickler._GraphUnpickler):  # type: ignore[misc]
         def find_class(self, module: str, name: str) -> Any:
-            found = super().find_class(module, name)
-            return _device_like(device) if found is torch.device else found
+            kind = super().find_class(module, name)
+            return _device_like(device) if kind is torch.device else kind
 
     return Reader(stream, state)
 

@@ -189,8 +189,8 @@ def graph_task() -> int:
 def group_timeout(group: Any, device: torch.device) -> float:
     """Seconds after which a collective of this process group fails."""
     options = getattr(group._get_backend(device), "options", None)
-    found = getattr(options, "_timeout", None)
-    return found.total_seconds() if found is not None else 1800.0
+    timeout = getattr(options, "_timeout", None)
+    return timeout.total_seconds() if timeout is not None else 1800.0
 
 
 def around_redistribution(around: Callable[..., Any]) -> None:

@@ -61,13 +61,13 @@ def _named_fields(record: Any) -> tuple[list[Any], list[str]]:
 
 
 def _record(kind: type) -> Any:
-    def made(values: Any, names: list[str]) -> Any:
+    def rebuild(values: Any, names: list[str]) -> Any:
         record = object.__new__(kind)  # its __init__ has run in the forward
         for name, value in zip(names, values, strict=True):
             object.__setattr__(record, name, value)
         return record
 
-    return made
+    return rebuild
 
 
 def _places(tree: Any) -> list[tuple[str, Any]]:

@@ -96,17 +96,17 @@ class Cached:
             return None
 
     def plan(
-        self, asked: Any, capture: Callable[[], tuple[Capture, list[str]]], solve: Callable[..., Plan],
+        self, question: Any, capture: Callable[[], tuple[Capture, list[str]]], solve: Callable[..., Plan],
         digest: str | None = None,
     ) -> Plan:  # fmt: skip
         """The plan, likewise; one from the cache is as one that was loaded from a file, but can be explained.
 
         Args:
-            asked: what else it depends on, which `repr` says alike in every process.
+            question: what else it depends on, which `repr` says alike in every process.
             capture, solve: the captured model and its notes, and the plan of those.
             digest: of the captured graph that it must be for; None for any.
         """
-        words = repr(asked)
+        words = repr(question)
         if self.folder is None or " at 0x" in words:
             return solve(*capture())
         name = f"plan {hashlib.sha256(f'{self.key} {words}'.encode()).hexdigest()}"

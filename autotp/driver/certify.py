@@ -13,7 +13,7 @@ from autotp.proof.certificate.certificate import certificate
 from autotp.proof.certificate.report import Certificate
 
 from .options import CaptureRequest, Options
-from .pipeline import apply_plan, capture_model, needed
+from .pipeline import apply_plan, capture_model, required_inputs
 
 
 def certify(
@@ -38,7 +38,7 @@ def certify(
         CaptureError, PlanError.
     """
     spmd_types()  # before minutes of capture
-    inputs = needed(model, example_inputs, "autotp.certify")
+    inputs = required_inputs(model, example_inputs, "autotp.certify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
     return certificate(*apply_plan(captured, plan, Options.of_plan(plan)))

@@ -63,27 +63,27 @@ def from_config(path: Path, dtype: torch.dtype | None, fields: Mapping[str, Any]
 
 def _builder(transformers: Any, config: Any, dtype: torch.dtype | None) -> Callable[[], nn.Module]:
     """What makes the model: the class that the config names, otherwise the first of `TABLES` that knows it."""
-    wanted = {} if dtype is None else {"dtype": dtype}
+    options = {} if dtype is None else {"dtype": dtype}
     classes = [getattr(transformers, str(n), None) for n in config.architectures or ()]
     models = (c for c in classes if isinstance(c, type) and issubclass(c, transformers.PreTrainedModel))
-    named = next(models, None)
-    if named is not None:
-        return lambda: named._from_config(config, **wanted)
+    model_class = next(models, None)
+    if model_class is not None:
+        return lambda: model_class._from_config(config, **options)
     classes = [getattr(transformers, f"AutoModelFor{name}") for name in TABLES]
-    known = next((c for c in classes if type(config) in c._model_mapping), transformers.AutoModel)
-    return lambda: known.from_config(config, trust_remote_code=False, **wanted)
+    table = next((c for c in classes if type(config) in c._model_mapping), transformers.AutoModel)
+    return lambda: table.from_config(config, trust_remote_code=False, **options)
 
 
 def _refuse_fetched(path: Path, data: Mapping[str, Any]) -> None:
     """Refuse a config by which transformers would fetch kernels: code that comes from a hub."""
     todo: list[tuple[str, Any, bool]] = [("", data, False)]
     while todo:
-        name, value, chosen = todo.pop()
+        name, value, implementation = todo.pop()
         if isinstance(value, Mapping):
-            todo += [(str(k) or name, v, chosen or "implementation" in str(k)) for k, v in value.items()]
+            todo += [(str(k) or name, v, implementation or "implementation" in str(k)) for k, v in value.items()]
         elif isinstance(value, list):
-            todo += [(name, v, chosen) for v in value]
-        elif chosen and isinstance(value, str) and ("/" in value or "flash" in value):
+            todo += [(name, v, implementation) for v in value]
+        elif implementation and isinstance(value, str) and ("/" in value or "flash" in value):
             raise InputError(
                 f"{path}: {name} is {value!r}, for which transformers may fetch code from a hub: nothing that a config "
                 "names is fetched or run. Set it to 'sdpa' or 'eager', or build the model in a factory."

@@ -126,8 +126,8 @@ class Folder:
 
         Returns: how many were deleted, and their bytes.
         """
-        for path, _, used in self._files(HALF):
-            if time.time() - used > STALE:
+        for path, _, last_use in self._files(HALF):
+            if time.time() - last_use > STALE:
                 _delete(path)
         total, count, freed = 0, 0, 0
         for path, size, _ in self.files():

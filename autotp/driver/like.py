@@ -48,7 +48,7 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
     while True:
         # The user's own come first, and of two patterns that fit a name the first counts.
         own = [*options.pins.items(), *((k, d) for k, d in pins.items() if k not in options.pins)]
-        plan, freed_now = _tried(solve, replace(options, pins=dict(own)), pins)
+        plan, freed_now = _plan_under(solve, replace(options, pins=dict(own)), pins)
         # At the same degree and sizes what was legal is so still. At others half a head may be legal, and is not meant.
         if plan is not None and not equal:
             odd = _undivided(plan, tp, like.tp)
@@ -62,23 +62,23 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
 def _equal_shapes(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
     """Whether every parameter has the shape of one that the plan knows under its name without numbers."""
 
-    def known(name: str) -> set[tuple[int, ...]]:
+    def saved_shapes(name: str) -> set[tuple[int, ...]]:
         return {p.shape for p in saved[generic(name)]}
 
-    return all(shape in known(name) for name, shape in shapes.items())
+    return all(shape in saved_shapes(name) for name, shape in shapes.items())
 
 
-def _tried(
-    solve: Callable[[Options], Plan], options: Options, kept: Mapping[str, Any]
+def _plan_under(
+    solve: Callable[[Options], Plan], options: Options, pins: Mapping[str, Any]
 ) -> tuple[Plan | None, dict[str, str]]:
     """The plan under these pins, or those of the earlier plan that cannot be kept, and why."""
     try:
         return solve(options), {}
     except PlanError as e:
-        found = {k: str(e).split(". ")[0] for k in kept if repr(k) in str(e)}
-        if not found:
+        reasons = {k: str(e).split(". ")[0] for k in pins if repr(k) in str(e)}
+        if not reasons:
             raise
-        return None, found
+        return None, reasons
 
 
 def _saved(like: Plan, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, list[Parameter]]:
@@ -103,8 +103,8 @@ def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
     """Parameters, without numbers, of attentions whose heads do not divide by one of these numbers of ranks."""
     builder, out = plan.builder, {}
     assert builder is not None  # the plan was just made
-    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
-    for block in find_blocks(builder.program, builder.same, known):
+    operators = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    for block in find_blocks(builder.program, builder.same, operators):
         if block.heads is None:
             continue
         count, kv = block.heads.count, block.heads.kv
@@ -123,32 +123,34 @@ def _pins(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, Any], like:
     keys = sorted(saved, key=len, reverse=True)  # the longest first, for a * also fits what has more parts
     out: dict[str, int | None] = {}
     for key in keys:
-        found = {dims[p.name] for p in saved[key]}
+        saved_dims = {dims[p.name] for p in saved[key]}
         mine = [n for n in shapes if generic(n) == key]
-        clear = all(next(k for k in keys if fnmatch.fnmatchcase(n, k)) == key for n in mine)
-        if len(found) == 1 and clear:
-            out[key] = found.pop()
+        first_keys = set()
+        for n in mine:
+            first_keys.add(next(k for k in keys if fnmatch.fnmatchcase(n, k)))
+        if len(saved_dims) == 1 and first_keys <= {key}:
+            out[key] = saved_dims.pop()
         else:
             out = {n: dims[n] for n in mine if n in dims} | out  # before the patterns: the first that fits counts
     return out
 
 
 def _noted(
-    plan: Plan, like: Plan, kept: Mapping[str, Any], freed: Mapping[str, str], saved: Mapping[str, list[Parameter]],
-    pins: Dims,
+    plan: Plan, like: Plan, kept_pins: Mapping[str, Any], free_pins: Mapping[str, str],
+    saved: Mapping[str, list[Parameter]], pins: Dims,
 ) -> Plan:  # fmt: skip
     """The plan with the earlier plan's reasons for what is kept, and notes of what is not."""
-    held = {generic(k) for k in kept}
+    names = {generic(k) for k in kept_pins}
     parameters = tuple(
-        replace(p, reason=saved[generic(p.name)][0].reason) if p.reason == PINNED and generic(p.name) in held else p
+        replace(p, reason=saved[generic(p.name)][0].reason) if p.reason == PINNED and generic(p.name) in names else p
         for p in plan.parameters
     )
-    count = sum(generic(p.name) in held for p in parameters)
-    told = f"{count} of {len(parameters)} parameters lie as in the plan for tp={like.tp} that this one is like"
+    count = sum(generic(p.name) in names for p in parameters)
+    note = f"{count} of {len(parameters)} parameters lie as in the plan for tp={like.tp} that this one is like"
     why: dict[str, list[str]] = defaultdict(list)
-    for key, reason in freed.items():
+    for key, reason in free_pins.items():
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
     assert plan.builder is not None
     origin = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
-    return replace(plan, parameters=parameters, notes=(*plan.notes, told, *anew), origin=origin)
+    return replace(plan, parameters=parameters, notes=(*plan.notes, note, *anew), origin=origin)

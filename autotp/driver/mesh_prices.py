@@ -30,7 +30,7 @@ class UnitSums(NamedTuple):
     backward: Array  # seconds of kernels beside which gradients are sent
     tp_sent: Array
     cp_sent: Array
-    kept: Array
+    kept_bytes: Array
     working: Array
     inputs: Array
 
@@ -41,7 +41,7 @@ class RankSums(NamedTuple):
     Attributes:
         means: seconds by part, on average over them. total: of each. backward: of each, of kernels of the backward.
         tp_sent, cp_sent: bytes, on average. inputs: bytes that flow between stages.
-        kept: bytes of each stage. working: of each rank.
+        kept_bytes: bytes of each stage. working: of each rank.
     """
 
     means: dict[str, float]
@@ -50,7 +50,7 @@ class RankSums(NamedTuple):
     tp_sent: float
     cp_sent: float
     inputs: float
-    kept: Array
+    kept_bytes: Array
     working: Array
 
 
@@ -58,7 +58,7 @@ class Priced(NamedTuple):
     """A step: its parts by the names of `autotp.plans.show.mesh_rows.TIMES`, bytes sent by axis, bytes held."""
 
     times: dict[str, float]
-    sent: dict[str, float]
+    sends: dict[str, float]
     memory: float
 
     @property
@@ -87,8 +87,10 @@ class Pricer:
     @cached_property
     def steady(self) -> dict[str, Array]:
         """Of every unit the bytes of weights, gradients and states, and the seconds of the optimizer's step."""
-        names = ("weights", "gradients", "states", "optimizer")
-        return {name: np.array([getattr(u, name) for u in self.terms.units]) for name in names}
+        steady: dict[str, Array] = {}
+        for name in ("weights", "gradients", "states", "optimizer"):
+            steady[name] = np.array([getattr(u, name) for u in self.terms.units])
+        return steady
 
     @cached_property
     def first(self) -> list[int]:
@@ -96,9 +98,9 @@ class Pricer:
         kinds: list[int] = []
         out = []
         for i, unit in enumerate(self.terms.units):
-            found = next((k for k in kinds if self.terms.units[k] == unit), None)
-            kinds += [i] if found is None else []
-            out.append(i if found is None else found)
+            representative = next((k for k in kinds if self.terms.units[k] == unit), None)
+            kinds += [i] if representative is None else []
+            out.append(i if representative is None else representative)
         return out
 
     def price(self, mesh: Mesh) -> Priced:
@@ -116,8 +118,8 @@ class Pricer:
         waits, updates, dp_sent = self._updates(mesh, sums.backward)
         last = int((waits + updates).argmax())
         step |= {"dp": float(waits[last]), "optimizer": float(updates[last])}
-        sent = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
-        return Priced(step, sent, self._memory(mesh, sums))
+        traffic = {"tp": m * sums.tp_sent, "cp": m * sums.cp_sent, "pp": m * boundary.bytes, "dp": dp_sent}
+        return Priced(step, traffic, self._memory(mesh, sums))
 
     def ranks(self, mesh: Mesh) -> RankSums:
         """What the ranks of a pipeline take for a micro-batch."""
@@ -133,7 +135,7 @@ class Pricer:
                 tp_sent=float(self._by_rank(mesh, sums.tp_sent).mean()),
                 cp_sent=float(self._by_rank(mesh, sums.cp_sent).mean()),
                 inputs=float(sums.inputs.max()),
-                kept=np.add.reduceat(sums.kept, starts),
+                kept_bytes=np.add.reduceat(sums.kept_bytes, starts),
                 working=working,
             )
         return self._ranks[key]
@@ -157,7 +159,7 @@ class Pricer:
             sums = self.sums(Mesh(1, 1, 1, self.terms.tp, self.example))
             steady = self.steady["weights"] + self.steady["gradients"] + self.steady["states"]
             seconds = sums.compute + sums.tp
-            weights = [Weight(*map(float, x)) for x in zip(seconds, steady, sums.kept, strict=True)]
+            weights = [Weight(*map(float, x)) for x in zip(seconds, steady, sums.kept_bytes, strict=True)]
             division = divide(weights, pp, chunks)
             assert division is not None
             self._starts[pp, chunks] = np.cumsum([0, *division.sizes[:-1]])
@@ -170,31 +172,31 @@ class Pricer:
         compute = sum(part * (x.forward + x.backward) + x.launches_forward + x.launches_backward for x in both)
         backward = sum(part * x.backward + x.launches_backward for x in both)
         calls = _total(c for x in both for c in (x.calls_forward, x.calls_backward))
-        again, kept, working = 0.0, part * (block.kept + unit.rest.kept), part * unit.working
+        again, kept_bytes, working = 0.0, part * (block.kept_bytes + unit.rest.kept_bytes), part * unit.working
         if mesh.keep == "slices":
             again = part * sum(x.again for x in both)
-            kept -= part * sum(x.saved for x in both)
+            kept_bytes -= part * sum(x.saved for x in both)
         if mesh.keep == "inputs":
             again = part * block.forward + block.launches_forward + self._over_tp(block.calls_forward, part)[0]
-            kept, working = part * (unit.inputs + unit.rest.kept), working + part * block.kept
+            kept_bytes, working = part * (unit.inputs + unit.rest.kept_bytes), working + part * block.kept_bytes
         extra = {"slices": _total(x.gathers for x in both), "inputs": block.calls_forward}.get(mesh.keep, Counter())
-        seconds, sent = self._over_tp(calls, part)
+        seconds, nbytes = self._over_tp(calls, part)
         forwards = 2 if mesh.keep == "inputs" else 1
         attended = [context_sends(mesh, a, self.cluster, size, forwards) for a in unit.attentions]
         cp = [sends for sends, _ in attended]
-        kept += sum(more for _, more in attended)
+        kept_bytes += sum(more for _, more in attended)
         return (
-            compute, again, seconds, sum(x.seconds for x in cp), backward + again, sent + self._over_tp(extra, part)[1],
-            sum(x.bytes for x in cp), kept, working, part * unit.inputs,
+            compute, again, seconds, sum(x.seconds for x in cp), backward + again,
+            nbytes + self._over_tp(extra, part)[1], sum(x.bytes for x in cp), kept_bytes, working, part * unit.inputs,
         )  # fmt: skip
 
     def _over_tp(self, calls: Counter[Call], part: float) -> tuple[float, float]:
         """Seconds that nothing hides, and bytes, of collectives of a part of what was planned."""
-        tp, seconds, sent = self.terms.tp, 0.0, 0.0
+        tp, seconds, total = self.terms.tp, 0.0, 0.0
         for (primitive, nbytes), times in calls.items():
             seconds += times * call_seconds(primitive, part * nbytes, tp, self.cluster)
-            sent += times * collective_bytes(primitive, part * nbytes, tp)
-        return seconds * self.terms.shown, sent
+            total += times * collective_bytes(primitive, part * nbytes, tp)
+        return seconds * self.terms.exposed_share, total
 
     def _updates(self, mesh: Mesh, backward: Array) -> tuple[Array, Array, float]:
         """Of each rank of the pipeline the seconds of waiting for dp and of the optimizer; bytes that one sends."""
@@ -205,22 +207,22 @@ class Pricer:
         seconds = self._by_rank(mesh, np.array([x.seconds for x in self._sends[key]]))
         times = mesh.microbatches if mesh.shard == "weights" else 1
         updates = self._by_rank(mesh, self.steady["optimizer"]) / (mesh.replicas if mesh.shard else 1)
-        sent = times * sum(x.bytes for x in self._sends[key]) / mesh.pp
-        return times * np.maximum(seconds - backward, 0.0), updates, sent
+        nbytes = times * sum(x.bytes for x in self._sends[key]) / mesh.pp
+        return times * np.maximum(seconds - backward, 0.0), updates, nbytes
 
     def _memory(self, mesh: Mesh, sums: RankSums) -> float:
         """Bytes of the fullest rank: what is steady, what is kept of the micro-batches in flight, what works."""
-        n, starts = mesh.replicas, self.starts(mesh.pp, mesh.chunks)
-        split = SPLIT[mesh.shard]
-        parts = [self.steady[name] / (n if name in split else 1) for name in SPLIT["weights"]]
-        held = np.add.reduceat(np.sum(parts, 0), starts)
+        starts = self.starts(mesh.pp, mesh.chunks)
+        degree = dict.fromkeys(SPLIT["weights"], 1) | dict.fromkeys(SPLIT[mesh.shard], mesh.replicas)
+        parts = [self.steady[name] / n for name, n in degree.items()]
+        rank_bytes = np.add.reduceat(np.sum(parts, 0), starts)
         for nbytes, places in self.terms.tied:
             homes = sorted({int(np.searchsorted(starts, p, side="right")) - 1 for p in places})
             for stage in homes[1:]:
-                held[stage] += nbytes / (n if mesh.shard == "weights" else 1)
-        held = held + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept
+                rank_bytes[stage] += nbytes / degree["weights"]
+        rank_bytes = rank_bytes + np.minimum(_flying(mesh.pp, mesh.chunks), mesh.microbatches) * sums.kept_bytes
         gathered = float(self.steady["weights"].max()) if mesh.shard == "weights" else 0.0
-        return float((held.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
+        return float((rank_bytes.reshape(mesh.chunks, mesh.pp).sum(0) + sums.working).max()) + gathered
 
 
 @cache

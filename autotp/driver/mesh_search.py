@@ -67,7 +67,9 @@ def choose_mesh(
             "use autotp.sweep, and as many copies as there are devices."
         )
     inside = [tp for tp in divisors(devices) if options.cluster.devices_per_node % tp == 0]
-    tps = inside if only is None else [tp for tp in only if devices % tp == 0]
+    tps = inside
+    if only is not None:
+        tps = [tp for tp in only if devices % tp == 0]
     if not tps:
         raise InputError(f"tp={listed(only or ())} does not divide {devices} devices: give one of {listed(inside)}.")
     return _Search(captured, notes, options, name, devices, examples).run(tps)
@@ -168,7 +170,7 @@ class _Search:
             mesh=mesh,
             seconds=priced.seconds,
             times=priced.times,
-            sent=priced.sent,
+            sent=priced.sends,
             network=tuple(name for name, axis in axes.items() if mesh.spans(axis, self.options.cluster)),
             memory=priced.memory,
             fits=priced.memory <= self.limit,
@@ -178,9 +180,9 @@ class _Search:
         )
 
     def _choice(
-        self, found: Sequence[tuple[Mesh, Priced]], runs: tuple[Mesh, Priced] | None, considered: int, fitting: int
+        self, meshes: Sequence[tuple[Mesh, Priced]], runs: tuple[Mesh, Priced] | None, considered: int, fitting: int
     ) -> MeshChoice:
-        rows = [self._row(*each) for each in found]
+        rows = [self._row(*each) for each in meshes]
         rows = [replace(row, why=reason(row, rows[0])) for row in rows]
         runnable = self._row(*runs) if runs is not None else None
         return MeshChoice(

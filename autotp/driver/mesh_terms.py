@@ -38,7 +38,7 @@ class Load:
     Attributes:
         forward, backward: seconds of kernels; `launches_forward`, `launches_backward`: of starting them.
         calls_forward, calls_backward: collectives over tp, and how often.
-        kept: bytes that autograd keeps. again: seconds, and `saved` bytes, if what is gathered is gathered again, by
+        kept_bytes: that autograd keeps. again: seconds, and `saved` bytes, if what is gathered is gathered again, by
             the calls `gathers`.
     """
 
@@ -48,7 +48,7 @@ class Load:
     launches_backward: float = 0.0
     calls_forward: Counter[Call] = field(default_factory=Counter)
     calls_backward: Counter[Call] = field(default_factory=Counter)
-    kept: float = 0.0
+    kept_bytes: float = 0.0
     again: float = 0.0
     saved: float = 0.0
     gathers: Counter[Call] = field(default_factory=Counter)
@@ -82,14 +82,14 @@ class Terms:
 
     Attributes:
         units: in order. tied: weights of several units: bytes with gradient and states, and the units.
-        shown: part of the communication over tp that nothing hides.
+        exposed_share: part of the communication over tp that nothing hides.
         flops: of the whole model's forward.
     """
 
     tp: int
     units: tuple[UnitTerms, ...]
     tied: tuple[tuple[float, tuple[int, ...]], ...]
-    shown: float
+    exposed_share: float
     flops: float
 
 
@@ -107,14 +107,14 @@ class _Reader:
             staged.builder,
         )
         self.prices, self.objective = staged.builder.prices, staged.builder.objective
-        self.found = units_of(self.sharded.graph.nodes) or [Unit("", 0)]
-        starts = [u.start for u in self.found]
+        self.spans = units_of(self.sharded.graph.nodes) or [Unit("", 0)]
+        starts = [u.start for u in self.spans]
         graph = enumerate(self.sharded.graph.nodes)
         self.place = {n: bisect_right(starts, i) - 1 for i, n in graph if n.op != "placeholder"}
-        self.units = [UnitTerms() for _ in self.found]
-        self.inner: list[set[fx.Node]] = [set() for _ in self.found]
+        self.units = [UnitTerms() for _ in self.spans]
+        self.inner: list[set[fx.Node]] = [set() for _ in self.spans]
         for node, at in self.place.items():
-            if self.found[at].name in scope_path(node):
+            if self.spans[at].name in scope_path(node):
                 self.inner[at].add(node)
 
     def read(self) -> Terms:
@@ -124,8 +124,8 @@ class _Reader:
         self._attentions()
         totals = self.plan.totals
         spared = totals.terms.get("hidden", 0.0) + totals.terms.get("bucketed", 0.0)
-        shown = 1 - spared / totals.communication if totals.communication else 1.0
-        return Terms(self.plan.tp, tuple(self.units), tied, shown, totals.flops)
+        exposed_share = 1 - spared / totals.communication if totals.communication else 1.0
+        return Terms(self.plan.tp, tuple(self.units), tied, exposed_share, totals.flops)
 
     def _load(self, node: fx.Node) -> Load:
         at = self._home(node)
@@ -138,17 +138,17 @@ class _Reader:
         return min((self.place[u] for u in node.users if u in self.place), default=0)
 
     def _seconds(self) -> None:
-        left = dict.fromkeys(self.planned.ops)
+        operators = dict.fromkeys(self.planned.ops)
         for node in self.sharded.graph.nodes:
             if node not in self.sharded.origin:
                 continue
             value = self.sharded.origin[node]
             if mark(node).conversion is not None:
                 self._convert(node, *value)
-            elif value[0] in left:
-                del left[value[0]]
+            elif value[0] in operators:
+                del operators[value[0]]
                 self._operate(self._load(node), value[0])
-        for node in left:
+        for node in operators:
             self._operate(self.units[-1].rest, node)
 
     def _operate(self, load: Load, node: fx.Node) -> None:
@@ -169,14 +169,14 @@ class _Reader:
         ways = [(a, b, size * self.prices.narrow(origin, a, b), True)]
         if origin in self.planned.grads:
             ways.append((b.dual, a.dual, size, False))
-        for src, dst, sent, there in ways:
-            known = conversions.key(src, dst) in conversions.KINDS
-            call = primitive(src, dst) if known else None
+        for src, dst, size, there in ways:
+            moves = conversions.key(src, dst) in conversions.KINDS
+            call = primitive(src, dst) if moves else None
             if call is not None:
                 calls = load.calls_forward if there else load.calls_backward
-                calls[call, sent] += 1
+                calls[call, size] += 1
                 continue
-            seconds = self.prices.one_way(src, dst, sent) or 0.0
+            seconds = self.prices.one_way(src, dst, size) or 0.0
             load.forward += seconds if there else 0.0
             load.backward += 0.0 if there else seconds
 
@@ -201,10 +201,10 @@ class _Reader:
 
     def _activations(self) -> None:
         hints = self.prices.hints
-        kept = {}
+        kept_sizes = {}
         for node, size in kept_for_backward(self.planned, self.sharded, self.objective, hints):
-            self._load(node).kept += size
-            kept[node] = size
+            self._load(node).kept_bytes += size
+            kept_sizes[node] = size
         for node, size in working_sets(self.planned, self.sharded, self.objective, hints):
             unit = self.units[self._home(node)]
             unit.working = max(unit.working, size)
@@ -214,12 +214,12 @@ class _Reader:
             load = self._load(node)
             load.again += seconds
             load.gathers["all_gather", size] += 1
-            load.saved += kept.get(node, 0.0) * (1 - 1 / self.plan.tp)
+            load.saved += kept_sizes.get(node, 0.0) * (1 - 1 / self.plan.tp)
 
     def _attentions(self) -> None:
-        known: Mapping = {n: (op, self.planned.rules[n]) for n, op in self.planned.ops.items()}
-        names = {u.name: i for i, u in enumerate(self.found)}
-        for part in find_blocks(self.planned.program, self.planned.same, known):
+        operators: Mapping = {n: (op, self.planned.rules[n]) for n, op in self.planned.ops.items()}
+        names = {u.name: i for i, u in enumerate(self.spans)}
+        for part in find_blocks(self.planned.program, self.planned.same, operators):
             if part.heads is None:
                 continue
             paths = [p for n in part.nodes for p in module_path(n) if p in names]

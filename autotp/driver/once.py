@@ -15,13 +15,13 @@ from autotp.passes.base import run_passes
 from .schedule import schedule
 
 T = TypeVar("T")
-Told = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
+RankKey = tuple[str | None, str]  # what a rank's capture depends on, or None and why that cannot be told
 WHAT = "capturing the model"
 
 
 def capture_once(
     ranks: Ranks | None,
-    key: Callable[[], Told],
+    key: Callable[[], RankKey],
     make: Callable[[], tuple[Capture, T]],
     take: Callable[[Capture, T], tuple[Capture, T]] = lambda captured, rest: (captured, rest),
 ) -> tuple[Capture, T]:
@@ -39,20 +39,20 @@ def capture_once(
     if ranks is None or ranks.tp == 1:
         return _own(ranks, make)
     mine = together(ranks, WHAT, key)
-    told = from_all(ranks, mine, "what a capture depends on")
-    why = next((reason for word, reason in told if word is None), "")
-    if why or len({word for word, _ in told}) > 1:
+    rank_keys = from_all(ranks, mine, "what a capture depends on")
+    why = next((reason for word, reason in rank_keys if word is None), "")
+    if why or len({word for word, _ in rank_keys}) > 1:
         return _each(ranks, make, why or "what it depends on differs between the ranks")
-    made, failed, sent = _first(make) if ranks.rank == 0 else (None, None, None)
-    data, why = broadcast(ranks, sent)  # type: ignore[misc]
+    own, error, message = _first(make) if ranks.rank == 0 else (None, None, None)
+    data, why = broadcast(ranks, message)  # type: ignore[misc]
     if data is None:
-        return _each(ranks, lambda: _again(made, failed, make), why)
+        return _each(ranks, lambda: _again(own, error, make), why)
     if ranks.rank:
-        made, why = _taken(data, ranks, take)
+        own, why = _as_own(data, ranks, take)
     if odd := next((x for x in from_all(ranks, why, WHAT) if x), ""):
-        return _each(ranks, lambda: _again(made, None, make), odd)
-    assert made is not None
-    return made
+        return _each(ranks, lambda: _again(own, None, make), odd)
+    assert own is not None
+    return own
 
 
 def _each(ranks: Ranks, make: Callable[[], tuple[Capture, T]], why: str) -> tuple[Capture, T]:
@@ -71,18 +71,18 @@ def _own(ranks: Ranks | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Ca
 def _first(make: Callable[[], tuple[Capture, T]]) -> tuple[Any, Exception | None, Any]:
     """What rank 0 made, what it raised, and what it sends: bytes, or why there are none."""
     try:
-        made = make()
+        own = make()
     except Exception as error:  # whatever a user's forward may raise: the others then raise it too
         return None, error, (None, f"it failed on rank 0: {type(error).__name__}")
     try:
-        return made, None, (pickle.dumps((pack(made[0]), made[1])), "")
+        return own, None, (pickle.dumps((pack(own[0]), own[1])), "")
     except Unpackable as odd:
-        return made, None, (None, str(odd))
+        return own, None, (None, str(odd))
     except (pickle.PicklingError, AttributeError, TypeError) as odd:  # a class that is local to a function
-        return made, None, (None, str(odd))
+        return own, None, (None, str(odd))
 
 
-def _taken(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -> tuple[Any, str]:
+def _as_own(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) -> tuple[Any, str]:
     """Rank 0's capture as this rank's, or why it cannot be."""
     try:
         packed, rest = pickle.loads(data)
@@ -92,8 +92,8 @@ def _taken(data: bytes, ranks: Ranks, take: Callable[..., tuple[Capture, T]]) ->
     return take(captured, rest), ""
 
 
-def _again(made: Any, failed: Exception | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
+def _again(own: Any, error: Exception | None, make: Callable[[], tuple[Capture, T]]) -> tuple[Capture, T]:
     """What is known already, or this rank's own."""
-    if failed is not None:
-        raise failed
-    return make() if made is None else made
+    if error is not None:
+        raise error
+    return make() if own is None else own

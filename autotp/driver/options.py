@@ -93,7 +93,8 @@ class Options:
                 f"(devices_per_node of the cluster {machines.name!r}). Take a smaller tp, or let the group span nodes."
             )
         dims = read_pins(steering.pins)
-        if sequence is not None and dims.get("sequence", 0 if sequence else None) != (0 if sequence else None):
+        sequence_dim = 0 if sequence else None
+        if sequence is not None and dims.get("sequence", sequence_dim) != sequence_dim:
             raise InputError(f"sequence_parallel={sequence} and the pin 'sequence' contradict each other. Drop one.")
         objective = Objective(steering.objective, steering.optimizer)
         return cls(check_degree(tp), machines, dims, sequence, objective, limit, batch, read_band(steering.band))
@@ -166,9 +167,9 @@ DEFAULT_CAPTURE = CaptureRequest()
 PART = {"dp": "slice of a batch", "cp": "part of every sequence"}
 
 
-def _refuse_unknown(what: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, known))}.")
+def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise InputError(f"{what}={value!r} is not known; choose {' or '.join(map(repr, choices))}.")
 
 
 def read_band(band: Any) -> float:

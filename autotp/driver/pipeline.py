@@ -59,9 +59,9 @@ def example(model: nn.Module, example: Any) -> Inputs | None:
     return inputs
 
 
-def needed(model: nn.Module, given: Any, function: str) -> Inputs:
+def required_inputs(model: nn.Module, example_inputs: Any, function: str) -> Inputs:
     """The example inputs that this public function cannot do without."""
-    inputs = example(model, given)
+    inputs = example(model, example_inputs)
     if inputs is None:
         raise InputError(
             f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "
@@ -75,8 +75,10 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
-    dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
-    kinds = [d for d in dtypes if d]
+    kinds = []
+    for m in modules:
+        dtypes = tuple({p.dtype: None for p in m._parameters.values() if p is not None})
+        kinds += [dtypes] if dtypes else []
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
     each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
@@ -85,8 +87,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
 
 def serves(state: Mode, mode: Mode) -> bool:
     """Whether what was captured in a state is for this mode; a forward that never asks serves all grad modes."""
-    asked = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
-    return state[:2] == mode[:2] and asked and state[4] == mode[4]
+    grad_modes = all(a is None or a == b for a, b in zip(state[2:4], mode[2:4], strict=True))
+    return state[:2] == mode[:2] and grad_modes and state[4] == mode[4]
 
 
 def _one(values: list[Any]) -> Any:
@@ -180,9 +182,14 @@ def capture_model(
     elif trial.ground:
         captured.notes.append(f"the capture was compared with the model on {trial.ground}")
     captured.notes += [trial.remark] if trial.remark else []
-    drawn = sum(draws(n) for n in captured.graph.nodes)
-    whole = f"{drawn} operators draw random numbers by torch: they run whole, so that every rank draws the same"
-    return captured, [*([note] if note else []), *captured.notes, *([whole] if drawn else [])]
+    draw_count = sum(draws(n) for n in captured.graph.nodes)
+    notes = [note] if note else []
+    notes += captured.notes
+    if draw_count:
+        notes.append(
+            f"{draw_count} operators draw random numbers by torch: they run whole, so that every rank draws the same"
+        )
+    return captured, notes
 
 
 @dataclass(frozen=True)
@@ -215,8 +222,8 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    told = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
-    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, told)
+    all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
+    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes)
     plan = described(plan, planned, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), origin=builder)
     return Staged(plan, planned, sharded, builder)
@@ -249,13 +256,13 @@ def applied(
             f"the plan splits the buffer {min(odd)}, which this call writes to. Plan with the model in the mode that "
             "it is called in here."
         )
-    known = {**plan.states, **(states or {})}
-    builder = _builder(captured, options, plan.placements, known)
+    layouts = {**plan.states, **(states or {})}
+    builder = _builder(captured, options, plan.placements, layouts)
     if captured.digest() == plan.digest:
         decisions = _decisions(plan, builder)
         planned = Planned(
             captured, plan.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads,
-            states={name: known[name] for names in builder.states.groups for name in names},
+            states={name: layouts[name] for names in builder.states.groups for name in names},
             ends=builder.ends,
         )  # fmt: skip
         _check_rules(planned)
@@ -292,8 +299,8 @@ def _decisions(plan: Plan, builder: Builder) -> dict[fx.Node, Decision]:
     output = builder.program.graph.output_node()  # decided where it is pinned
     odd = (set(plan.decisions) ^ set(nodes)) - {output.name}
     for name in set(plan.decisions) & set(nodes):
-        found, op = plan.decisions[name], builder.ops.get(nodes[name])
-        if (len(found.ins), len(found.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
+        decision, op = plan.decisions[name], builder.ops.get(nodes[name])
+        if (len(decision.ins), len(decision.outs)) != ((len(op.slots), len(op.outs)) if op is not None else (0, 1)):
             odd.add(name)
     nodes[output.name] = output
     if odd:

@@ -55,7 +55,7 @@ class Reach:
 
     def __init__(self) -> None:
         self.words: list[Any] = []
-        self._seen: set[int] = set()
+        self._ids: set[int] = set()
 
     def value(self, name: str, x: Any, names: Iterable[str] = (), depth: int = 0) -> None:
         """Put down a value.
@@ -87,9 +87,9 @@ class Reach:
             self.value(f"{name}.{key}", value, names, depth + 1)
 
     def _class(self, kind: type, depth: int) -> None:
-        if id(kind) in self._seen or not own(kind.__module__):
+        if id(kind) in self._ids or not own(kind.__module__):
             return
-        self._seen.add(id(kind))
+        self._ids.add(id(kind))
         self.words.append((kind.__module__, kind.__qualname__))
         for base in kind.__bases__:
             self._class(base, depth)
@@ -101,14 +101,15 @@ class Reach:
             self._each(name, {"func": x.func, "args": x.args, "keywords": x.keywords}, (), depth)
             return
         fn = x.__func__ if isinstance(x, MethodType) else x
-        if id(fn) in self._seen or not own(fn.__module__):
+        if id(fn) in self._ids or not own(fn.__module__):
             return
-        self._seen.add(id(fn))
+        self._ids.add(id(fn))
         codes = list(_codes(fn.__code__))
-        self.words.append((name, fn.__qualname__, [(c.co_code, [_constant(k) for k in c.co_consts]) for c in codes]))
+        texts = [(c.co_code, list(map(_constant, c.co_consts))) for c in codes]
+        self.words.append((name, fn.__qualname__, texts))
         names = sorted({n for c in codes for n in c.co_names})
-        held = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
-        reach = {n: c.cell_contents for n, c in held if _filled(c)}
+        cells = zip(fn.__code__.co_freevars, fn.__closure__ or (), strict=True)
+        reach = {n: c.cell_contents for n, c in cells if _filled(c)}
         reach |= {n: fn.__globals__[n] for n in names if n in fn.__globals__}
         reach |= {"__defaults__": fn.__defaults__, "__kwdefaults__": fn.__kwdefaults__}
         self._each(name, reach, names, depth)
@@ -116,9 +117,9 @@ class Reach:
     def _object(self, name: str, x: Any, depth: int) -> None:
         kind = type(x)
         if own(kind.__module__) and not isinstance(x, nn.Module):
-            if id(x) in self._seen:
+            if id(x) in self._ids:
                 return
-            self._seen.add(id(x))
+            self._ids.add(id(x))
             self._class(kind, depth)
             self._each(name, dict(getattr(x, "__dict__", {})), (), depth)
         elif isinstance(x, np.ndarray):
@@ -141,7 +142,8 @@ def _bare(x: Any) -> Any:
 def _entries(x: Any) -> dict[str, Any]:
     if isinstance(x, Mapping):
         return {repr(k): v for k, v in x.items()}
-    return {f"{i:06}": v for i, v in enumerate(x if isinstance(x, list | tuple) else sorted(x, key=repr))}
+    items = x if isinstance(x, list | tuple) else sorted(x, key=repr)
+    return {f"{i:06}": v for i, v in enumerate(items)}
 
 
 def _constant(x: Any) -> str:
@@ -205,7 +207,7 @@ def _digest(file: str) -> str:
 
 
 @cache
-def _content(file: str, _changed: int, _size: int) -> str:
+def _content(file: str, _time: int, _size: int) -> str:
     return hashlib.sha256(Path(file).read_bytes()).hexdigest()
 
 

@@ -92,15 +92,15 @@ def weigh(planned: Planned, sharded: Sharded, builder: Builder, units: Sequence[
     """
     starts = [u.start for u in units]
     place = {n: bisect_right(starts, i) - 1 for i, n in enumerate(sharded.graph.nodes) if n.op != "placeholder"}
-    seconds, steady, kept = ([0.0] * len(units) for _ in range(3))
+    seconds, steady, kept_bytes = ([0.0] * len(units) for _ in range(3))
     for node, (timed, _) in Steps(planned, builder, (), {}, lambda _: None).each(sharded):
         seconds[place.get(node, -1) if node is not None else -1] += timed.seconds
     for at, size in _parameters(planned, sharded, builder, place):
         steady[at] += size
     objective, hints = builder.objective, builder.prices.hints
     for node, size in kept_for_backward(planned, sharded, objective, hints) if objective.training else ():
-        kept[_home(node, place)] += size
-    return [Weight(*each) for each in zip(seconds, steady, kept, strict=True)]
+        kept_bytes[_home(node, place)] += size
+    return [Weight(*each) for each in zip(seconds, steady, kept_bytes, strict=True)]
 
 
 def _parameters(

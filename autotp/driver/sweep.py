@@ -21,7 +21,7 @@ from autotp.plans.plan import Plan
 from autotp.plans.sweep import Sweep
 
 from .options import CaptureRequest, Options, Steering
-from .pipeline import Staged, capture_model, needed, plan_stages
+from .pipeline import Staged, capture_model, plan_stages, required_inputs
 
 DEGREES = (1, 2, 4, 8, 16, 32)
 
@@ -62,15 +62,15 @@ def sweep(
     steering = Steering(pins=pins, cluster=cluster, objective=objective, optimizer=optimizer, memory=memory,
                         sequence_parallel=sequence_parallel, band=band)  # fmt: skip
     options = [Options.read(tp, steering) for tp in degrees]
-    inputs, name = needed(model, example_inputs, "autotp.sweep"), type(model).__name__
+    inputs, name = required_inputs(model, example_inputs, "autotp.sweep"), type(model).__name__
     request = CaptureRequest.read(precision=precision)
-    found = [
+    sweeps = [
         sweep_captured(*capture_model(model, inputs, torch.device("cpu"), check_capture, each), options, name)
         for each in ([CaptureRequest(), request] if request.precision is not None else [request])
     ]
     if request.precision is None:
-        return found[0]
-    return replace(found[1], precision=f"float8 {request.precision.recipe}", own=found[0])
+        return sweeps[0]
+    return replace(sweeps[1], precision=f"float8 {request.precision.recipe}", own=sweeps[0])
 
 
 def sweep_captured(captured: Capture, notes: list[str], options: Sequence[Options], name: str) -> Sweep:
@@ -151,13 +151,13 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     if not symbols:
         return None
     m, objective, hints = staged.plan.memory, staged.builder.objective, staged.builder.prices.hints
-    known: dict[int, float] = {}
+    peaks: dict[int, float] = {}
 
     def peak(batch: int) -> float:
-        if batch not in known:
+        if batch not in peaks:
             sizes = {**hints, **dict.fromkeys(symbols, batch)}
-            known[batch] = _grown(m, lifetimes(staged.planned, staged.sharded, objective, sizes)[1], batch / size)
-        return known[batch]
+            peaks[batch] = _grown(m, lifetimes(staged.planned, staged.sharded, objective, sizes)[1], batch / size)
+        return peaks[batch]
 
     low, high = 0, size  # fits (0: assumed), does not fit
     while peak(high) <= limit:
@@ -165,8 +165,10 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
         if high > 2**31:
             return low
     while high - low > 1:
-        slope = (peak(high) - peak(low)) / (high - low) if low else (peak(high) - m.steady) / high
-        guess = low + math.floor((limit - (peak(low) if low else m.steady)) / slope) if slope > 0 else (low + high) // 2
+        before = peak(low) if low else m.steady
+        slope = (peak(high) - before) / (high - low)
+        # A batch may add nothing to the peak, where another moment is fuller: there is no line then, so halve.
+        guess = low + math.floor((limit - before) / slope) if slope > 0 else (low + high) // 2
         guess = min(max(guess, low + 1), high - 1)
         low, high = (guess, high) if peak(guess) <= limit else (low, guess)
         if low and peak(low + 1) > limit:

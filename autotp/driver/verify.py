@@ -55,15 +55,15 @@ def prove_call(
     axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)
     if axis.size > 1:
         return _over_sequences(model, inputs, plan, Options.read(tp, steering, axis), request, certify)
-    chosen = Options.of_plan(plan) if plan else Options.read(tp, steering)
+    options = Options.of_plan(plan) if plan else Options.read(tp, steering)
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     if plan is None:
-        plan = solve_plan(captured, notes, chosen, type(model).__name__)
-    planned, sharded = apply_plan(captured, plan, chosen)
+        plan = solve_plan(captured, notes, options, type(model).__name__)
+    planned, sharded = apply_plan(captured, plan, options)
     compared = compare(planned, sharded, Values.of(planned.program, model, inputs))
     certified = certificate(planned, sharded) if certify else None
     proof = replace(compared, plan=plan, capture_error=captured.error, unproved=captured.unproved)
-    return replace(proof, certificate=certified), chosen
+    return replace(proof, certificate=certified), options
 
 
 def _over_sequences(
@@ -87,7 +87,7 @@ def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: Capture
     captured, notes = capture_model(model, inputs, torch.device("cpu"), check=True, request=request)
     program, cp = own_copy(captured), options.batch.size
     dealt = deal_sequence(program, cp, options.tp, options.cluster) if cp > 1 else Dealt({}, (), [])
-    plan = solve_plan(program, [*notes, *dealt.told], options, type(model).__name__)
+    plan = solve_plan(program, [*notes, *dealt.notes], options, type(model).__name__)
     planned, sharded = apply_plan(program, plan, options)
     values = Values.of(captured, model, inputs)
     return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan

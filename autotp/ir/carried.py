@@ -25,7 +25,7 @@ SHIFT = 2  # a number n travels as a tensor of size [n + SHIFT, 0]: torch takes 
 
 
 @dataclass(frozen=True)
-class Held:
+class TensorSlot:
     """Stands for a tensor: this one of those that the object holds."""
 
     index: int
@@ -46,7 +46,7 @@ class Again:
 
 
 @dataclass(frozen=True)
-class Kept:
+class EarlierTensor:
     """Stands for a tensor that the object held before the call: this one of those."""
 
     index: int
@@ -129,14 +129,14 @@ def is_carrier(value: Any) -> bool:
 class Walk:
     """Describes objects; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
 
-    def __init__(self, name: str, moving: Iterable[tuple[type, str]], known: Sequence[Tensor] = ()) -> None:
+    def __init__(self, name: str, moving: Iterable[tuple[type, str]], earlier: Sequence[Tensor] = ()) -> None:
         self.name, self.moving = name, frozenset(moving)
         self.tensors: list[Any] = []
         self.names: list[str] = []
         self.counts: set[int] = set()
-        self.met: dict[int, int] = {}
-        self.kept: list[Any] = []  # so that no id is used twice
-        self.known = {id(t): i for i, t in enumerate(known)}
+        self.numbers: dict[int, int] = {}
+        self.objects: list[Any] = []  # so that no id is used twice
+        self.known = {id(t): i for i, t in enumerate(earlier)}
 
     def shape(self, value: Any) -> Shape:
         tree = self.walk(value, self.name)
@@ -154,13 +154,13 @@ class Walk:
             return Count(self._hold(counted(value), path))
         if isinstance(value, PLAIN):
             return Fixed((type(value), value), repr(value), value)
-        if id(value) in self.met:
-            return Again(self.met[id(value)])
-        self.met[id(value)] = len(self.met)
-        self.kept.append(value)
+        if id(value) in self.numbers:
+            return Again(self.numbers[id(value)])
+        self.numbers[id(value)] = len(self.numbers)
+        self.objects.append(value)
         if isinstance(value, Tensor):
-            kept = self.known.get(id(value))
-            return Held(self._hold(value, path)) if kept is None else Kept(kept)
+            earlier = self.known.get(id(value))
+            return TensorSlot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
         if isinstance(value, Mapping) and type(value) is dict:
             return self._compound(value, dict, value.items(), path)
         if type(value) in (list, tuple):
@@ -183,15 +183,15 @@ def counted(number: Any) -> Tensor:
     return torch.empty((number + SHIFT, 0), dtype=torch.uint8)
 
 
-def describe(value: Any, name: str, moving: Iterable[tuple[type, str]] = (), known: Sequence[Tensor] = ()) -> Carried:
+def describe(value: Any, name: str, moving: Iterable[tuple[type, str]] = (), earlier: Sequence[Tensor] = ()) -> Carried:
     """An object as its shape and tensors.
 
     Args:
         name: of the argument or output that it is; the names of its tensors begin with it.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
-        known: tensors that it held before the call; those are not held again.
+        earlier: tensors that it held before the call; those are not held again.
     """
-    walk = Walk(name, moving, known)
+    walk = Walk(name, moving, earlier)
     shape = walk.shape(value)
     return Carried(shape, walk.tensors)
 
@@ -215,41 +215,41 @@ class Builder:
 
     def __init__(self, carried: Carried, before: Sequence[Tensor] = ()) -> None:
         self.tensors, self.before = carried.tensors, before
-        self.made: list[Any] = []
+        self.objects: list[Any] = []
 
     def value(self, tree: Any, now: Any = None) -> Any:
         """What a description stands for; `now` is what is in its place, and is updated where it is of that class."""
         if isinstance(tree, Fixed):
             if not isinstance(tree.value, PLAIN):
-                self.made.append(tree.value)
+                self.objects.append(tree.value)
             return tree.value
         if isinstance(tree, Count):
-            held = self.tensors[tree.index]
-            return held.shape[0] - SHIFT if isinstance(held, Tensor) else held
+            size = self.tensors[tree.index]
+            return size.shape[0] - SHIFT if isinstance(size, Tensor) else size
         if isinstance(tree, Again):
-            return self.made[tree.index]
-        if isinstance(tree, Held | Kept):
-            self.made.append(self.tensors[tree.index] if isinstance(tree, Held) else self.before[tree.index])
-            return self.made[-1]
+            return self.objects[tree.index]
+        if isinstance(tree, TensorSlot | EarlierTensor):
+            self.objects.append(self.tensors[tree.index] if isinstance(tree, TensorSlot) else self.before[tree.index])
+            return self.objects[-1]
         return self._compound(tree, now)
 
     def _compound(self, tree: Compound, now: Any) -> Any:
         if tree.kind is tuple:
-            at = len(self.made)
-            self.made.append(None)
+            at = len(self.objects)
+            self.objects.append(None)
             old = now if isinstance(now, tuple) and len(now) == len(tree.items) else (None,) * len(tree.items)
-            self.made[at] = made = tuple(self.value(x, was) for (_, x), was in zip(tree.items, old, strict=True))
-            return made
-        made: Any = now if type(now) is tree.kind else object_of(tree.kind)
-        self.made.append(made)
+            self.objects[at] = copy = tuple(self.value(x, was) for (_, x), was in zip(tree.items, old, strict=True))
+            return copy
+        copy: Any = now if type(now) is tree.kind else object_of(tree.kind)
+        self.objects.append(copy)
         if tree.kind is list:
-            old = [*made, *[None] * len(tree.items)]
-            made[:] = [self.value(x, was) for (_, x), was in zip(tree.items, old, strict=False)]
-            return made
-        holder = made if tree.kind is dict else vars(made)
+            old = [*copy, *[None] * len(tree.items)]
+            copy[:] = [self.value(x, was) for (_, x), was in zip(tree.items, old, strict=False)]
+            return copy
+        holder = copy if tree.kind is dict else vars(copy)
         for key, x in tree.items:
             holder[key] = self.value(x, holder.get(key))
-        return made
+        return copy
 
 
 def object_of(kind: Any) -> Any:
@@ -281,17 +281,18 @@ def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:
     leaves, spec = compat.tree_flatten(tree, is_leaf=is_carrier)
     if not any(is_carrier(x) for x in leaves):
         return tree
-    names = compat.named_leaves(tree, is_carrier)
-    new = [function(x, name) if is_carrier(x) else x for name, x in names.items()]
+    new = []
+    for name, x in compat.named_leaves(tree, is_carrier).items():
+        new.append(function(x, name) if is_carrier(x) else x)
     return compat.tree_unflatten(new, spec)
 
 
 def states_of(spec: compat.TreeSpec) -> dict[int, str]:
     """The leaves of a call or of its results that are states: position -> name."""
-    found: dict[int, str] = {}
+    names: dict[int, str] = {}
     tree = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
     for x in compat.tree_leaves(tree, is_leaf=lambda x: isinstance(x, Carried)):
         if isinstance(x, Carried):
             pairs = enumerate(zip(x.tensors, x.shape.names, strict=True))
-            found |= {at: name for i, (at, name) in pairs if i not in x.shape.counts}
-    return found
+            names |= {at: name for i, (at, name) in pairs if i not in x.shape.counts}
+    return names

@@ -37,13 +37,13 @@ def opened(path: Path, most: float = math.inf, *, error: type[AutoTPError]) -> I
     except (OSError, ValueError) as e:
         raise error(f"{path} cannot be read: {getattr(e, 'strerror', None) or e}. Check the path.") from e
     try:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode):
-            kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe or device"
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "folder" if stat.S_ISDIR(status.st_mode) else "pipe or device"
             raise error(f"{path} is a {kind}: give a regular file.")
-        if found.st_size > most:
+        if status.st_size > most:
             raise error(
-                f"{path} has {amount(found.st_size)}, and at most {amount(most)} are read. Is it the right file?"
+                f"{path} has {amount(status.st_size)}, and at most {amount(most)} are read. Is it the right file?"
             )
         with os.fdopen(descriptor, "rb", closefd=False) as file:
             yield file
@@ -104,15 +104,22 @@ def _parsed(parse: Any, text: str, kind: str, name: str, error: type[AutoTPError
 
 
 def bounded(data: Any, name: str, *, error: type[AutoTPError]) -> None:
-    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`."""
+    """Refuse what is nested deeper than `DEEPEST`, and whole numbers beyond `GREATEST`.
+
+    Args:
+        data: as JSON gave it. name: of what it is, for the message. error: the class of what is raised.
+    """
     level, depth = [data], 0
     while level:
         if depth > DEEPEST:
             raise error(f"{name} is nested more than {DEEPEST} deep. Correct the file.")
         if odd := next((x for x in level if isinstance(x, int) and abs(x) > GREATEST), None):
             raise error(f"{name} holds the number {_short(odd)}, which is no size of anything. Correct the file.")
-        inner = ((x.values() if isinstance(x, dict) else x) for x in level if isinstance(x, dict | list))
-        level, depth = [y for values in inner for y in values], depth + 1
+        inner: list[Any] = []
+        for x in level:
+            if isinstance(x, dict | list):
+                inner += x.values() if isinstance(x, dict) else x
+        level, depth = inner, depth + 1
 
 
 def _short(number: int) -> str:

@@ -92,8 +92,12 @@ class Capture:
             reason = _unlike(leaf.name, leaf.node.meta.get("val"), value, self.asks_gradients)
             if reason:
                 return reason
-        given = [(leaf.name, value) for leaf, value in zip(self.inputs, values, strict=True) if _is_tensor(leaf)]
-        reason = self.size_bounds().broken([value.shape for _, value in given], [name for name, _ in given])
+        names, shapes = [], []
+        for leaf, value in zip(self.inputs, values, strict=True):
+            if _is_tensor(leaf):
+                names.append(leaf.name)
+                shapes.append(value.shape)
+        reason = self.size_bounds().broken(shapes, names)
         if reason or self.conditions is None:
             return reason
         broken = self.conditions.broken(values)
@@ -106,10 +110,12 @@ class Capture:
 
     def shape(self, value: Tensor, tensors: Sequence[Tensor]) -> tuple[int, ...]:
         """The shape that a (fake) value of the program has for these input tensors."""
-        given = dict(zip([x.node for x in self.inputs if _is_tensor(x)], tensors, strict=True))
-        bound = {s: given[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in given}
-        sizes = [expression(n) for n in value.shape]
-        return tuple(n if isinstance(n, int) else int(substitute(n, bound)) for n in sizes)
+        tensor_of = dict(zip([x.node for x in self.inputs if _is_tensor(x)], tensors, strict=True))
+        bound = {s: tensor_of[node].shape[dim] for s, (node, dim) in self.symbols.items() if node in tensor_of}
+        out = []
+        for n in map(expression, value.shape):
+            out.append(n if isinstance(n, int) else int(substitute(n, bound)))
+        return tuple(out)
 
     def own_graph(self) -> None:
         """Give this record a graph of its own, which may then be changed; other records keep theirs."""
@@ -132,12 +138,12 @@ class Capture:
         return h.hexdigest()[:16]
 
 
-def described(node: fx.Node, given: Any) -> str:
+def described(node: fx.Node, arguments: Any) -> str:
     """What a node computes from these arguments, and what shapes it gives: the same text on every rank."""
-    told = str(given)
-    if "device(" in told:  # which is another on each
-        told = str(compat.tree_map(on_meta, given))
-    return repr((node.op, short_name(node.target), told, [(str(v.shape), v.dtype) for v in tensors(node)]))
+    text = str(arguments)
+    if "device(" in text:  # which is another on each
+        text = str(compat.tree_map(on_meta, arguments))
+    return repr((node.op, short_name(node.target), text, [(str(v.shape), v.dtype) for v in tensors(node)]))
 
 
 def on_meta(argument: Any) -> Any:
@@ -170,9 +176,9 @@ def caller(graph: fx.Graph, node: fx.Node) -> Callable[..., fx.Node]:
         new = graph.call_function(function, args, kwargs)
         new.meta = {k: v for k, v in node.meta.items() if k == "nn_module_stack"}
         write(new, no_grad=mark(node).no_grad)
-        values, named = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
+        values, keywords = fx.map_arg((args, kwargs), lambda n: n.meta["val"])
         with compat.mode_of(node.meta.get("val")):  # what is made of numbers alone is fake too
-            new.meta["val"] = function(*values, **named)
+            new.meta["val"] = function(*values, **keywords)
         return new
 
     return call
@@ -183,8 +189,8 @@ def differentiable(program: Capture) -> set[fx.Node]:
     carries: set[fx.Node] = set()
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        wanted = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
-        if wanted and floating(val):
+        trainable = leaf.kind.trained or (leaf.kind.passed and getattr(val, "requires_grad", False))
+        if trainable and floating(val):
             carries.add(leaf.node)
     for n in program.graph.nodes:
         if n.op != "call_function" or mark(n).no_grad or n.target in CUTS:
@@ -203,13 +209,15 @@ def tensors_in(val: Any) -> list[Tensor]:
     """The tensors of a value; most are one tensor, so that is looked at first."""
     if isinstance(val, Tensor):
         return [val]
-    return [v for v in compat.tree_leaves(val) if isinstance(v, Tensor)] if isinstance(val, list | tuple | dict) else []
+    if not isinstance(val, list | tuple | dict):
+        return []
+    return [v for v in compat.tree_leaves(val) if isinstance(v, Tensor)]
 
 
 def shape_of(node: fx.Node) -> tuple[Size, ...]:
     """The shape of a node's first tensor value."""
-    found = tensors(node)
-    return sizes(found[0]) if found else ()
+    values = tensors(node)
+    return sizes(values[0]) if values else ()
 
 
 def resolve(node: fx.Node) -> Value:
@@ -273,7 +281,7 @@ def read(maker: fx.Node, ops: Mapping[fx.Node, Op]) -> Iterator[tuple[fx.Node, i
 
 def where(node: fx.Node) -> str:
     """An operator with its module."""
+    if node.op != "call_function":
+        return node.name
     path = module_path(node)
-    return (
-        f"{short_name(node.target)} in {path[-1] if path else 'the model'}" if node.op == "call_function" else node.name
-    )
+    return f"{short_name(node.target)} in {path[-1] if path else 'the model'}"

@@ -32,17 +32,17 @@ def read_carried(carried: Any) -> Names:
         return ()
     if not isinstance(carried, Mapping):
         raise InputError(f"carried is {type(carried).__name__}; {FORM}.")
-    found: dict[Path, str] = {}
+    names: dict[Path, str] = {}
     for key, name in carried.items():
         path = key if isinstance(key, tuple) else (key,)
         odd = [x for x in path if not isinstance(x, int | str) or isinstance(x, bool)]
         if odd or not path or not isinstance(name, str):
             raise InputError(f"carried has {key!r}: {name!r}; {FORM}.")
-        found[path] = name
-    twice = [name for name in found.values() if list(found.values()).count(name) > 1]
+        names[path] = name
+    twice = [name for name in names.values() if list(names.values()).count(name) > 1]
     if twice:
         raise InputError(f"carried lets two outputs come back as {twice[0]!r}; {FORM}.")
-    return tuple(found.items())
+    return tuple(names.items())
 
 
 def places_of(forward: Callable[..., Any], spec: compat.TreeSpec, names: Iterable[str]) -> dict[int, str]:
@@ -53,8 +53,8 @@ def places_of(forward: Callable[..., Any], spec: compat.TreeSpec, names: Iterabl
         names: of the arguments that are states, or containers of some.
     """
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
-    passed = {**bind(forward, Inputs(*args, **kwargs)).arguments, **kwargs}
-    return {at: place for name in names if name in passed for place, at in _leaves(name, passed[name])}
+    arguments = {**bind(forward, Inputs(*args, **kwargs)).arguments, **kwargs}
+    return {at: place for name in names if name in arguments for place, at in _leaves(name, arguments[name])}
 
 
 def check_names(forward: Callable[..., Any], names: Iterable[str]) -> None:
@@ -79,23 +79,23 @@ def name_states(program: Capture, forward: Callable[..., Any], names: Names) -> 
     Raises:
         InputError: there is no such output, or it has other parts than the input that it comes back as.
     """
-    taken = places_of(forward, program.in_spec, [name for _, name in names])
+    state_names = places_of(forward, program.in_spec, [name for _, name in names])
     for at, leaf in enumerate(program.inputs):
-        if at in taken and isinstance(leaf.node.meta.get("val"), Tensor):
-            leaf.kind, leaf.name = STATE, taken[at]
+        if at in state_names and isinstance(leaf.node.meta.get("val"), Tensor):
+            leaf.kind, leaf.name = STATE, state_names[at]
     states = {leaf.name for leaf in program.inputs if leaf.kind is STATE}
     positions = iter(i for i in range(_count(program)) if i not in program.mutations)
     outputs = compat.tree_unflatten([next(positions) for _ in range(program.out_spec.num_leaves)], program.out_spec)
     for path, name in names:
-        left = dict(_leaves(name, follow(outputs, path)))
+        positions_of = dict(_leaves(name, follow(outputs, path)))
         before = {x for x in states if x == name or x.startswith((name + "[", name + "."))}
-        if before and before != set(left):
-            odd = min(before ^ set(left))
+        if before and before != set(positions_of):
+            odd = min(before ^ set(positions_of))
             raise InputError(
                 f"carried says that the output {_text(path)} comes back as {name!r}, and only one of them has {odd!r}. "
                 "Name outputs that have the parts of the input."
             )
-        program.carried |= {at: place for place, at in left.items()}
+        program.carried |= {at: place for place, at in positions_of.items()}
 
 
 def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
@@ -103,23 +103,26 @@ def _leaves(name: str, tree: Any) -> list[tuple[str, Any]]:
     pairs = [(place, leaf) for place, leaf in compat.named_leaves(tree).items() if leaf is not None]
     if len(pairs) == 1 and pairs[0][1] is tree:
         return [(name, tree)]
-    return [(f"{name}{place}" if place.startswith("[") else f"{name}.{place}", leaf) for place, leaf in pairs]
+    out = []
+    for place, leaf in pairs:
+        out.append((f"{name}{place}" if place.startswith("[") else f"{name}.{place}", leaf))
+    return out
 
 
 def follow(outputs: Any, path: Path) -> Any:
     """What lies at this place of a model's outputs."""
-    found: Any = outputs
+    value: Any = outputs
     if path == (0,) and compat.tree_leaves(outputs) == [outputs]:  # the one output of a model
         return outputs
     for key in path:
         try:
-            found = found[key]
+            value = value[key]
         except (KeyError, IndexError, TypeError):
-            known = listed(compat.named_leaves(outputs))
+            outputs_text = listed(compat.named_leaves(outputs))
             raise InputError(
-                f"carried names the output {_text(path)}, and the model gives none there; it gives {known}."
+                f"carried names the output {_text(path)}, and the model gives none there; it gives {outputs_text}."
             ) from None
-    return found
+    return value
 
 
 def _text(path: Path) -> str:

@@ -109,12 +109,12 @@ class Op:
         """Read a `call_function` node; every operator of torch has a schema, Python functions have none."""
         op = cls(node)
         schema = getattr(node.target, "_schema", None)
-        given = dict(enumerate(node.args))
+        positional = dict(enumerate(node.args))
         if schema is None:
-            op.args = {f"arg{i}": a for i, a in given.items()} | dict(node.kwargs)
+            op.args = {f"arg{i}": a for i, a in positional.items()} | dict(node.kwargs)
         else:
             for i, a in enumerate(schema.arguments):
-                op.args[a.name] = given.get(i, node.kwargs.get(a.name, a.default_value))
+                op.args[a.name] = positional.get(i, node.kwargs.get(a.name, a.default_value))
         for name, value in op.args.items():
             for item in value if isinstance(value, list | tuple) else (value,):
                 if is_tensor(item):
@@ -122,8 +122,8 @@ class Op:
                     op.names.append(name)
                     op.ins.append(sizes(item.meta["val"]))
         result = node.meta.get("val")
-        results = result if isinstance(result, list | tuple) else (result,)
-        op.outs = [sizes(v) if isinstance(v, torch.Tensor) else () for v in results]
+        for v in result if isinstance(result, list | tuple) else (result,):
+            op.outs.append(sizes(v) if isinstance(v, torch.Tensor) else ())
         return op
 
     @property

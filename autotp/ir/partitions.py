@@ -161,8 +161,8 @@ class Partition(Distribution):
 
     @classmethod
     def from_json(cls, data: Any) -> Partition:
-        read = [(read_size(count), read_size(unit), back == [True]) for count, unit, *back in data["segments"]]
-        segments = tuple(Segment(*numbers) for numbers in read)
+        triples = [(read_size(count), read_size(unit), back == [True]) for count, unit, *back in data["segments"]]
+        segments = tuple(Segment(*numbers) for numbers in triples)
         return cls(segments, read_size(data["repeat"]))
 
 

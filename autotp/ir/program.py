@@ -58,9 +58,9 @@ class Sharded:
     def result(self, position: int) -> tuple[Layout, Tensor]:
         """How the output at this position lies, and the (fake) whole value."""
         output = next(n for n in reversed(self.graph.nodes) if n.op == "output")
-        found = output.args[0][position]  # type: ignore[index]
-        node, index = self.origin[found]  # type: ignore[index]
-        return self.layouts[found], tensors(node)[index]  # type: ignore[index]
+        output_node = output.args[0][position]  # type: ignore[index]
+        node, index = self.origin[output_node]  # type: ignore[index]
+        return self.layouts[output_node], tensors(node)[index]  # type: ignore[index]
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Solution:
     """The chosen index per item, with what was proved of it.
 
     Attributes:
-        chosen: index of each item's choice.
+        choices: index of each item's choice.
         seconds: of all items and conversions; `bound`: what no other assignment within the same bytes is below.
         least_parameter_bytes: the least bytes of parameters per rank that any assignment reaches.
         parameter_bytes: those of this one; `budget_bytes`: what of it counts against the memory budget.
@@ -78,7 +78,7 @@ class Solution:
         terms: what it all comes to, by the names of the cost's terms.
     """
 
-    chosen: tuple[int, ...]
+    choices: tuple[int, ...]
     seconds: float
     bound: float
     least_parameter_bytes: float

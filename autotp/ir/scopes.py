@@ -77,8 +77,8 @@ def innermost(paths: Iterable[tuple[str, ...]]) -> tuple[str, ...]:
 
 def block_of(name: str) -> str:
     """The path of the outermost repeated block that holds this parameter; empty where none does."""
-    found = BLOCK.search(name)
-    return name[: found.end() - (found.group(1) == ".")] if found else ""
+    match = BLOCK.search(name)
+    return name[: match.end() - (match.group(1) == ".")] if match else ""
 
 
 NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")  # a part of a path that is a number

@@ -14,7 +14,9 @@ def plain(x: Any) -> Any:
         return x.to_json()
     if isinstance(x, Mapping):
         return {k: plain(v) for k, v in x.items()}
-    return [plain(v) for v in x] if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        return [plain(v) for v in x]
+    return x
 
 
 def read_loop(x: Any) -> Distribution | None:

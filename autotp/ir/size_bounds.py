@@ -41,19 +41,19 @@ class SizeBounds:
         tensors: the (fake) tensors among the inputs, in order.
         ranges, guards: as in `Capture`.
         """
-        read = [((i, d), expression(n)) for i, value in enumerate(tensors) for d, n in enumerate(value.shape)]
+        dimensions = [((i, d), expression(n)) for i, value in enumerate(tensors) for d, n in enumerate(value.shape)]
         symbols: dict[sympy.Symbol, Place] = {}
-        for place, size in read:
+        for place, size in dimensions:
             if isinstance(size, sympy.Symbol):
                 symbols.setdefault(size, place)
         first = set(symbols.values())
-        others = [(place, size) for place, size in read if place not in first]
+        others = [(place, size) for place, size in dimensions if place not in first]
         # A size in symbols that no dimension gives by itself may be any; so may what is said of such symbols.
-        known = [
+        derived = [
             (place, size) for place, size in others if isinstance(size, int) or size.free_symbols <= symbols.keys()
         ]
         within = {s: ranges.get(s, (0, MOST)) for s in symbols}
-        return cls(symbols, known, within, [g for g in guards if g.free_symbols <= symbols.keys()])
+        return cls(symbols, derived, within, [g for g in guards if g.free_symbols <= symbols.keys()])
 
     def broken(self, shapes: Sequence[Sequence[int]], names: Sequence[str]) -> str | None:
         """Why these shapes do not fit, in words; None where they do.

@@ -75,10 +75,10 @@ def _expression(x: ast.AST) -> Any:
     if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
         return -_expression(x.operand)
     if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
-        left, right = _expression(x.left), _expression(x.right)
-        if isinstance(x.op, ast.Pow) and not (right.is_Integer and 0 <= right <= HIGHEST):
+        first, second = _expression(x.left), _expression(x.right)
+        if isinstance(x.op, ast.Pow) and not (second.is_Integer and 0 <= second <= HIGHEST):
             raise ValueError(f"{ast.unparse(x)!r} is not a size")  # powers of numbers would never end
-        result = OPERATORS[type(x.op)](left, right)
+        result = OPERATORS[type(x.op)](first, second)
         if not result.is_Integer or abs(result) <= GREATEST:
             return result
     raise ValueError(f"{ast.unparse(x)!r} is not a size")

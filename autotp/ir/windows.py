@@ -92,7 +92,9 @@ def _zeros(x: Tensor, axis: int, length: int) -> Tensor:
 
 def cut(x: Tensor, axis: int, parts: Sequence[int], times: int) -> list[Tensor]:
     """Consecutive pieces of `times * part` elements along `axis`."""
-    return list(x.split([times * n for n in parts], axis)) if len(parts) != 1 else [x]
+    if len(parts) == 1:
+        return [x]
+    return list(x.split([times * n for n in parts], axis))
 
 
 def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
@@ -102,4 +104,7 @@ def join(pieces: Sequence[Tensor], axis: int) -> Tensor:
 
 def turned(pieces: Sequence[Tensor], segments: Segments, axis: int) -> list[Tensor]:
     """Pieces of as many segments, those of reversed ones flipped along the `axis` of ranks."""
-    return [p.flip(axis) if len(s) > 2 else p for p, s in zip(pieces, segments, strict=True)]
+    out = []
+    for piece, segment in zip(pieces, segments, strict=True):
+        out.append(piece.flip(axis) if len(segment) > 2 else piece)
+    return out

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
-def seen(
+def attention_mask(
     new: int, length: int, position: Tensor | None, padding: Tensor | None, window: int | None, device: torch.device
 ) -> Tensor:
     """Which cached tokens new ones attend to.

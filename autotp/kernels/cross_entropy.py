@@ -39,8 +39,8 @@ def _terms(scores, target, out, examples, classes, row_step, step, TOTAL: tl.con
             total += start * (pivot - new) + tl.sum(tl.where(inside, x - new, 0.0), 0)
         pivot = new
     own = tl.load(target + row)
-    known = (own >= 0) & (own < classes)
-    score = tl.load(scores + tl.where(known, own, 0).to(tl.int64) * step, mask=known, other=0).to(tl.float32)
+    in_range = (own >= 0) & (own < classes)
+    score = tl.load(scores + tl.where(in_range, own, 0).to(tl.int64) * step, mask=in_range, other=0).to(tl.float32)
     tl.store(out + row, most)
     tl.store(out + examples + row, parts)
     tl.store(out + 2 * examples + row, score)
@@ -138,17 +138,17 @@ def class_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
     x = wide(scores)
     most = x.amax(1) if x.shape[1] else x.new_full(x.shape[:1], -torch.inf)
     shifted = x - _pivot(most).unsqueeze(1)
-    known = (target >= 0) & (target < x.shape[1])
-    own = x.gather(1, torch.where(known, target, 0).unsqueeze(1)).squeeze(1) if x.shape[1] else most
-    rows = [most, shifted.exp().sum(1), torch.where(known, own, 0)]
+    in_range = (target >= 0) & (target < x.shape[1])
+    own = x.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1) if x.shape[1] else most
+    rows = [most, shifted.exp().sum(1), torch.where(in_range, own, 0)]
     return torch.stack([*rows, shifted.sum(1)] if total else rows)
 
 
 def class_sums_of(scores: Tensor, most: Tensor, target: Tensor, terms: Tensor, total: bool) -> Tensor:
     """`class_sums` from the terms of its scores, without reading these: see there, and `class_terms`."""
-    known = (target >= 0) & (target < scores.shape[1])
+    in_range = (target >= 0) & (target < scores.shape[1])
     up = _pivot(terms[0]) - most
-    rows = [terms[1] * up.exp(), torch.where(known, terms[2] - most, 0)]
+    rows = [terms[1] * up.exp(), torch.where(in_range, terms[2] - most, 0)]
     return torch.stack([*rows, terms[3] + scores.shape[1] * up] if total else rows)
 
 

@@ -14,7 +14,7 @@ from torch.nn.attention.bias import causal_lower_right
 from autotp.ir import windows
 from autotp.ir.runs import Runs
 
-from .cached_attention import attend, seen
+from .cached_attention import attend, attention_mask
 
 
 def dealt_attention(
@@ -51,4 +51,4 @@ def _last(q: Tensor, keys: Tensor, values: Tensor, scale: float | None) -> Tenso
         grouped = q.shape[1] != keys.shape[1]
         mask = causal_lower_right(new, length)
         return F.scaled_dot_product_attention(q, keys, values, mask, scale=scale, enable_gqa=grouped)
-    return attend(q, keys, values, seen(new, length, None, None, None, q.device), scale)
+    return attend(q, keys, values, attention_mask(new, length, None, None, None, q.device), scale)

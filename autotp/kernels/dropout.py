@@ -24,7 +24,7 @@ NOWHERE, ROWS, COLUMNS = range(3)  # what of an element says where it is in the 
 
 
 @jit
-def _drawn(seed, index):
+def _uniform_bits(seed, index):
     """The upper 24 bits of SplitMix64 for these indices (Steele, Lea and Flood 2014), as int32."""
     state = index.to(tl.uint64) + tl.load(seed).to(tl.uint64) * 0x9E3779B97F4A7C15
     x = state * 0x9E3779B97F4A7C15
@@ -53,14 +53,14 @@ def _drop(x, out, seed, place, columns, length, whole, least, keep, BY: tl.const
     column, here, index = _where(place, columns, length, whole, BY, TILE)
     inside = column < columns
     value = tl.load(x + here, mask=inside, other=0).to(tl.float32)
-    result = tl.where(_drawn(seed, index) >= least, tl.div_rn(value, keep), 0.0)
+    result = tl.where(_uniform_bits(seed, index) >= least, tl.div_rn(value, keep), 0.0)
     tl.store(out + here, result.to(out.dtype.element_ty), mask=inside)
 
 
 @jit
 def _draw(out, seed, place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
     column, here, index = _where(place, columns, length, whole, BY, TILE)
-    number = _drawn(seed, index).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
+    number = _uniform_bits(seed, index).to(tl.float32) * 5.9604644775390625e-08  # 2^-24
     tl.store(out + here, number.to(out.dtype.element_ty), mask=column < columns)
 
 

@@ -31,8 +31,8 @@ def _look_up(weight, ids, out, start, rows, width, row_step, step, TILE: tl.cons
 
 
 def _launch(weight: Tensor, ids: Tensor, start: int, vocabulary: int, padding: int) -> Tensor:
-    known = (ids >= 0) & (ids < vocabulary)
-    aten._assert_async.msg(known.all(), f"autotp: an id is none of the embedding's {vocabulary} rows")
+    in_range = (ids >= 0) & (ids < vocabulary)
+    aten._assert_async.msg(in_range.all(), f"autotp: an id is none of the embedding's {vocabulary} rows")
     rows, width = weight.shape
     out = torch.empty((*ids.shape, width), dtype=weight.dtype, device=weight.device)
     if out.numel():
@@ -60,8 +60,8 @@ def vocabulary_rows(weight: Tensor, ids: Tensor, start: int, vocabulary: int, pa
     rows = weight.shape[0]
     mine = (ids >= start) & (ids < start + rows)
     table = weight if rows else weight.new_zeros((1, weight.shape[1]))
-    known = (ids >= 0) & (ids < vocabulary)
-    vectors = aten.embedding.default(table, torch.where(known, torch.where(mine, ids - start, 0), table.shape[0]))
+    in_range = (ids >= 0) & (ids < vocabulary)
+    vectors = aten.embedding.default(table, torch.where(in_range, torch.where(mine, ids - start, 0), table.shape[0]))
     return torch.where(mine.unsqueeze(-1), vectors, 0)
 
 

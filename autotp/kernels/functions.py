@@ -65,25 +65,25 @@ class Called:
 CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
 
 
-def enter(called: Called) -> str:
+def enter(function_call: Called) -> str:
     """The key of a call: the Function's name and its arguments, and a number where those are not enough.
 
     Args:
-        called: the Function with its other arguments.
+        function_call: the Function with its other arguments.
     """
-    kinds = (str(d).removeprefix("torch.") for d in called.dtypes)
+    kinds = (str(d).removeprefix("torch.") for d in function_call.dtypes)
     arguments = []
-    for x in called.leaves:
+    for x in function_call.leaves:
         if not isinstance(x, Slot):
             arguments.append(repr(x))
         else:
             arguments.append(next(kinds) if x.tensor else "size")
-    name = f"{called.function.__module__}.{called.function.__qualname__}({', '.join(arguments)})"
+    name = f"{function_call.function.__module__}.{function_call.function.__qualname__}({', '.join(arguments)})"
     number, key = 1, name
-    while key in CALLS and not CALLS[key].same(called):
+    while key in CALLS and not CALLS[key].same(function_call):
         number += 1
         key = f"{name} #{number}"
-    CALLS.setdefault(key, called)
+    CALLS.setdefault(key, function_call)
     return key
 
 
@@ -115,29 +115,30 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         sizes: the sizes among them, in order.
         key: what `enter` gave for the call.
     """
-    called = CALLS[key]
-    xs = [x.clone() for x in xs] if called.writes else xs
+    function_call = CALLS[key]
+    if function_call.writes:
+        xs = [x.clone() for x in xs]
     tensors, numbers = iter(xs), iter(sizes)
     leaves: list[Any] = []
-    for x in called.leaves:
+    for x in function_call.leaves:
         if isinstance(x, Slot):
             of_kind = tensors if x.tensor else numbers
             leaves.append(next(of_kind))
         else:
             leaves.append(x)
-    args, kwargs = compat.tree_unflatten(leaves, called.spec)
-    outs, spec = compat.tree_flatten(apply(called.function, *args, **kwargs))
+    args, kwargs = compat.tree_unflatten(leaves, function_call.spec)
+    outs, spec = compat.tree_flatten(apply(function_call.function, *args, **kwargs))
     results = [x for x in outs if isinstance(x, Tensor)]
-    if called.out_spec is None:
-        called.outs, called.out_spec = list(map(_kind_of, outs)), spec
+    if function_call.out_spec is None:
+        function_call.outs, function_call.out_spec = list(map(_kind_of, outs)), spec
         memories = {x.untyped_storage()._cdata for x in xs}
-        called.copied = [x.untyped_storage()._cdata in memories for x in results]
+        function_call.copied = [x.untyped_storage()._cdata in memories for x in results]
     # An operator of torch.library may not return its operand, as a Function that returns `x.view_as(x)` does.
-    for i, aliases in enumerate(called.copied):
+    for i, aliases in enumerate(function_call.copied):
         if aliases:
             results[i] = results[i].clone()
     # In a proof operands are float64, and a Function that says `.half()` would give back the precision of the capture.
-    if any(x.dtype != d for x, d in zip(xs, called.dtypes, strict=True)):
+    if any(x.dtype != d for x, d in zip(xs, function_call.dtypes, strict=True)):
         for i, x in enumerate(results):
             if x.is_floating_point() and x.itemsize > 1:
                 results[i] = x.to(torch.float64)
@@ -149,9 +150,15 @@ def _kind_of(x: Any) -> Any:
     return TENSOR if isinstance(x, Tensor) else x
 
 
-_changed: Any = torch.autograd.Function.apply.__func__
+_writable_apply: Any = torch.autograd.Function.apply.__func__
 # `Function.apply` as torch has it, also while its code is another.
-apply = FunctionType(_changed.__code__, _changed.__globals__, "apply", _changed.__defaults__, _changed.__closure__)
+apply = FunctionType(
+    _writable_apply.__code__,
+    _writable_apply.__globals__,
+    "apply",
+    _writable_apply.__defaults__,
+    _writable_apply.__closure__,
+)
 
 
 @contextmanager
@@ -167,12 +174,12 @@ def functions_as(call: Callable[..., Any]) -> Iterator[None]:
     def with_cell(__class__: Any) -> Callable[..., Any]:  # code with as many free variables as the original's
         return lambda cls, *args, **kwargs: (__class__, _autotp_call)[1](cls, *args, **kwargs)  # type: ignore[name-defined]  # noqa: F821
 
-    own, names = _changed.__code__, _changed.__globals__
-    names["_autotp_call"], _changed.__code__ = call, with_cell(None).__code__
+    own, names = _writable_apply.__code__, _writable_apply.__globals__
+    names["_autotp_call"], _writable_apply.__code__ = call, with_cell(None).__code__
     try:
         yield
     finally:
-        _changed.__code__ = own
+        _writable_apply.__code__ = own
         del names["_autotp_call"]
 
 

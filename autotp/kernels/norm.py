@@ -104,7 +104,8 @@ def _launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad = torch.zeros_like(x) if grad is None else grad
     to_x, sums = norm_triton.backward(grad, extra, x, stats, weight, bias is not None, centred)
-    to_weight, to_bias = (_gradient_of(v, stats if v is None else sums[i]) for i, v in enumerate((weight, bias)))
+    to_weight = _gradient_of(weight, stats if weight is None else sums[0])
+    to_bias = _gradient_of(bias, stats if bias is None else sums[1])
     return to_x, to_weight, to_bias
 
 
@@ -136,7 +137,8 @@ def _fake_add(x: Tensor, residual: Tensor, *options: Any) -> tuple[Tensor, Tenso
 def _fake_backward(
     grad: Any, extra: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tensor | None, centred: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    to_weight, to_bias = (stats.new_empty(0) if v is None else empty_like(v) for v in (weight, bias))
+    to_weight = stats.new_empty(0) if weight is None else empty_like(weight)
+    to_bias = stats.new_empty(0) if bias is None else empty_like(bias)
     return empty_like(x), to_weight, to_bias
 
 
@@ -159,7 +161,8 @@ def _keep(ctx: Any, x: Tensor, stats: Tensor, weight: Tensor | None, bias: Tenso
 def _gradients(ctx: Any, grad: Tensor | None, extra: Tensor | None) -> tuple[Any, ...]:
     x, stats, weight, bias = ctx.saved_tensors  # once: a checkpoint gives them once
     to_x, to_weight, to_bias = OPS.norm_backward(grad, extra, x, stats, weight, bias, ctx.centred)
-    return to_x, None if weight is None else to_weight, None if bias is None else to_bias
+    to_weight = None if weight is None else to_weight
+    return to_x, to_weight, None if bias is None else to_bias
 
 
 def _gradient(ctx: Any, grad: Tensor | None, _: Any) -> tuple[Any, ...]:

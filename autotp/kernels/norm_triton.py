@@ -205,7 +205,9 @@ def forward(
     n, columns = rows.shape
     stats = torch.empty((2, n), dtype=torch.float32, device=x.device)
     whole, compiled = _block(columns, WHOLE)
-    vectors = [x if v is None else v.contiguous() for v in (weight, bias)]
+    vectors = [x, x]
+    for i, v in enumerate((weight, bias)):
+        vectors[i] = x if v is None else v.contiguous()
     if n:
         (_forward if whole else _forward_in_pieces)[tiles(n, compiled["ROWS"]),](
             rows, other, *vectors, out, total, stats, n, columns, eps, rows.stride(0), other.stride(0),

@@ -29,8 +29,8 @@ def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Ten
         score - most.
     """
     shifted = _shifted(scores, most)
-    known = (target >= 0) & (target < scores.shape[1])
-    own = torch.where(known, shifted.gather(1, torch.where(known, target, 0).unsqueeze(1)).squeeze(1), 0)
+    in_range = (target >= 0) & (target < scores.shape[1])
+    own = torch.where(in_range, shifted.gather(1, torch.where(in_range, target, 0).unsqueeze(1)).squeeze(1), 0)
     sums = [own, shifted.sum(1)] if total else [own]
     return torch.stack([shifted.exp_().sum(1), *sums])
 
@@ -38,8 +38,8 @@ def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Ten
 def class_sums_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
     """The gradient of `class_sums` for the scores; the exponentials are computed again rather than kept."""
     out = _shifted(scores, most).exp_().mul_(grad[0].unsqueeze(1))
-    known = (target >= 0) & (target < scores.shape[1])
-    out.scatter_add_(1, torch.where(known, target, 0).unsqueeze(1), torch.where(known, grad[1], 0).unsqueeze(1))
+    in_range = (target >= 0) & (target < scores.shape[1])
+    out.scatter_add_(1, torch.where(in_range, target, 0).unsqueeze(1), torch.where(in_range, grad[1], 0).unsqueeze(1))
     return (out.add_(grad[2].unsqueeze(1)) if total else out).to(scores.dtype).contiguous()
 
 
@@ -105,8 +105,8 @@ def counter_uniform(
         index = index + (here * stride).view(-1, *[1] * (len(size) - d - 1))
         stride = stride * whole[d]
     bits = 53 if dtype == torch.float64 else 24
-    drawn = mixed(index + seed * GOLDEN).bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
-    return (drawn.to(torch.float64 if bits == 53 else WIDE) * 2.0**-bits).to(dtype).expand(list(size))
+    integers = mixed(index + seed * GOLDEN).bitwise_right_shift_(64 - bits).bitwise_and_((1 << bits) - 1)
+    return (integers.to(torch.float64 if bits == 53 else WIDE) * 2.0**-bits).to(dtype).expand(list(size))
 
 
 def mixed(index: Tensor) -> Tensor:

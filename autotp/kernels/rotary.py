@@ -57,7 +57,8 @@ def _run(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool, dtype: torch.dt
     x = x.view(*[1] * (MOST_DIMS - x.ndim), *x.shape)
     first, second, rows, width = x.shape
     shared = _shared(x, cos)
-    cos, sin = (table.expand(first, second, rows, width // 2 if shared else width) for table in (cos, sin))
+    columns = width // 2 if shared else width
+    cos, sin = (table.expand(first, second, rows, columns) for table in (cos, sin))
     pairs = power_of_two(width // 2, width)
     block = power_of_two(rows, max(TILE // pairs, 1))
     _rotate[(first * second * tiles(rows, block),)](
@@ -166,7 +167,8 @@ def _gradient(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 
 def _summed(grad: Tensor, like: Tensor, interleaved: bool) -> Tensor:
     if _shared(grad, like):
-        grad = grad.unflatten(-1, (-1, 2) if interleaved else (2, -1)).sum(-1 if interleaved else -2)
+        pairs, dim = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+        grad = grad.unflatten(-1, pairs).sum(dim)
     return grad.sum_to_size(like.shape).to(like.dtype)
 
 

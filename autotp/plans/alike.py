@@ -46,31 +46,34 @@ def unfold(data: Any) -> list[Any]:
     Raises:
         TypeError, ValueError, KeyError: it did not, or they are too many.
     """
-    found: dict[int, Any] = {}
+    records: dict[int, Any] = {}
     room = LARGEST
     for entry in data:
         pattern, places = entry["like"], _numbers(entry["at"])
         columns = [_numbers(column) for column in entry.get("numbers", ())]
         room -= len(json.dumps(pattern)) * len(places)
-        if room < 0 or len(found) + len(places) > MOST:
+        if room < 0 or len(records) + len(places) > MOST:
             raise ValueError("more records than a plan has")
         for place, row in zip(places, zip(*columns, strict=True) if columns else [()] * len(places), strict=True):
-            if place in found:
+            if place in records:
                 raise ValueError(f"record {place} is there twice")
             values = iter(row)
-            found[place] = _filled(pattern, values) if columns else pattern
+            records[place] = _filled(pattern, values) if columns else pattern
             if next(values, None) is not None:
                 raise ValueError(f"more numbers than {str(pattern)[:40]!r} has places for")
-    if sorted(found) != list(range(len(found))):
+    if sorted(records) != list(range(len(records))):
         raise ValueError("a record is missing")
-    return [found[i] for i in range(len(found))]
+    return [records[i] for i in range(len(records))]
 
 
 def _entry(pattern: Any, places: list[int], rows: list[list[int]]) -> dict[str, Any]:
     """A pattern with what differs between its records; numbers that are the same in all stand in it."""
     columns = list(zip(*rows, strict=True))
-    same = [column[0] if len(set(column)) == 1 else HOLE for column in columns]
-    varying = [_runs(column) for column in columns if len(set(column)) > 1]
+    same, varying = [], []
+    for column in columns:
+        equal = len(set(column)) == 1
+        same.append(column[0] if equal else HOLE)
+        varying += [] if equal else [_runs(column)]
     entry = {"like": _filled(pattern, iter(same)) if columns else pattern, "at": _runs(places)}
     return {**entry, "numbers": varying} if varying else entry
 
@@ -87,7 +90,9 @@ def _pierced(x: Any, numbers: list[int]) -> Any:
         return HOLE
     if isinstance(x, dict):
         return {key: _pierced(x[key], numbers) for key in sorted(x)}
-    return [_pierced(y, numbers) for y in x] if isinstance(x, list | tuple) else x
+    if isinstance(x, list | tuple):
+        return [_pierced(y, numbers) for y in x]
+    return x
 
 
 def _filled(x: Any, numbers: Iterator[Any]) -> Any:
@@ -96,14 +101,16 @@ def _filled(x: Any, numbers: Iterator[Any]) -> Any:
         return _next(numbers) if x == HOLE else re.sub(HOLE, lambda _: str(_next(numbers)), x)
     if isinstance(x, dict):
         return {key: _filled(x[key], numbers) for key in sorted(x)}
-    return [_filled(y, numbers) for y in x] if isinstance(x, list) else x
+    if isinstance(x, list):
+        return [_filled(y, numbers) for y in x]
+    return x
 
 
 def _next(numbers: Iterator[Any]) -> Any:
-    found = next(numbers, None)
-    if found is None:
+    number = next(numbers, None)
+    if number is None:
         raise ValueError("fewer numbers than places for them")
-    return found
+    return number
 
 
 def _runs(numbers: Sequence[int]) -> list[Any]:

@@ -198,13 +198,16 @@ class Layer:
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
         """Its parts: attention, feed-forward, and the rest; those that it has."""
-        parts = [sublayer(name, (step for step in self.steps if step.part == name)) for name in NAMED]
-        return tuple(part for part in parts if part.seconds)
+        parts = []
+        for name in NAMES:
+            part = sublayer(name, [step for step in self.steps if step.part == name])
+            parts += [part] if part.seconds else []
+        return tuple(parts)
 
 
 REST, OUTSIDE = "rest", "outside"
 PARTS = {"attention": "attention", "mlp": "feed-forward", "experts": "feed-forward"}  # kind of block -> sublayer
-NAMED = (*dict.fromkeys(PARTS.values()), REST)
+NAMES = (*dict.fromkeys(PARTS.values()), REST)
 
 
 def sublayer(name: str, steps: Iterable[Timed]) -> Sublayer:

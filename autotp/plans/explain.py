@@ -119,15 +119,15 @@ class _Explainer:
     parameter: Parameter
 
     def run(self) -> Explanation:
-        asked = self.builder.user.parameters.get(self.parameter.name)
-        pins = {k: v for k, v in self.builder.pins.items() if asked is None or k != asked.key}
+        pin = self.builder.user.parameters.get(self.parameter.name)
+        pins = {k: v for k, v in self.builder.pins.items() if pin is None or k != pin.key}
         free = replace(self.builder, pins=pins)
         problem, heads = free.build()
         leaf = next(n for n, x in free.leaves.items() if x.name == self.parameter.name)
         at = heads.index(free.same[leaf])
         alternatives = [self._alternative(problem, at, k) for k in range(len(problem.items[at].choices))]
         alternatives.sort(key=lambda a: (not a.chosen, bool(a.why), a.seconds, a.layout))
-        binds = f"{asked} by the user" if asked is not None else self._binds(alternatives)
+        binds = f"{pin} by the user" if pin is not None else self._binds(alternatives)
         equals = problem.items[at].count
         changes = tuple(self._changes(alternatives))
         return Explanation(self.parameter.name, equals, _choice(self.parameter), tuple(alternatives), binds, changes)
@@ -137,24 +137,24 @@ class _Explainer:
         item = problem.items[at]
         choice = item.choices[k]
         layout, mine = choice.outs[0], choice.parameter_bytes * item.count
-        chosen = layout == self.parameter.layout
+        own = layout == self.parameter.layout
         one = replace(item, choices=[choice])
         try:
-            got: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
+            solution: Solution = solve(replace(problem, items=[*problem.items[:at], one, *problem.items[at + 1 :]]))
         except PlanError as e:
-            return Alternative(_words(layout), chosen, mine, why=f"no such plan: {str(e).splitlines()[0]}")
-        return Alternative(_words(layout), chosen, mine, got.seconds, got.parameter_bytes)
+            return Alternative(_words(layout), own, mine, why=f"no such plan: {str(e).splitlines()[0]}")
+        return Alternative(_words(layout), own, mine, solution.seconds, solution.parameter_bytes)
 
     def _binds(self, alternatives: Sequence[Alternative]) -> str:
         """The constraint that keeps a faster placement away."""
-        chosen = alternatives[0]
-        faster = [a for a in alternatives[1:] if not a.why and a.seconds < chosen.seconds * (1 - SAME)]
+        choice = alternatives[0]
+        faster = [a for a in alternatives[1:] if not a.why and a.seconds < choice.seconds * (1 - SAME)]
         limit = self.plan.totals.least_parameter_bytes * SLACK
         if faster:
             best = faster[0]
             return (
                 f"parameters per rank come before time: {best.layout} would save "
-                f"{1 - best.seconds / chosen.seconds:.2%} of the step, but the rank would hold "
+                f"{1 - best.seconds / choice.seconds:.2%} of the step, but the rank would hold "
                 f"{amount(best.plan_parameter_bytes)} of parameters, and {SLACK} times the least are {amount(limit)}"
             )
         if self.builder.memory is not None and any("memory=" in a.why for a in alternatives):
@@ -169,9 +169,9 @@ class _Explainer:
     def _changes(self, alternatives: Sequence[Alternative]) -> Iterator[str]:
         """Changes that would change the choice: another degree, where heads do not fit this one."""
         tp, same = self.plan.tp, self.builder.same
-        known = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
+        operators = {n: (op, self.builder.rules[n]) for n, op in self.builder.ops.items()}
         leaf = next(n for n, x in self.builder.leaves.items() if x.name == self.parameter.name)
-        for block in find_blocks(self.builder.program, same, known):
+        for block in find_blocks(self.builder.program, same, operators):
             if leaf not in block.parameters or block.heads is None:
                 continue
             count, kv = block.heads.count, block.heads.kv
@@ -231,7 +231,9 @@ class Comparison:
         parts: list[RenderableType] = [_rows(("", *self.names), self.totals)]
         if self.collectives:
             parts += [Text(), _rows(("collectives", "", *self.names), self.collectives)]
-        rows = [(f"{n} x {k}" if k > 1 else n, a, b) for n, k, a, b in self.parameters]
+        rows = []
+        for name, count, a, b in self.parameters:
+            rows.append((f"{name} x {count}" if count > 1 else name, a, b))
         parts += [Text(), _rows(("parameters", *self.names), rows) if rows else Text("every parameter lies the same")]
         return Group(*parts)
 
@@ -268,13 +270,15 @@ def _totals(one: Plan, other: Plan) -> Iterator[tuple[str, str, str]]:
 
 def _parameters(one: Plan, other: Plan) -> Iterator[tuple[str, int, str, str]]:
     """Parameters that lie differently, those of equal blocks as one."""
-    sides = [{p.name: p for p in plan.parameters} for plan in (one, other)]
+    first = {p.name: p for p in one.parameters}
+    second = {p.name: p for p in other.parameters}
     groups: Counter[tuple[str, str, str]] = Counter()
-    for name in dict.fromkeys([*sides[0], *sides[1]]):
-        units = one.tp == other.tp
-        a, b = (_choice(side[name], units) if name in side else "not there" for side in sides)
+    units = one.tp == other.tp
+    for name in dict.fromkeys([*first, *second]):
+        a = _choice(first[name], units) if name in first else "not there"
+        b = _choice(second[name], units) if name in second else "not there"
         if a != b:
-            here = sides[0].get(name) or sides[1][name]
+            here = first.get(name) or second[name]
             groups[here.first or name, a, b] += 1
     yield from ((name, count, a, b) for (name, a, b), count in groups.items())
 
@@ -283,14 +287,14 @@ def _collectives(one: Plan, other: Plan) -> Iterator[tuple[str, str, str, str]]:
     """Primitives whose calls or bytes differ."""
     sides = []
     for plan in (one, other):
-        sent: dict[tuple[str, str], list[float]] = defaultdict(list)
+        sizes: dict[tuple[str, str], list[float]] = defaultdict(list)
         for c in plan.collectives:
             ways = ("forward", c.forward, c.forward_bytes), ("backward", c.backward, c.backward_bytes)
             for way, primitive, size in ways:
                 if primitive:
-                    sent[primitive, way].append(size)
-        sides.append(sent)
+                    sizes[primitive, way].append(size)
+        sides.append(sizes)
     for key in dict.fromkeys([*sides[0], *sides[1]]):
-        a, b = (f"{len(sent[key])} calls, {amount(sum(sent[key]))}" for sent in sides)
+        a, b = (f"{len(sizes[key])} calls, {amount(sum(sizes[key]))}" for sizes in sides)
         if a != b:
             yield (key[0].replace("_", "-"), key[1], a, b)

@@ -44,7 +44,8 @@ class MeshRow:
 
     def share(self, *names: str) -> float:
         """The part of the step that these of its times are."""
-        return sum(self.times[name] for name in names) / self.seconds if self.seconds else 0.0
+        part = sum(self.times[name] for name in names)
+        return part / self.seconds if self.seconds else 0.0
 
     @property
     def call(self) -> str:

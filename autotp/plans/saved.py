@@ -119,7 +119,10 @@ def _fields(plan: Plan) -> dict[str, Any]:
     for key in ("totals", "memory", "batch"):
         out[key] = {file_name(type(out[key]), k): v for k, v in asdict(out[key]).items()}
     for key in ("parameters", "collectives", "blocks", "degrees"):
-        out[key] = [{k: getattr(r, k) for k in r.__dataclass_fields__} for r in out[key]]
+        records = []
+        for r in out[key]:
+            records.append({k: getattr(r, k) for k in r.__dataclass_fields__})
+        out[key] = records
     out["decisions"] = [[n, list(d.ins), list(d.outs), d.factor, d.loop] for n, d in plan.decisions.items()]
     out["states"], out["tables"] = list(plan.states.items()), list(plan.tables.items())
     out["layer"] = plan.layer and asdict(plan.layer)
@@ -175,4 +178,4 @@ def _read_layer(data: dict[str, Any] | None) -> Layer | None:
 
 
 def _tuples(record: dict[str, Any]) -> dict[str, Any]:
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in record.items()}
+    return record | {k: tuple(v) for k, v in record.items() if isinstance(v, list)}

@@ -10,16 +10,17 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
-from autotp.ir.graph import Value, resolve, short_name
+from autotp.ir.graph import resolve, short_name
 from autotp.ir.layouts import Groups, I, Layout, R, Size
 from autotp.ir.marks import mark
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.ir.specs import Spec
 
-from .numerics import backward, has_grad, largest, layout_error, loss, own_leaf, weighted, weights
+from .expected import Expected, expect, watched
+from .numerics import largest, layout_error, loss, own_leaf, weighted, weights
 from .report import TOLERANCE, Difference, Report
-from .simulate import StepError, Values, promoted, reference, run
+from .simulate import StepError, Values, promoted, run
 
 
 def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
@@ -36,43 +37,13 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     """
     given, drawn = values.doubled(), torch.get_rng_state()
     with promoted(planned.program.graph, sharded.graph):
-        expected = _expect(planned, given)
+        leaves = {n: own_leaf(v, n in planned.grads) for n, v in given.items()}
+        expected = expect(planned.program.graph, leaves, planned.program.mutations)
         torch.set_rng_state(drawn)  # the ranks draw what the original drew
         proof = _Proof(planned, sharded, _bind(planned, given), expected, given)
         difference, inside = proof.run()
     errors = proof.output_error, proof.gradient_error, 0.0
     return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed, inside=inside)
-
-
-@dataclass
-class _Expected:
-    """What the captured graph computes; gradients are in the tensors' `grad`."""
-
-    values: dict[Value, Tensor]
-    outputs: list[Any]
-    largest: float  # of all gradients: one that is small beside it may be zero but for rounding
-    failed: str  # why there are no gradients
-    written: dict[int, Tensor]  # position of an output -> what a buffer or input has after the backward
-
-
-def _expect(planned: Planned, given: Mapping[fx.Node, Any]) -> _Expected:
-    leaves = {n: own_leaf(v, n in planned.grads) for n, v in given.items()}
-    values: dict[Value, Tensor] = {}
-
-    def keep(node: fx.Node, value: Any) -> None:
-        for i, v in enumerate(value if isinstance(value, list | tuple) else [value]):
-            if isinstance(v, Tensor):
-                values[node, i] = _watched(v)
-
-    outputs = compat.tree_leaves(reference(planned.program.graph, leaves, keep))
-    written = {i: v for i, v in enumerate(outputs) if i in planned.program.mutations and isinstance(v, Tensor)}
-    before = {id(v): v.clone() for v in written.values() if not v.requires_grad}  # a backward may write to it too
-    values = {key: before.get(id(v), v) for key, v in values.items()}
-    outputs = [before.get(id(v), v) for v in outputs]
-    failed = backward(loss(outputs))
-    graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if has_grad(v)]
-    top = max(map(largest, graded), default=0.0)
-    return _Expected(values, outputs, top, failed, written)
 
 
 def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:
@@ -87,7 +58,7 @@ class _Proof:
     planned: Planned
     sharded: Sharded
     sizes: Mapping[str, int]
-    expected: _Expected
+    expected: Expected
     given: Mapping[fx.Node, Any]
     held: dict[fx.Node, list[Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
@@ -136,7 +107,7 @@ class _Proof:
 
     def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
         if node in self.sharded.origin:
-            self.held[node] = [_watched(v) for v in ranks]
+            self.held[node] = [watched(v) for v in ranks]
 
     def _spec(self, layout: Layout, node: fx.Node | None = None) -> Spec:
         def number(size: Size | Groups) -> Any:
@@ -282,9 +253,3 @@ def _onwards(node: fx.Node) -> list[fx.Node]:
     """The node and those after it: what a rule writes for an operator comes just before its result."""
     nodes = list(node.graph.nodes)
     return nodes[nodes.index(node) :]
-
-
-def _watched(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.requires_grad:
-        value.retain_grad()
-    return value

@@ -16,9 +16,10 @@ from autotp.ir.layouts import I, Layout, R
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
 
-from .numerics import backward, has_grad, largest, layout_error, loss, own_leaf, relative, weighted, weights
+from .expected import expect
+from .numerics import has_grad, layout_error, loss, own_leaf, relative, weighted, weights
 from .report import TOLERANCE, Difference, Report
-from .simulate import StepError, Values, promoted, reference, run
+from .simulate import StepError, Values, promoted, run
 
 
 @dataclass
@@ -56,7 +57,8 @@ class GridProof:
         given = self.values.doubled()
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
         leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
-        expected = _tensors(reference(self.whole.graph, leaves, lambda node, value: None))
+        original = expect(self.whole.graph, leaves, self.whole.mutations)
+        expected = _tensors(original.outputs)
         held = self.leaves()
         try:
             found = [_tensors(o) for o in run(self.sharded, tp, held, outer=self.cp)]
@@ -65,14 +67,13 @@ class GridProof:
         off = max((self._output_error([r[i] for r in found], x, i) for i, x in enumerate(expected)), default=0.0)
         if not off <= TOLERANCE:
             return self._report(off, 0.0, len(expected), _difference("forward", "an output", off))
-        failed = backward(loss(expected))  # which may write to what a buffer becomes
         torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(found)]).sum().backward()
-        top = max((largest(v.grad) for v in leaves.values() if has_grad(v)), default=0.0)
-        errors = {n.name: self._gradient_error(n, held[new], leaves[n], top) for n, new in self._pairs() if n in graded}
+        pairs = [pair for pair in self._pairs() if pair[0] in graded]
+        errors = {n.name: self._gradient_error(n, held[new], leaves[n], original.largest) for n, new in pairs}
         name = max(errors, key=lambda n: errors[n], default="")
         worst = errors.get(name, 0.0)
         bad = None if worst <= TOLERANCE else _difference("backward", f"the gradient of {name}", worst)
-        return self._report(off, worst, len(expected) + len(errors), bad, failed)
+        return self._report(off, worst, len(expected) + len(errors), bad, original.failed)
 
     def _report(self, out: float, grad: float, count: int, difference: Difference | None, failed: str = "") -> Report:
         return Report(self.planned.tp, None, out, grad, 0.0, count, difference, forward_only=failed, cp=self.cp)

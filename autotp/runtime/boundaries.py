@@ -47,7 +47,8 @@ class Flow:
 
 def flows(nodes: Sequence[fx.Node], parameters: Set[fx.Node]) -> list[Flow]:
     """Of the values that flow there."""
-    origins, layouts = [_origin(n) for n in nodes], [mark(n).layout or I for n in nodes]
+    origins = list(map(_origin, nodes))
+    layouts = [mark(n).layout or I for n in nodes]
     firsts: dict[fx.Node, int] = {}
     for i, (node, origin) in enumerate(zip(nodes, origins, strict=True)):
         hidden = origin in parameters or not isinstance(node.meta.get("val"), Tensor)
@@ -102,39 +103,51 @@ class Boundary:
         """Whether a hook would see something else than the whole."""
         return any(not flow.shown or flow.layout != I for flow in (*self.takes, *self.gives))
 
-    def shown(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
-        """What a hook sees of these values; `graded`: of their gradients."""
-        out: dict[int, Any] = {}
-        shown = {flow.place for flow in flows if flow.shown}
-        for value, flow in zip(values, flows, strict=True):
-            if flow.place in shown and (flow.shown or graded):
-                whole, before = self._whole(value, self._spec(value, flow, graded)), out.get(flow.place)
-                out[flow.place] = whole if before is None else before if whole is None else before + whole
-        return tuple(out[place] for place in dict.fromkeys(f.place for f in flows if f.shown))
+    def whole_values(self, values: Sequence[Any], flows: Sequence[Flow], graded: bool = False) -> tuple[Any, ...]:
+        """What a hook sees of these values.
 
-    def taken(
-        self, values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any], new: Any,
-        kept: Set[int] | None = None, graded: bool = False,
+        Args:
+            values, flows: those at the boundary, this rank's part of each. graded: whether these are gradients.
+        """
+        out: dict[int, Any] = {}
+        places = {flow.place for flow in flows if flow.shown}
+        for value, flow in zip(values, flows, strict=True):
+            if flow.place in places and (flow.shown or graded):
+                whole, before = self._whole(value, self._spec(value, flow, graded)), out.get(flow.place)
+                if before is None or whole is None:
+                    out[flow.place] = whole if before is None else before
+                else:
+                    out[flow.place] = before + whole
+        places = dict.fromkeys(f.place for f in flows if f.shown)
+        return tuple(out[place] for place in places)
+
+    def with_replaced(
+        self, values: Sequence[Any], flows: Sequence[Flow], before: Sequence[Any], new: Any,
+        unwritten: Set[int] | None = None, graded: bool = False,
     ) -> tuple[Any, ...]:  # fmt: skip
         """The values, with what a hook put in the place of those that it saw.
 
         Args:
-            values, flows: those at the boundary. seen: what the hook saw; new: what it gave.
-            kept: places in `seen` to which it did not write; None for all.
+            values, flows: those at the boundary. before: what the hook saw; new: what it gave.
+            unwritten: places in `before` to which it did not write; None for all.
             graded: whether these are gradients.
 
         Raises:
             StateError: it gave another number of values.
         """
-        given = tuple(new) if isinstance(new, tuple | list) else (new,)
-        if len(given) != len(seen):
+        gives = tuple(new) if isinstance(new, tuple | list) else (new,)
+        if len(gives) != len(before):
             raise StateError(
-                f"a hook on {self.path} returned {len(given)} values in the place of {len(seen)}: those that flow "
+                f"a hook on {self.path} returned {len(gives)} values in the place of {len(before)}: those that flow "
                 "there in the captured graph. Return as many."
             )
         places = dict.fromkeys(flow.place for flow in flows if flow.shown)
-        pairs = enumerate(zip(places, seen, given, strict=True))
-        new_at = {p: made for i, (p, old, made) in pairs if made is not old or (kept is not None and i not in kept)}
+        pairs = enumerate(zip(places, before, gives, strict=True))
+        new_at = {
+            p: value
+            for i, (p, old, value) in pairs
+            if value is not old or (unwritten is not None and i not in unwritten)
+        }
         out = []
         for value, flow in zip(values, flows, strict=True):
             if flow.place not in new_at:
@@ -224,28 +237,31 @@ def gathers(module: Any) -> bool:
 
 def _versions(values: Sequence[Any]) -> list[Any]:
     """By which writes to the values are seen afterwards."""
-    return [_version(v) if isinstance(v, Tensor) else None for v in values]
+    out: list[Any] = []
+    for v in values:
+        out.append(_version(v) if isinstance(v, Tensor) else None)
+    return out
 
 
 def _version(value: Tensor) -> Any:
     return value.clone() if value.is_inference() else value._version
 
 
-def _kept(values: Sequence[Any], before: Sequence[Any]) -> set[int]:
+def _unwritten_places(values: Sequence[Any], before: Sequence[Any]) -> set[int]:
     """The places of values that were not written to."""
-    return {i for i, (v, was) in enumerate(zip(values, before, strict=True)) if not _written(v, was)}
+    return {i for i, (v, was) in enumerate(zip(values, before, strict=True)) if not _writes_to(v, was)}
 
 
-def _written(value: Any, before: Any) -> bool:
+def _writes_to(value: Any, before: Any) -> bool:
     if isinstance(before, Tensor):
         return not torch.equal(value, before)
     return isinstance(value, Tensor) and value._version != before
 
 
-def _grade(values: Sequence[Any], flows: Sequence[Flow], seen: Sequence[Any]) -> None:
+def _grade(values: Sequence[Any], flows: Sequence[Flow], wholes: Sequence[Any]) -> None:
     """Let values need gradients where a hook said so of what it saw."""
-    shown = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
-    for value, whole in zip(shown, seen, strict=True):
+    locals_ = [v for v, flow in zip(values, flows, strict=True) if flow.shown]
+    for value, whole in zip(locals_, wholes, strict=True):
         if isinstance(whole, Tensor) and whole.requires_grad and not value.requires_grad:
             value.requires_grad_()
 
@@ -256,17 +272,18 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
     @_shows_whole
     def run(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
-        seen = args if boundary is None else boundary.shown(args, boundary.takes)
-        before = _versions(seen)
-        new = hook(module, seen, rest) if with_kwargs else hook(module, seen)
-        kept = _kept(seen, before)
-        if new is None and (boundary is None or len(kept) == len(seen)):
+        wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
+        before = _versions(wholes)
+        new = hook(module, wholes, rest) if with_kwargs else hook(module, wholes)
+        unwritten = _unwritten_places(wholes, before)
+        if new is None and (boundary is None or len(unwritten) == len(wholes)):
             return None
         if new is not None and with_kwargs:
             new, rest = new
-        new = seen if new is None else new if isinstance(new, tuple) else (new,)
-        taken = new if boundary is None else boundary.taken(args, boundary.takes, seen, new, kept)
-        return taken, rest | {k: v for k, v in kwargs.items() if k == "program"}
+        new = wholes if new is None else new
+        new = new if isinstance(new, tuple) else (new,)
+        arguments = new if boundary is None else boundary.with_replaced(args, boundary.takes, wholes, new, unwritten)
+        return arguments, rest | {k: v for k, v in kwargs.items() if k == "program"}
 
     return run
 
@@ -282,16 +299,21 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
             return hook(module, args, *options, output)
         several = len(boundary.gives) > 1
         values: tuple[Any, ...] = output if several else (output,)
-        seen = boundary.shown(values, boundary.gives)
-        before = _versions(seen)
-        new = hook(module, boundary.shown(args, boundary.takes), *options, seen[0] if len(seen) == 1 else seen)
-        kept = _kept(seen, before)
-        if new is None and len(kept) == len(seen):
-            _grade(values, boundary.gives, seen)
+        wholes = boundary.whole_values(values, boundary.gives)
+        before = _versions(wholes)
+        new = hook(
+            module, boundary.whole_values(args, boundary.takes), *options, wholes[0] if len(wholes) == 1 else wholes
+        )
+        unwritten = _unwritten_places(wholes, before)
+        if new is None and len(unwritten) == len(wholes):
+            _grade(values, boundary.gives, wholes)
             return None
-        new = seen if new is None else new if len(seen) > 1 else (new,)
-        taken = boundary.taken(values, boundary.gives, seen, new, kept)
-        return taken if several else taken[0]
+        if new is None:
+            new = wholes
+        elif len(wholes) <= 1:
+            new = (new,)
+        results = boundary.with_replaced(values, boundary.gives, wholes, new, unwritten)
+        return results if several else results[0]
 
     return run
 
@@ -300,12 +322,12 @@ def after_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A full backward hook that is shown gradients of whole values."""
 
     def run(module: Any, to: tuple[Any, ...], of: tuple[Any, ...]) -> Any:
-        boundary = _called(module)
+        boundary = _one_call(module)
         if boundary is None:
             return hook(module, to, of)
-        seen = boundary.shown(to, boundary.takes, graded=True)
-        new = hook(module, seen, boundary.shown(of, boundary.gives, graded=True))
-        return None if new is None else boundary.taken(to, boundary.takes, seen, new, graded=True)
+        wholes = boundary.whole_values(to, boundary.takes, graded=True)
+        new = hook(module, wholes, boundary.whole_values(of, boundary.gives, graded=True))
+        return None if new is None else boundary.with_replaced(to, boundary.takes, wholes, new, graded=True)
 
     return run
 
@@ -314,12 +336,12 @@ def before_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pre-hook that is shown gradients of whole values."""
 
     def run(module: Any, of: tuple[Any, ...]) -> Any:
-        boundary = _called(module)
+        boundary = _one_call(module)
         if boundary is None:
             return hook(module, of)
-        seen = boundary.shown(of, boundary.gives, graded=True)
-        new = hook(module, seen)
-        return None if new is None else boundary.taken(of, boundary.gives, seen, new, graded=True)
+        wholes = boundary.whole_values(of, boundary.gives, graded=True)
+        new = hook(module, wholes)
+        return None if new is None else boundary.with_replaced(of, boundary.gives, wholes, new, graded=True)
 
     return run
 
@@ -334,13 +356,13 @@ def note(module: Any, program: Any) -> None:
         module._calls_made[boundary.ways] = boundary
 
 
-def _called(module: Any) -> Boundary | None:
+def _one_call(module: Any) -> Boundary | None:
     """The boundary of the calls that a backward is of, which does not say of which it is."""
     module._backward_ran = True
-    made = [*module._calls_made.values()]
-    if len(made) > 1:
+    calls = [*module._calls_made.values()]
+    if len(calls) > 1:
         raise StateError(
-            f"a backward hook on {made[0].path}: before this backward it was called in several ways, of which the "
+            f"a backward hook on {calls[0].path}: before this backward it was called in several ways, of which the "
             "values lie differently. Hook the module around it, or a tensor in a forward hook."
         )
-    return made[0] if made and made[0].split else None
+    return calls[0] if calls and calls[0].split else None

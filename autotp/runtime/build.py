@@ -67,8 +67,8 @@ class Build:
 
     def decided(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
         """The plan, given or solved, once all ranks have the same model."""
-        told = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
-        agree(self.ranks and self.ranks.planners, "the model", told)
+        facts = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
+        agree(self.ranks and self.ranks.planners, "the model", facts)
         return self.plan or self._solve(captured, notes, inputs)
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
@@ -80,8 +80,8 @@ class Build:
         model, every = self.model, self.ranks and self.ranks.planners
         together(every, "fitting the plan to the model", lambda: _fits(model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
-        told = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
-        agree(every, "the plan", told)
+        facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
+        agree(every, "the plan", facts)
         if self.check is None:
             agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
@@ -109,8 +109,8 @@ class Build:
 
         def solve() -> Plan:
             cached = Cached.of(self.model, inputs, device, self.check_capture, self.request)
-            made = partial(solve_plan, options=self.options, name=name)
-            return cached.plan((self.options, name), lambda: (captured, notes), made, captured.digest())
+            by_options = partial(solve_plan, options=self.options, name=name)
+            return cached.plan((self.options, name), lambda: (captured, notes), by_options, captured.digest())
 
         solved = together(ranks, "planning", lambda: solve() if first else None)
         return broadcast(ranks, solved)  # type: ignore[return-value]
@@ -167,8 +167,11 @@ def _fits(model: nn.Module, plan: Plan) -> None:
 
 def _parameters(model: nn.Module, check: bool | None) -> dict[str, str]:
     """Names, shapes and dtypes; with `check` a hash of the values too."""
-    values = {n: state.fingerprint(p) if check and not p.is_meta else "" for n, p in model.named_parameters()}
-    return {f"parameter {n}": f"{tuple(p.shape)} {p.dtype} {values[n]}".strip() for n, p in model.named_parameters()}
+    out = {}
+    for n, p in model.named_parameters():
+        values = state.fingerprint(p) if check and not p.is_meta else ""
+        out[f"parameter {n}"] = f"{tuple(p.shape)} {p.dtype} {values}".strip()
+    return out
 
 
 def _few(model: nn.Module) -> dict[str, str]:

@@ -62,28 +62,34 @@ def form(bare: nn.Module, flat: Sequence[Any], spec: Any) -> tuple[Form, Inputs]
     Raises:
         InputError: the inputs do not fit `forward`.
     """
-    slots = compat.tree_unflatten([Slot(i) if isinstance(v, Tensor) else v for i, v in enumerate(flat)], spec)
-    inputs, _ = without_cache(bare, Inputs(*slots[0], **slots[1]), running=True)
-    leaves, shape = compat.tree_flatten(_named(bare.forward, inputs))
-    key = (shape, tuple(None if isinstance(x, Slot) else (type(x), x) for x in leaves))
+    slots: list[Any] = []
+    for i, v in enumerate(flat):
+        slots.append(Slot(i) if isinstance(v, Tensor) else v)
+    args, kwargs = compat.tree_unflatten(slots, spec)
+    inputs, _ = without_cache(bare, Inputs(*args, **kwargs), running=True)
+    leaves, shape = compat.tree_flatten(_by_name(bare.forward, inputs))
+    values: list[Any] = []
+    for x in leaves:
+        values.append(None if isinstance(x, Slot) else (type(x), x))
+    key = (shape, tuple(values))
     order = tuple(x.index for x in leaves if isinstance(x, Slot))
     whole = compat.tree_map(lambda x: flat[x.index] if isinstance(x, Slot) else x, (inputs.args, dict(inputs.kwargs)))
     return Form(key, order), Inputs(*whole[0], **whole[1])
 
 
-def _named(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
+def _by_name(forward: Callable[..., Any], inputs: Inputs) -> tuple[list[Any], dict[str, Any]]:
     """Arguments by name in the order of the signature, without those that equal their default."""
     bound = bind(forward, inputs)
     positional: list[Any] = []
-    named: dict[str, Any] = {}
+    by_name: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         parameter = bound.signature.parameters[name]
         if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
             positional += value
         elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
-            named |= dict(sorted(value.items()))
+            by_name |= dict(sorted(value.items()))
         elif value is not parameter.default:
-            named[name] = value
-    if named.get("use_cache") is False:  # captures are without a cache, said or unsaid
-        del named["use_cache"]
-    return positional, named
+            by_name[name] = value
+    if by_name.get("use_cache") is False:  # captures are without a cache, said or unsaid
+        del by_name["use_cache"]
+    return positional, by_name

@@ -33,7 +33,7 @@ from . import state
 from .boundaries import gathers
 from .changes import Changes
 from .programs import Program
-from .said import NEW, WRITTEN, Said, kind_of, parted, valued_apart, written_apart
+from .said import NEW, WROTE, CallMessage, kind_of, parted, valued_apart, written_apart
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
@@ -41,7 +41,7 @@ DIGESTS = 256
 
 
 @dataclass
-class Drawn:
+class RandomSource:
     """What random numbers of a forward come from.
 
     Attributes:
@@ -104,9 +104,9 @@ class Calls:
     def __deepcopy__(self, memo: dict[int, Any]) -> Calls:
         """Of another module, which begins to count."""
         shards, order, changes = deepcopy((self.shards, self.order, self.changes), memo)
-        made = Calls(shards, self.name, order, changes, self.values, "copy of ")
-        made.place = self.place
-        return made
+        copy = Calls(shards, self.name, order, changes, self.values, "copy of ")
+        copy.place = self.place
+        return copy
 
     @property
     def channel(self) -> Channel | None:
@@ -136,7 +136,9 @@ class Calls:
                 lost(error, self.channel.group)
             raise
 
-    def begin(self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None) -> tuple[bool, Drawn | None]:
+    def begin(
+        self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None
+    ) -> tuple[bool, RandomSource | None]:
         """Hold a forward against those of the other ranks. A collective call.
 
         Args:
@@ -150,34 +152,37 @@ class Calls:
         if channel is None:
             return program is None, None
         trained, versions = self._parameters()
-        written = self.versions is not None and versions != self.versions
+        weights_written = self.versions is not None and versions != self.versions
         self.versions = versions
-        flags = NEW * (program is None) + WRITTEN * written
+        flags = NEW * (program is None) + WROTE * weights_written
         exact, near = sampled(flat) if self.values else NOTHING
-        mine = Said(*self._digest(key, flat), trained, flags, *self._numbers(program), exact, tuple(near)).packed()
-        everyone = [Said.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
+        mine = CallMessage(
+            *self._digest(key, flat), trained, flags, *self._numbers(program), exact, tuple(near)
+        ).packed()
+        everyone = [CallMessage.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, flat, spec, how)
         self._compare(slices)
         own = slices[channel.rank // self.shards.tp]
-        return any(said.flags & NEW for said in own), _drawn(own) if program is not None else None
+        new = any(message.flags & NEW for message in own)
+        return new, _random_source(own) if program is not None else None
 
-    def numbers(self, program: Program) -> Drawn:
+    def numbers(self, program: Program) -> RandomSource:
         """What the random numbers of a forward come from, where its program was not known before. Collective."""
         seed, generator = self._numbers(program)
         if self.own is None or not (program.seeds or program.draws):
-            return Drawn(seed)
+            return RandomSource(seed)
         everyone = meet(self.own, f"random numbers of {self.what}", struct.pack("!q8s", seed, generator))
-        told = [struct.unpack("!q8s", one) for one in everyone]
-        return Drawn(told[0][0], len({one[1] for one in told}) > 1)
+        pairs = [struct.unpack("!q8s", one) for one in everyone]
+        return RandomSource(pairs[0][0], len({one[1] for one in pairs}) > 1)
 
     @contextlib.contextmanager
-    def running(self, drawn: Drawn) -> Iterator[None]:
+    def running(self, source: RandomSource) -> Iterator[None]:
         """While the program runs: random numbers are rank 0's, and a rank that is gone is named."""
         ranks, device = self.shards.ranks, self.shards.device
         own = theirs = None
-        if drawn.apart:
+        if source.apart:
             own = _generator(device)
             theirs = broadcast(ranks, own)
         try:
@@ -208,8 +213,8 @@ class Calls:
         if channel is None:
             return
         channel.leave()
-        given = {id(x) for x in inputs}
-        graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in given]
+        input_ids = {id(x) for x in inputs}
+        graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
         ticket = Ticket(channel, self.what)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
@@ -244,31 +249,31 @@ class Calls:
     def _differ(self, key: Any, flat: Sequence[Any], spec: Any, how: str) -> None:
         """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
         inputs = state.input_text(flat, spec, False)
-        told = {**inputs, **self.changes.told()}
-        told |= kind_of(flat) if how == "kind" else {}
+        facts = {**inputs, **self.changes.facts()}
+        facts |= kind_of(flat) if how == "kind" else {}
         for i, v in enumerate(flat):
             if isinstance(v, Tensor) and v.requires_grad:
-                told[f"gradient of input {i}"] = "wanted"
-        told["gradients"] = "on" if torch.is_grad_enabled() else "off"
-        training, told["dtypes"], told["autocast"] = key[0][0], str(key[0][1]), str(key[0][-1] or "off")
-        told["training"] = (
+                facts[f"gradient of input {i}"] = "wanted"
+        facts["gradients"] = "on" if torch.is_grad_enabled() else "off"
+        training, facts["dtypes"], facts["autocast"] = key[0][0], str(key[0][1]), str(key[0][-1] or "off")
+        facts["training"] = (
             str(training) if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules"
         )
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
-        told["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
-        told["hooks that see whole values"] = str(sum(map(gathers, self.order)))
+        facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
+        facts["hooks that see whole values"] = str(sum(map(gathers, self.order)))
         ranks = self.shards.ranks
-        agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", told)
+        agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")
 
-    def _compare(self, slices: Sequence[Sequence[Said]]) -> None:
+    def _compare(self, slices: Sequence[Sequence[CallMessage]]) -> None:
         """Refuse weights that were written on some ranks only, and other values of the inputs."""
-        if told := written_apart(slices):
-            raise RankError(f"Since the call before {self.what} the ranks have parted: {told}.\n{CAUSES}")
-        if told := valued_apart(slices):
+        if differences := written_apart(slices):
+            raise RankError(f"Since the call before {self.what} the ranks have parted: {differences}.\n{CAUSES}")
+        if differences := valued_apart(slices):
             raise RankError(
                 f"The tp ranks do not agree on the values of the inputs of {self.what} (a sum of whole numbers, and "
-                f"some others): {told}.\n{CAUSES} With check=False values of inputs are not looked at."
+                f"some others): {differences}.\n{CAUSES} With check=False values of inputs are not looked at."
             )
 
 
@@ -283,8 +288,8 @@ def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:
     return torch.get_rng_state()
 
 
-def _drawn(everyone: Sequence[Said]) -> Drawn:
-    return Drawn(everyone[0].seed, len({said.state for said in everyone}) > 1)
+def _random_source(everyone: Sequence[CallMessage]) -> RandomSource:
+    return RandomSource(everyone[0].seed, len({message.state for message in everyone}) > 1)
 
 
 def _short(value: Any) -> bytes:

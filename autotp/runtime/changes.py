@@ -49,32 +49,32 @@ def token(value: Any) -> Hashable:
 
 
 @dataclass
-class Lent:
+class AttributeValue:
     """Something of the original's that can be changed from within, such as its config, and was handed out."""
 
     watched: Watched
     name: str
     value: Any
-    seen: Any = None
+    contents: Any = None
     version: int = 0
 
     def __post_init__(self) -> None:
-        self.seen = contents(self.value)
+        self.contents = contents(self.value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Lent:
+    def __deepcopy__(self, memo: dict[int, Any]) -> AttributeValue:
         """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
         value = copy.deepcopy(self.value, memo) if isinstance(self.value, CONTAINERS) else self.value
-        return Lent(copy.deepcopy(self.watched, memo), self.name, value, version=self.version)
+        return AttributeValue(copy.deepcopy(self.watched, memo), self.name, value, version=self.version)
 
-    def changed(self) -> bool:
+    def has_changed(self) -> bool:
         """Whether it is another than when it was last asked."""
         now = contents(self.value)
         try:
-            same = bool(now == self.seen)
+            same = bool(now == self.contents)
         except (RuntimeError, ValueError):  # tensors and arrays in it
             same = True
         if not same:
-            self.seen, self.version = now, self.version + 1
+            self.contents, self.version = now, self.version + 1
         return not same
 
 
@@ -83,35 +83,35 @@ class Changes:
     """What was set on all parts of one sharded module."""
 
     parts: list[Watched] = field(default_factory=list)
-    lent: list[Lent] = field(default_factory=list)
-    made: Hashable = ()
+    values: list[AttributeValue] = field(default_factory=list)
+    last_key: Hashable = ()
     stale: bool = False
 
     def key(self) -> Hashable:
         """What a program is for, of all this; `()` where all is as it was."""
-        for lent in self.lent:
-            if lent.changed():
-                lent.watched.changed[WITHIN + lent.name] = lent.version
+        for value in self.values:
+            if value.has_changed():
+                value.watched.versions[WITHIN + value.name] = value.version
                 self.stale = True
         if self.stale:
-            found = ((w.path, n, t) for w in self.parts for n, t in sorted(w.changed.items()))
-            self.made, self.stale = tuple(found), False
-        return self.made
+            changes = ((w.path, n, t) for w in self.parts for n, t in sorted(w.versions.items()))
+            self.last_key, self.stale = tuple(changes), False
+        return self.last_key
 
-    def told(self) -> dict[str, str]:
+    def facts(self) -> dict[str, str]:
         """The same in words, for the ranks to compare."""
-        told = {}
+        texts = {}
         for watched in self.parts:
-            for name, found in watched.changed.items():
-                same = isinstance(found, tuple) and isinstance(found[1], Same)
-                told[f"attribute {watched.path}.{name}".replace(" .", " ")] = found[0].__name__ if same else str(found)
-        return told
+            for name, value in watched.versions.items():
+                same = isinstance(value, tuple) and isinstance(value[1], Same)
+                texts[f"attribute {watched.path}.{name}".replace(" .", " ")] = value[0].__name__ if same else str(value)
+        return texts
 
     def apply(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
         """Set the same on the modules of a skeleton; `modules` are these and the parts that stand for them."""
         for module, part in modules:
             watched = part.__dict__.get("_watched")
-            for key in watched.changed if watched is not None else ():
+            for key in watched.versions if watched is not None else ():
                 name = key.removeprefix(WITHIN)
                 value = part.__dict__.get(name)
                 if name in part.__dict__ and (key == name or isinstance(value, CONTAINERS)):
@@ -126,18 +126,18 @@ class Watched:
         path: its name in the original.
         changes: of the whole sharded module.
         children: the parts that stand for the module's own children.
-        changed: name of an attribute -> what tells its value from others.
+        versions: name of an attribute -> what tells its value from others.
     """
 
     def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
         self.module, self.path, self.changes = module, path, changes
-        self.children, self.changed = dict(children), {}
+        self.children, self.versions = dict(children), {}
         changes.parts.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
         new = object.__new__(Watched)
         memo[id(self)] = new
-        new.module, new.path, new.changed = self.module, self.path, dict(self.changed)
+        new.module, new.path, new.versions = self.module, self.path, dict(self.versions)
         new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
         return new
 
@@ -154,8 +154,8 @@ class Watched:
             return False
         if name in self.module.__dict__:
             return True
-        found = getattr(type(self.module), name, None) if name not in nn.Module.__dict__ else None
-        return found is not None and not callable(found) and not hasattr(type(found), "__get__")
+        attribute = getattr(type(self.module), name, None) if name not in nn.Module.__dict__ else None
+        return attribute is not None and not callable(attribute) and not hasattr(type(attribute), "__get__")
 
     def read(self, part: nn.Module, name: str) -> Any:
         """The original's attribute; what can be changed from within is watched from now on."""
@@ -175,9 +175,9 @@ class Watched:
     def lend(self, name: str, value: Any) -> None:
         """Watch a value that can be changed from within."""
         if (isinstance(value, CONTAINERS) or _plain_object(value)) and all(
-            x.value is not value for x in self.changes.lent
+            x.value is not value for x in self.changes.values
         ):
-            self.changes.lent.append(Lent(self, name, value))
+            self.changes.values.append(AttributeValue(self, name, value))
 
     def set(self, part: nn.Module, name: str, value: Any) -> None:
         """Note that an attribute is set, or refuse it.
@@ -190,8 +190,8 @@ class Watched:
         """
         if name in TORCHS:
             return
-        if told := self.in_parts(part, name):
-            raise StateError(told)
+        if advice := self.in_parts(part, name):
+            raise StateError(advice)
         if name in self.module._parameters:
             self._parameter(part, name, value)
         elif isinstance(value, nn.Module) or name in self.children:
@@ -201,11 +201,11 @@ class Watched:
         elif self.has(name):
             was = self.module.__dict__.get(name, getattr(type(self.module), name, None))
             if token(value) == token(was):
-                self.changed.pop(name, None)
+                self.versions.pop(name, None)
             else:
-                self.changed[name] = token(value)
-            self.changed.pop(WITHIN + name, None)
-            self.changes.lent = [x for x in self.changes.lent if (x.watched, x.name) != (self, name)]
+                self.versions[name] = token(value)
+            self.versions.pop(WITHIN + name, None)
+            self.changes.values = [x for x in self.changes.values if (x.watched, x.name) != (self, name)]
             self.changes.stale = True
             self.lend(name, value)
 
@@ -216,17 +216,17 @@ class Watched:
 
     def in_parts(self, part: nn.Module, name: str) -> str:
         """What to use in place of a parameter that is held in several; empty where this is the name of none."""
-        where, made_of = self.path or "the module", parts_of(self.module, name)
-        if made_of:
+        where, components = self.path or "the module", parts_of(self.module, name)
+        if components:
             return (
                 f"{name} of {where} is quantised, and held as what it is made of, each part split by itself: "
-                f"{', '.join(made_of)}. Use those; full_state_dict() has them whole."
+                f"{', '.join(components)}. Use those; full_state_dict() has them whole."
             )
         if name not in self.module._parameters or f"{name}_part0" not in part._parameters:
             return ""
-        held = [n for n in part._parameters if n.startswith(f"{name}_part")]
+        names = [n for n in part._parameters if n.startswith(f"{name}_part")]
         return (
-            f"{name} of {where} is held in pieces, because its parts are split each by itself: {', '.join(held)}. Use "
+            f"{name} of {where} is held in pieces, because its parts are split each by itself: {', '.join(names)}. Use "
             "those; full_state_dict() and load_state_dict() have it whole."
         )
 
@@ -243,17 +243,17 @@ class Watched:
                 self.refuse(name, why)
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
-        held = part._parameters.get(name)
-        if value is held and (held is not None or self.module._parameters[name] is None):
+        parameter = part._parameters.get(name)
+        if value is parameter and (parameter is not None or self.module._parameters[name] is None):
             return
         was = self.module._parameters[name]
         if was is None or not isinstance(value, Tensor):
             what = "another parameter than the plan has" if was is None else f"{type(value).__name__} for a parameter"
             self.refuse(name, f"this is {what}. {INSTEAD}")
-        shape = held.shape if held is not None else was.shape
+        shape = parameter.shape if parameter is not None else was.shape
         if value.shape != shape:
             self.refuse(name, f"this has the shape {tuple(value.shape)}, and the plan {tuple(shape)}. {INSTEAD}")
-        if isinstance(held, DTensor) and not lies_as(value, held):
+        if isinstance(parameter, DTensor) and not lies_as(value, parameter):
             self.refuse(
                 name,
                 "this tensor is not split as the parameter that is there, which optimizers and checkpoints know. Copy "
@@ -261,18 +261,22 @@ class Watched:
             )
 
     def _buffer(self, part: nn.Module, name: str, value: Any) -> None:
-        held = part._buffers.get(name)
-        if not isinstance(value, Tensor) or held is None or (value.shape, value.dtype) != (held.shape, held.dtype):
+        buffer = part._buffers.get(name)
+        if (
+            not isinstance(value, Tensor)
+            or buffer is None
+            or (value.shape, value.dtype) != (buffer.shape, buffer.dtype)
+        ):
             self.refuse(
                 name, f"the program takes the buffer in the shape and dtype that it was captured with. {INSTEAD}"
             )
 
 
-def lies_as(value: Tensor, held: DTensor) -> bool:
+def lies_as(value: Tensor, parameter: DTensor) -> bool:
     """Whether a tensor lies as this one does; over another mesh, data parallelism's, that is for it to say."""
     if not isinstance(value, DTensor):
         return False
-    return value.device_mesh != held.device_mesh or value.placements == held.placements
+    return value.device_mesh != parameter.device_mesh or value.placements == parameter.placements
 
 
 def foreign(part: nn.Module, module: nn.Module | None) -> str:
@@ -284,8 +288,8 @@ def foreign(part: nn.Module, module: nn.Module | None) -> str:
             f"{name} cannot take a layer's place after compile: the plan, the parameters and the program are that "
             f"layer's. {INSTEAD}"
         )
-    known = {id(t) for t in [*part.parameters(), *part.buffers()]}
-    own = [n for m in [module] for n, t in [*m.named_parameters(), *m.named_buffers()] if id(t) not in known]  # type: ignore[union-attr]
+    own_ids = {id(t) for t in [*part.parameters(), *part.buffers()]}
+    own = [n for m in [module] for n, t in [*m.named_parameters(), *m.named_buffers()] if id(t) not in own_ids]  # type: ignore[union-attr]
     if own:
         return (
             f"{type(module).__name__} has tensors of its own around the layer, such as {own[0]}, and would compute "

@@ -14,7 +14,7 @@ def contents(value: Any) -> Any:
     """A copy for comparison; of an object it is the attributes."""
     if isinstance(value, CONTAINERS):
         return _still(value)
-    return {k: _still(v) if isinstance(v, CONTAINERS) else v for k, v in vars(value).items()}
+    return vars(value) | {k: _still(v) for k, v in vars(value).items() if isinstance(v, CONTAINERS)}
 
 
 def _still(value: Any) -> Any:

@@ -36,10 +36,9 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     assert ranks is not None and ranks.batch is not None
     units = {r.name: r.unit for r in reads if r.storage is not None}
     if shards.units:
-        moved = [n for n, unit in units.items() if shards.units.get(n, "") not in (unit, "")]
-        if moved:
+        if name := next((n for n, unit in units.items() if shards.units.get(n, "") not in (unit, "")), ""):
             raise StateError(
-                f"{moved[0]} is gathered with {shards.units[moved[0]]}, and for this call it is read outside of that. "
+                f"{name} is gathered with {shards.units[name]}, and for this call it is read outside of that. "
                 "Compile with example_inputs like this call's."
             )
         return
@@ -63,7 +62,9 @@ def show_gradients(shards: ShardState) -> None:
 
 def _units(shards: ShardState) -> Iterator[nn.Module]:
     """The parts whose weights are gathered together, those of the rest last."""
-    yield from (shards.parts[path] for path in dict.fromkeys(path for path in shards.units.values() if path))
+    for path in dict.fromkeys(shards.units.values()):
+        if path:
+            yield shards.parts[path]
     yield shards.root
 
 

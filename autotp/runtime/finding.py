@@ -17,7 +17,7 @@ from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
-from .programs import Program, taken
+from .programs import Program, readings
 from .tree import Assembler
 
 
@@ -27,7 +27,7 @@ class Finds:
     _source: Any
     _shards: Any
     _plan: Any
-    _known: Any
+    _programs_by_call: Any
     _programs_made: Any
     _carriers: Any
     _changes: Any
@@ -40,20 +40,22 @@ class Finds:
         source = self._source
         data_parallel.refuse_others(self._shards)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
-        told = {**state.input_text(call.whole, call.spec, values), **self._changes.told()}
-        agree(source.ranks, "the inputs of this call", told)
-        found = together(source.ranks, "reading the inputs", lambda: self._match(call))
-        if found is None:
+        facts = {**state.input_text(call.whole, call.spec, values), **self._changes.facts()}
+        agree(source.ranks, "the inputs of this call", facts)
+        match = together(source.ranks, "reading the inputs", lambda: self._match(call))
+        if match is None:
             captured = self._capture_once(call)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-            made = together(source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts))
-            self._install(captured, made, self._changes.key(), call.entry)
-            found = self._match(call)
-            if found is None:
+            sharded = together(
+                source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts)
+            )
+            self._install(captured, sharded, self._changes.key(), call.entry)
+            match = self._match(call)
+            if match is None:
                 raise StateError(
                     "a program was captured for these inputs and does not accept them; please report this."
                 )
-        return found
+        return match
 
     def _capture_once(self, call: Arguments) -> Capture:
         """The graph for a call, the same on every rank, with what it teaches of states. Collective."""
@@ -85,10 +87,10 @@ class Finds:
         """A program that was captured for such a call in this mode and accepts these sizes."""
         state.refuse_meta(self._shards)
         call.check()
-        called, _ = form(self._source.bare.get_submodule(call.entry), call.whole, call.spec)
+        call_form, _ = form(self._source.bare.get_submodule(call.entry), call.whole, call.spec)
         mode, of = self._mode(), (self._changes.key(), call.entry)
         fitting = (p for p in self._programs_made if (p.changes, p.entry) == of)
-        orders = ((program, program.order(called, call.whole, mode)) for program in fitting)
+        orders = ((program, program.order(call_form, call.whole, mode)) for program in fitting)
         return next(((program, order) for program, order in orders if order is not None), None)
 
     def _install(self, captured: Capture, sharded: Sharded, changes: Hashable = (), entry: str = "") -> None:
@@ -97,7 +99,7 @@ class Finds:
         device = self._shards.place
         judges = source.lowering.judges(source.ranks, source.tp, device)
         graph, fired = source.lowering.program(sharded, places, device, self._plan.memory.peak, judges)
-        inputs, reads, count = taken(captured, graph, self._shards)
+        inputs, reads, count = readings(captured, graph, self._shards)
         if self._plan.batch.size > 1 and source.ranks is not None:
             data_parallel.spread(self._shards, reads, source.lowering.reduces)
         elif source.lowering.reduces is not None:
@@ -107,10 +109,10 @@ class Finds:
         compiler = source.lowering.compiler(graph)
         write_in_place(captured, graph)
         Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
-        called, _ = form(
+        call_form, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
         )
         random = any(map(draws, graph.nodes))
         self._carriers.layouts |= getattr(sharded, "states", {})
-        program = Program(captured, sharded, graph, key, called, count, random, fired, compiler, changes, entry)
-        self._programs_made.add(program, self._order, self._known)
+        program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
+        self._programs_made.add(program, self._order, self._programs_by_call)

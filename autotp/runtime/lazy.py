@@ -44,13 +44,13 @@ class LazyModule(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Capture and shard for these inputs, then be that sharded module."""
         with torch.inference_mode(False), torch.enable_grad():
-            made, mode = self._build(Inputs(*args, **kwargs)), self.training
+            parts, mode = self._build(Inputs(*args, **kwargs)), self.training
             hooks = {k: v for k, v in self.__dict__.items() if "hook" in k}
             self.__class__ = kind = self._kind  # type: ignore[assignment]
-            kind.__init__(self, *made)
+            kind.__init__(self, *parts)
         del self._build, self._kind  # they hold the original, and a process group, which cannot be copied
         self.__dict__.update(hooks)
-        if mode != made[0].training:
+        if mode != parts[0].training:
             self.train(mode)
         return self.forward(*args, **kwargs)
 

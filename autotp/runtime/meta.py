@@ -35,7 +35,8 @@ def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
     owner = next((m for m in around if hasattr(m, "_init_weights")), None)
     alone = copy.copy(module)
     alone._modules, alone._parameters = {}, dict.fromkeys(module._parameters)
-    alone._buffers = {n: None if b is None or b.dtype == torch.bool else _marked(b) for n, b in module._buffers.items()}
+    alone._buffers = dict.fromkeys(module._buffers)  # those that are not there, and masks, are not asked for
+    alone._buffers |= {n: _marked(b) for n, b in module._buffers.items() if b is not None and b.dtype != torch.bool}
     try:
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             if owner is not None:
@@ -44,9 +45,9 @@ def fresh_buffer(model: nn.Module, path: str, name: str) -> Tensor:
                 alone.reset_parameters()  # type: ignore[operator]
     except Exception:  # a foreign initialiser that needs more than the module's buffers
         return buffer
-    made = alone._buffers[name]
-    assert made is not None
-    return buffer if bool(_is_mark(made).any()) else made
+    value = alone._buffers[name]
+    assert value is not None
+    return buffer if bool(_is_mark(value).any()) else value
 
 
 def _marked(buffer: Tensor) -> Tensor:

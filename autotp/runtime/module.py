@@ -34,10 +34,10 @@ from autotp.runtime.interop.shown import Shown
 
 from . import data_parallel, state, updates
 from .call_key import form
-from .calls import Calls, Drawn
+from .calls import Calls, RandomSource
 from .finding import Finds
 from .part import Part, watch
-from .programs import Known, Program, Programs, Source, train_as
+from .programs import Program, Programs, ProgramsByCall, Source, train_as
 from .shard_state import ShardState
 from .storage import Storage
 
@@ -60,7 +60,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         self._source = source
         self._shards = ShardState(source.bare, source.ranks, source.tp, source.aliases, plan.batch)
         self._programs_made = Programs()
-        self._known = Known()
+        self._programs_by_call = ProgramsByCall()
         ranks = source.ranks
         self._carriers = Carriers.of(source.bare, ranks.rank if ranks is not None else 0, source.tp, source.want.states)
         self._carriers.layouts |= plan.states
@@ -104,32 +104,32 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         refuse_transforms([*args, *kwargs.values()])
         call = Arguments(self._carriers, args, kwargs, entry)
         key, kind = self._key(call)
-        known = self._known.get(key) if kind is None else kind.program(call.whole)
-        new, drawn = self._calls.begin(key, call.whole, call.spec, known and known[0])
-        if new or known is None or self._source.check or call.wrong:
+        match = self._programs_by_call.get(key) if kind is None else kind.program(call.whole)
+        new, source = self._calls.begin(key, call.whole, call.spec, match and match[0])
+        if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
-            outputs = self._first(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
+            outputs = self._first(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
             self._remember(call, program, order)
         else:
-            program, order = known
-            outputs = self._run(program, [call.flat[i] for i in order], drawn or self._calls.numbers(program))
+            program, order = match
+            outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order]))
 
-    def _run(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
+    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         # A capture under autocast holds its casts already.
         cast = program.capture.state[-1] is not None
         plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
         self._programs_made.run(program)
-        with plain, self._calls.running(drawn):
-            return self._programs[program.key](*inputs, *program.random(self._shards, drawn.seed))
+        with plain, self._calls.running(source):
+            return self._programs[program.key](*inputs, *program.random(self._shards, source.seed))
 
-    def _first(self, program: Program, inputs: list[Tensor], drawn: Drawn) -> Any:
+    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
         if self._source.tp == 1 or program.draws:
-            return self._run(program, inputs, drawn)
+            return self._run(program, inputs, source)
         before = state.random_state(self._shards.device)
-        outputs = self._run(program, inputs, drawn)
+        outputs = self._run(program, inputs, source)
         if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
             program.draws = True
@@ -154,7 +154,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
-        captured, kept = program.capture, []
+        captured, results = program.capture, []
         for i, value in enumerate(compat.tree_leaves(outputs)):
             taker = captured.mutations.get(i)
             if isinstance(taker, str):
@@ -165,10 +165,10 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
                         inputs[taker].copy_(value)
             else:
                 split = self._source.want.outputs == "sharded"
-                kept.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
-        data_parallel.refuse_twice(self._shards, kept)
-        self._calls.end(kept, inputs)
-        return compat.tree_unflatten(kept, captured.out_spec)
+                results.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
+        data_parallel.refuse_twice(self._shards, results)
+        self._calls.end(results, inputs)
+        return compat.tree_unflatten(results, captured.out_spec)
 
     # ---- state -----------------------------------------------------------------------------------------------------
 
@@ -192,9 +192,9 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""
-        found = state.sharded_state(self._shards, args[1] if len(args) > 1 else prefix)
+        tensors = state.sharded_state(self._shards, args[1] if len(args) > 1 else prefix)
         into = args[0] if args else destination
-        return found if into is None else (into.update(found), into)[1]
+        return tensors if into is None else (into.update(tensors), into)[1]
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the original's full state dict (or DTensors); each rank keeps its part.
@@ -276,12 +276,12 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         if not self._programs_made:
             return self._plan
         latest = self._programs_made[-1]
-        told = dict(latest.fired)
+        texts = dict(latest.fired)
         if latest.compiler is not None:
             for name, text in latest.compiler.told(self._source.lowering.name):
-                measured = told.get(name, "").partition("; ")[2]
-                told[name] = f"{text}; {measured}" if measured else text
-        return self._plan.running(tuple(f"{name}: {what}" for name, what in told.items()))
+                measured = texts.get(name, "").partition("; ")[2]
+                texts[name] = f"{text}; {measured}" if measured else text
+        return self._plan.running(tuple(f"{name}: {what}" for name, what in texts.items()))
 
     @property
     def graph(self) -> str:
@@ -294,10 +294,13 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {id(self._programs_made): Programs(), id(self._known): Known()}  # made again, on the copied parts
+        memo |= {
+            id(self._programs_made): Programs(),
+            id(self._programs_by_call): ProgramsByCall(),
+        }  # made again, on the copied parts
         for part in self._order:
             if isinstance(part, Part):
-                memo |= {id(held): {} for held in (part._programs, part._turns, part._boundaries, part._calls_made)}
+                memo |= {id(table): {} for table in (part._programs, part._turns, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -56,16 +57,24 @@ class Program:
     compiler: Compiler | None = None
     changes: Hashable = ()
     entry: str = ""
-    used: int = 0  # when it last ran, counted in runs of all
+    last_run: int = 0  # when it last ran, counted in runs of all
     runs: bool = True  # until it is let go
 
-    def order(self, called: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
-        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes."""
-        if self.form.key != called.key or not serves(self.capture.state, mode):
+    def order(self, call_form: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
+        """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes.
+
+        Args:
+            call_form: of the call. flat: its leaves, whole. mode: that the module is called in.
+        """
+        if self.form.key != call_form.key or not serves(self.capture.state, mode):
             return None
-        at = dict(zip(self.form.order, called.order, strict=True))
-        values = [flat[at[i]] if i in at else x.node.meta.get("val") for i, x in enumerate(self.capture.inputs)]
-        return [at[i] for i in sorted(at)] if self.capture.accepts(values) is None else None
+        at = dict(zip(self.form.order, call_form.order, strict=True))
+        values = []
+        for i, leaf in enumerate(self.capture.inputs):
+            values.append(flat[at[i]] if i in at else leaf.node.meta.get("val"))
+        if self.capture.accepts(values) is not None:
+            return None
+        return [at[i] for i in sorted(at)]
 
     def random(self, shards: ShardState, base: int) -> list[Tensor]:
         """What a forward's random numbers come from: one number of torch's default generator, the same on tp ranks."""
@@ -91,38 +100,40 @@ class Programs(list[Program]):
     One that was let go is captured again when a call wants it, on all ranks at the same call: they make the same calls.
     """
 
-    made = runs = 0
+    total = runs = 0
 
     def key(self) -> int:
         """A name for another program."""
-        self.made += 1
-        return self.made - 1
+        self.total += 1
+        return self.total - 1
 
     def run(self, program: Program) -> None:
         """Note that this one runs now."""
         self.runs += 1
-        program.used = self.runs
+        program.last_run = self.runs
 
-    def add(self, program: Program, parts: Iterable[nn.Module], known: Known) -> None:
+    def add(self, program: Program, parts: Iterable[nn.Module], by_call: ProgramsByCall) -> None:
         """Add one that the parts have; where that is one too many they lose the one that has not run for longest.
 
         Args:
-            program: the new one. parts: modules that hold what programs call. known: calls by what runs them.
+            program: the new one. parts: modules that hold what programs call. by_call: calls by what runs them.
         """
         self.append(program)
         self.run(program)
         while len(self) > MOST_PROGRAMS:
-            gone = min(self, key=lambda each: each.used)
-            gone.runs = False
-            self.remove(gone)
-            for held in [vars(part).get(table, {}) for part in parts for table in TABLES]:
-                for name in [n for n in held if (n[0] if isinstance(n, tuple) else n) == gone.key]:
-                    del held[name]
-            for call in [call for call, (program, _) in known.items() if program is gone]:
-                del known[call]
+            oldest = min(self, key=lambda each: each.last_run)
+            oldest.runs = False
+            self.remove(oldest)
+            for part, table in itertools.product(parts, TABLES):
+                entries = vars(part).get(table, {})
+                for name in list(entries):
+                    if oldest.key == (name[0] if isinstance(name, tuple) else name):
+                        del entries[name]
+            for call in [call for call, (program, _) in by_call.items() if program is oldest]:
+                del by_call[call]
 
 
-class Known(OrderedDict[Any, tuple[Program, list[int]]]):
+class ProgramsByCall(OrderedDict[Any, tuple[Program, list[int]]]):
     """A call's signature -> what runs it: the latest `MOST_KNOWN`, for lengths may go on changing for ever.
 
     What is forgotten is found among the programs again, on all ranks at the same call: they make the same calls.
@@ -130,10 +141,10 @@ class Known(OrderedDict[Any, tuple[Program, list[int]]]):
 
     def get(self, key: Any, default: Any = None) -> Any:
         """What runs such a call; it counts as used now."""
-        found = super().get(key)
-        if found is not None:
+        match = super().get(key)
+        if match is not None:
             self.move_to_end(key)
-        return default if found is None else found
+        return default if match is None else match
 
     def __setitem__(self, key: Any, value: tuple[Program, list[int]]) -> None:
         super().__setitem__(key, value)
@@ -184,7 +195,7 @@ class Source:
         return {name: MeshPlace(x.rank, x.tp, x.group_name) for name, x in axes.items() if x is not None}
 
 
-def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
+def readings(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[fx.Node], list[Read], int]:
     """What a rank's program takes: its inputs, what it reads off the tree, and how many operators draw by counters.
 
     Args:
@@ -205,11 +216,11 @@ def taken(captured: Capture, graph: fx.Graph, shards: ShardState) -> tuple[list[
 
 def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
     """Train the parameters of a skeleton that its parts train; whether those were others before."""
-    changed = False
+    differed = False
     for module, part in zip(bare.modules(), parts, strict=True):
         for name, p in module._parameters.items():
-            held = part._parameters.get(name, part._parameters.get(f"{name}_part0"))
-            if p is not None and held is not None and p.requires_grad != held.requires_grad:
-                p.requires_grad_(held.requires_grad)
-                changed = True
-    return changed
+            parameter = part._parameters.get(name, part._parameters.get(f"{name}_part0"))
+            if p is not None and parameter is not None and p.requires_grad != parameter.requires_grad:
+                p.requires_grad_(parameter.requires_grad)
+                differed = True
+                return differed

@@ -45,22 +45,22 @@ class Place:
     mesh: DeviceMesh | None
     turn: bool = False
 
-    def settle(self, found: Tensor | None) -> Tensor | None:
+    def settle(self, tensor: Tensor | None) -> Tensor | None:
         """What stands there, as a tensor that lies as the program takes it; differentiable.
 
         Raises:
             StateError: it is another tensor than that.
         """
-        if found is None or _fits(found, self):
-            return found
-        dtensor = isinstance(found, DTensor)
-        if found.shape != self.shape or self.mesh is None or (dtensor and found.device_mesh != self.mesh):
-            kind = f"a DTensor {tuple(found.shape)} over {found.device_mesh}" if dtensor else str(tuple(found.shape))
+        if tensor is None or _fits(tensor, self):
+            return tensor
+        dtensor = isinstance(tensor, DTensor)
+        if tensor.shape != self.shape or self.mesh is None or (dtensor and tensor.device_mesh != self.mesh):
+            kind = f"a DTensor {tuple(tensor.shape)} over {tensor.device_mesh}" if dtensor else str(tuple(tensor.shape))
             raise StateError(
                 f"the tensor in the place of {self.name} has the shape {kind}, and the program takes "
                 f"{tuple(self.shape)}. Give a tensor in that shape, or a DTensor that lies as the parameter does."
             )
-        whole = found if dtensor else DTensor.from_local(found, self.mesh, [Whole()], run_check=False)
+        whole = tensor if dtensor else DTensor.from_local(tensor, self.mesh, [Whole()], run_check=False)
         return whole.redistribute(placements=[Whole() if self.dim is None else Split(self.dim)])
 
 
@@ -75,35 +75,40 @@ def places(storage: Storage, module: nn.Module, name: str, ranks: Ranks | None, 
     mesh, rank = (ranks.mesh, ranks.rank) if ranks is not None else (None, 0)
     out = []
     cuts = [(x.shape, x.dim) for x in storage.pieces] or [(storage.shape, None)]
-    for held, (shape, dim) in zip(storage.names(leaf), cuts, strict=True):
+    for piece, (shape, dim) in zip(storage.names(leaf), cuts, strict=True):
         local = list(shape)
         if dim is not None and ranks is not None:
             local[dim] = chunk(shape[dim], rank, storage.tp)[1]
-        full = f"{owner}.{held}" if owner else held
-        out.append(Place(module, held, full, torch.Size(shape), torch.Size(local), dim, mesh, turn))
+        full = f"{owner}.{piece}" if owner else piece
+        out.append(Place(module, piece, full, torch.Size(shape), torch.Size(local), dim, mesh, turn))
     return out
 
 
-def reader(held: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
+def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
     """A function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
-    names = [(place.module, place.leaf) for place in held]
-    shapes = [place.local for place in held]
-    shape = LOCAL_SHAPE if held and held[0].mesh is not None else SHAPE
+    names = [(place.module, place.leaf) for place in places]
+    shapes = [place.local for place in places]
+    shape = LOCAL_SHAPE if places and places[0].mesh is not None else SHAPE
 
     def read() -> Sequence[Tensor]:
-        found: list[Any] = [module._parameters.get(leaf) for module, leaf in names]
+        tensors: list[Any] = [module._parameters.get(leaf) for module, leaf in names]
         try:
-            fit = list(map(shape, found)) == shapes
+            fit = list(map(shape, tensors)) == shapes
         except AttributeError:  # no parameter, or no DTensor
             fit = False
-        return unwrap(found) if fit else _settled([place.settle(_at(place)) for place in held])
+        if fit:
+            return unwrap(tensors)
+        return _settled([place.settle(_at(place)) for place in places])
 
     return read
 
 
-def _settled(found: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
-    there = iter(unwrap([t for t in found if t is not None]))
-    return tuple([None if t is None else next(there) for t in found])  # type: ignore[misc]
+def _settled(tensors: Sequence[Tensor | None]) -> tuple[Tensor, ...]:
+    there = iter(unwrap([t for t in tensors if t is not None]))
+    out: list[Any] = []
+    for t in tensors:
+        out.append(None if t is None else next(there))
+    return tuple(out)
 
 
 def _fits(tensor: Tensor | None, place: Place) -> bool:
@@ -115,9 +120,9 @@ def _fits(tensor: Tensor | None, place: Place) -> bool:
 def _at(place: Place) -> Tensor | None:
     """The parameter; what stands in its place where the module was changed."""
     module = place.module
-    found = module._parameters.get(place.leaf)
-    if found is not None:
-        return found
+    parameter = module._parameters.get(place.leaf)
+    if parameter is not None:
+        return parameter
     if place.turn:
         module.__dict__["_late"] = True
         return None

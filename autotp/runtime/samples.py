@@ -45,8 +45,8 @@ def few(value: Tensor) -> str:
     if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.is_meta or not value.numel():
         return ""
     line = _line(value.detach(), BYTES)
-    taken = line[:: max(1, line.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
-    return f"{zlib.crc32(taken.view(torch.uint8).numpy().data):08x}"
+    sample = line[:: max(1, line.numel() // SAMPLES)][:SAMPLES].cpu().contiguous()
+    return f"{zlib.crc32(sample.view(torch.uint8).numpy().data):08x}"
 
 
 def _line(x: Tensor, most: int) -> Tensor:
@@ -68,8 +68,8 @@ def _summed(x: Tensor, start: int) -> int:
 def _spread(x: Tensor, count: int) -> list[float]:
     """So many elements of a tensor, evenly spread; zeros where it has fewer."""
     line = _line(x, BYTES)
-    found = line[:: max(1, line.numel() // count)][:count].tolist()
-    return found + [0.0] * (count - len(found))
+    elements = line[:: max(1, line.numel() // count)][:count].tolist()
+    return elements + [0.0] * (count - len(elements))
 
 
 def alike(samples: Sequence[Sample]) -> bool:

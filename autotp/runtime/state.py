@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.capture.subclasses.weights import plain_state
@@ -23,7 +23,7 @@ from .meta import fresh_buffer
 from .part import part_of
 from .samples import few
 from .shard_state import ShardState
-from .storage import Storage
+from .storage import Storage, laid_like
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
@@ -39,10 +39,10 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         refusals.install()
         redistribution.install()
         know(shards.ranks.group_name, shards.ranks.planners.group_name)
-    made: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
+    parts: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
     # A module that stands in two places, as a tied head does, is one part in two places.
     for path, module in model.named_modules(remove_duplicate=False):
-        shards.parts[path] = made.setdefault(id(module), root if not path else part_of(module))
+        shards.parts[path] = parts.setdefault(id(module), root if not path else part_of(module))
         if path:
             owner, _, leaf = path.rpartition(".")
             shards.parts[owner].add_module(leaf, shards.parts[path])
@@ -52,20 +52,21 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         storage = shards.storages.setdefault(
             first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
         )
-        if id(parameter) not in made:
-            made[id(parameter)] = _held(shards, parameter, storage)
-        for n, p in zip(storage.names(leaf), made[id(parameter)], strict=True):
+        if id(parameter) not in parts:
+            parts[id(parameter)] = _pieces_of(shards, parameter, storage)
+        for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
             shards.parts[owner].register_parameter(n, p)
+        shards.parts[owner]._storages[leaf] = storage  # type: ignore[index, operator]
     # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
         part = shards.parts[path]
         for leaf, buffer in module._buffers.items():
-            if buffer is not None and id(buffer) not in made:
-                moved = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
-                made[id(buffer)] = _own_buffer(shards, f"{path}.{leaf}" if path else leaf, moved, placements)
-            held = None if buffer is None else made[id(buffer)]
-            part.register_buffer(leaf, held, persistent=leaf not in module._non_persistent_buffers_set)
-            if held is not None:
+            if buffer is not None and id(buffer) not in parts:
+                value = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
+                parts[id(buffer)] = _own_buffer(shards, f"{path}.{leaf}" if path else leaf, value, placements)
+            own = None if buffer is None else parts[id(buffer)]
+            part.register_buffer(leaf, own, persistent=leaf not in module._non_persistent_buffers_set)
+            if own is not None:
                 first = shards.aliases[f"{path}.{leaf}" if path else leaf]
                 shards.holders.setdefault(first, []).append((part, leaf))
         for leaf, parameter in module._parameters.items():
@@ -73,7 +74,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
                 part.register_parameter(leaf, None)
 
 
-def _held(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list[nn.Parameter]:
+def _pieces_of(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list[nn.Parameter]:
     device = torch.device("meta") if parameter.is_meta else shards.device
     return [nn.Parameter(s, parameter.requires_grad) for s in _cut(storage, parameter, shards.ranks, device)]
 
@@ -109,7 +110,10 @@ def full_state(shards: ShardState) -> dict[str, Tensor]:
         name: storage.full([p.detach() for p in pieces(shards, name)])
         for name, storage in (*shards.storages.items(), *shards.tables.items())
     }
-    return {name: whole[first] if first in whole else buffer_of(shards, name) for name, first in named_tensors(shards)}
+    out: dict[str, Tensor] = {}
+    for name, first in named_tensors(shards):
+        out[name] = whole[first] if first in whole else buffer_of(shards, name)
+    return out
 
 
 def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
@@ -120,9 +124,9 @@ def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
         if storage is None:
             out[prefix + name] = buffer_of(shards, name)
             continue
-        held = [p.detach() for p in pieces(shards, first)]
-        plain = len(held) == 1 and tuple(held[0].shape) == storage.shape
-        out[prefix + name] = held[0] if plain else storage.full(held)
+        parts = [p.detach() for p in pieces(shards, first)]
+        plain = len(parts) == 1 and tuple(parts[0].shape) == storage.shape
+        out[prefix + name] = parts[0] if plain else storage.full(parts)
     return out
 
 
@@ -153,38 +157,42 @@ def full_gradients(shards: ShardState) -> dict[str, Tensor]:
     """Whole gradients; None gradients are left out."""
     out = {}
     for name, storage in shards.storages.items():
-        held = pieces(shards, name)
-        if any(p.grad is not None for p in held):
-            grads = [p.grad if p.grad is not None else torch.zeros_like(p) for p in held]
+        parts = pieces(shards, name)
+        if any(p.grad is not None for p in parts):
+            grads = []
+            for p in parts:  # a gradient that is not there is zero beside one that is
+                grads.append(p.grad if p.grad is not None else torch.zeros_like(p))
             out[name] = storage.full(grads)
     return out
 
 
-def load(shards: ShardState, given: Mapping[str, Any], strict: bool) -> Any:
+def load(shards: ShardState, tensors: Mapping[str, Any], strict: bool) -> Any:
     """Check all of a state dict, also that the ranks have the same one, then load all of it. A collective call."""
-    every, given = shards.ranks and shards.ranks.planners, plain_state(given)
-    loaded, missing, unexpected = together(every, "loading a state dict", lambda: _fitting(shards, given, strict))
-    values = {name: few(given[name]) for name in loaded if not isinstance(given[name], DTensor)}
+    every, tensors = shards.ranks and shards.ranks.planners, plain_state(tensors)
+    loaded, missing, unexpected = together(every, "loading a state dict", lambda: _fitting(shards, tensors, strict))
+    values = {name: few(tensors[name]) for name in loaded if not isinstance(tensors[name], DTensor)}
     agree(every, "the values of the state dict (a few of each tensor are compared)", values)
     for name, first in loaded.items():
-        _load_one(shards, name, first, given[name])
+        _load_one(shards, name, first, tensors[name])
     return compat.IncompatibleKeys(missing, unexpected)
 
 
-def _fitting(shards: ShardState, given: Mapping[str, Any], strict: bool) -> tuple[dict[str, str], list[str], list[str]]:
+def _fitting(
+    shards: ShardState, tensors: Mapping[str, Any], strict: bool
+) -> tuple[dict[str, str], list[str], list[str]]:
     """Names of tensors to load, with their first names; those that are missing; those that are unknown."""
-    if not isinstance(given, Mapping):
-        raise StateError(f"load_state_dict got {type(given).__name__}; give the original model's full state dict.")
+    if not isinstance(tensors, Mapping):
+        raise StateError(f"load_state_dict got {type(tensors).__name__}; give the original model's full state dict.")
     names = dict(named_tensors(shards))
     buffers = {
         name: name for name, _ in shards.root.named_buffers(remove_duplicate=False)
     }  # those not persistent may come too
-    have = {names.get(n, n) for n in given}  # a tied parameter may come under any of its names
+    have = {names.get(n, n) for n in tensors}  # a tied parameter may come under any of its names
     missing = [n for n, first in names.items() if first not in have]
-    unexpected = [n for n in given if n not in names and n not in buffers]
-    loaded = {name: first for name, first in (buffers | names).items() if name in given}
-    wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, given[name]))]
-    _refuse_foreign(given)
+    unexpected = [n for n in tensors if n not in names and n not in buffers]
+    loaded = {name: first for name, first in (buffers | names).items() if name in tensors}
+    wrong = [text for name, first in loaded.items() if (text := _odd(shards, name, first, tensors[name]))]
+    _refuse_foreign(tensors)
     if wrong or (strict and (missing or unexpected)):
         raise StateError(
             "the state dict does not fit the model, and nothing was loaded.\n"
@@ -195,8 +203,8 @@ def _fitting(shards: ShardState, given: Mapping[str, Any], strict: bool) -> tupl
     return loaded, missing, unexpected
 
 
-def _refuse_foreign(given: Mapping[str, Any]) -> None:
-    odd = [name for name, value in given.items() if foreign.of_another_rank(value)]
+def _refuse_foreign(tensors: Mapping[str, Any]) -> None:
+    odd = [name for name, value in tensors.items() if foreign.of_another_rank(value)]
     if odd:
         raise StateError(f"{odd[0]} is another rank's part: one rank had pickled it for all. {foreign.INSTEAD}")
 
@@ -213,20 +221,20 @@ def _odd(shards: ShardState, name: str, first: str, value: Any) -> str:
 def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
     storage = shards.storage_of(first)
     if storage is None:
-        held: list[Any] = [buffer_of(shards, name)]
+        own: list[Any] = [buffer_of(shards, name)]
         parts: Sequence[Tensor] = [value]
     else:
-        held = pieces(shards, first)
+        own = pieces(shards, first)
         if isinstance(value, DTensor):
-            if len(held) == 1 and same_layout(held[0], value):
-                held[0].copy_(value)
+            if len(own) == 1 and same_layout(own[0], value):
+                own[0].copy_(value)
                 return
             value = value.full_tensor()
         parts = [
             laid_like(old, new, shards.device)
-            for old, new in zip(held, storage.cut(value.to(held[0].dtype)), strict=True)
+            for old, new in zip(own, storage.cut(value.to(own[0].dtype)), strict=True)
         ]
-    for old, new in zip(held, parts, strict=True):
+    for old, new in zip(own, parts, strict=True):
         if old.is_meta:
             install(shards, {old: new.to(shards.device, copy=True)})
         else:
@@ -238,22 +246,17 @@ def same_layout(old: Tensor, new: DTensor) -> bool:
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
 
 
-def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
-    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
-    if not isinstance(old, DTensor):
-        return whole
-    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
-
-
-def install(shards: ShardState, made: Mapping[Tensor, Tensor]) -> None:
+def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:
     """Put memory in the place of meta tensors, wherever the module holds them; what is tied stays one tensor."""
-    parameters = {old: nn.Parameter(t, old.requires_grad) for old, t in made.items() if isinstance(old, nn.Parameter)}
+    parameters = {
+        old: nn.Parameter(t, old.requires_grad) for old, t in replacements.items() if isinstance(old, nn.Parameter)
+    }
     data_parallel.average_scalars(shards, list(parameters.values()))
     for module in shards.root.modules():
-        for held, new in ((module._parameters, parameters), (module._buffers, made)):
-            for leaf, old in held.items():
+        for table, new in ((module._parameters, parameters), (module._buffers, replacements)):
+            for leaf, old in table.items():
                 if old is not None and old in new:
-                    held[leaf] = new[old]  # type: ignore[assignment]
+                    table[leaf] = new[old]  # type: ignore[assignment]
 
 
 def dtypes(shards: ShardState) -> dict[str, torch.dtype]:

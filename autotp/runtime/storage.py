@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as Summand
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
@@ -60,7 +60,8 @@ class Storage:
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))
             at += s.count * s.unit
         # What picks parameters by their dimensions (weight decay) must not take a bias for a matrix.
-        return () if len(self.shape) == 1 and any(len(x.shape) > 1 for x in out) else tuple(out)
+        matrices = [x for x in out if len(x.shape) > 1]
+        return () if len(self.shape) == 1 and matrices else tuple(out)
 
     @property
     def _run(self) -> tuple[tuple[Segment, ...], int]:
@@ -82,7 +83,9 @@ class Storage:
     def names(self, name: str) -> list[str]:
         """Attribute names of what holds the parameter `name`: its own where that has its dimensions."""
         plain = len(self.pieces) <= 1 and all(len(x.shape) == len(self.shape) for x in self.pieces)
-        return [name] if plain else [f"{name}_part{i}" for i in range(len(self.pieces))]
+        if plain:
+            return [name]
+        return [f"{name}_part{i}" for i in range(len(self.pieces))]
 
     @property
     def as_held(self) -> bool:
@@ -144,12 +147,23 @@ class Storage:
 
     def full(self, pieces: Sequence[Tensor]) -> Tensor:
         """The whole parameter on every rank (collective), from its DTensors."""
-        return self.fuse([p.full_tensor() if isinstance(p, DTensor) else p for p in pieces])
+        wholes = []
+        for p in pieces:
+            wholes.append(p.full_tensor() if isinstance(p, DTensor) else p)
+        return self.fuse(wholes)
 
 
 def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape."""
-    return tuple(math.prod(max(s, 1) for s in shape[i + 1 :]) for i in range(len(shape)))
+    sizes = [max(s, 1) for s in shape]  # as torch: a dimension of size 0 counts as one of 1
+    return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
+    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
+    if not isinstance(old, DTensor):
+        return whole
+    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
 
 
 class Unwrap(torch.autograd.Function):
@@ -160,16 +174,18 @@ class Unwrap(torch.autograd.Function):
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         locals_ = tuple([local_of(p).detach() for p in parameters])
-        frozen = [t for t, wanted in zip(locals_, ctx.needs_input_grad, strict=True) if not wanted]
+        frozen = [t for t, needed_grad in zip(locals_, ctx.needs_input_grad, strict=True) if not needed_grad]
         ctx.mark_non_differentiable(*frozen)
         return locals_
 
     @staticmethod
     def backward(ctx, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         # In the parameters' own strides, as autograd accumulates plain gradients: fused optimizers go by memory.
-        made = as_dtensor if torch.is_grad_enabled() else like_dtensor
-        pairs = zip(grads, ctx.parameters, strict=True)
-        return tuple([None if g is None else made(g.contiguous(), p) for g, p in pairs])
+        wrap = as_dtensor if torch.is_grad_enabled() else like_dtensor
+        out: list[Tensor | None] = []
+        for g, p in zip(grads, ctx.parameters, strict=True):
+            out.append(None if g is None else wrap(g.contiguous(), p))
+        return tuple(out)
 
 
 def as_dtensor(local: Tensor, like: DTensor) -> DTensor:

@@ -54,17 +54,17 @@ class Read:
     def unit(self) -> str:
         """The module that reads it: the repeated block that alone uses it, otherwise the root."""
         block = block_of(self.name)
-        inside = block and all(any(module_of(p) == block for p in scope_path(u)) for u in self.node.users)
-        return block if inside and self.node.users else ""
+        outside = [u for u in self.node.users if block not in map(module_of, scope_path(u))]
+        return block if self.node.users and not outside else ""
 
     @property
     def scope(self) -> str:
         """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
-        found = set()
+        regions = set()
         for path in map(scope_path, self.node.users):
             unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
-            found.add(path[unit + 1] if unit + 1 < len(path) else "")
-        region = found.pop() if len(found) == 1 else ""
+            regions.add(path[unit + 1] if unit + 1 < len(path) else "")
+        region = regions.pop() if len(regions) == 1 else ""
         return region if is_region(region) else self.unit
 
 
@@ -102,8 +102,8 @@ class Assembler:
     def build(self, inputs: Sequence[fx.Node]) -> None:
         """Give every part its function; the root's takes these inputs and returns the flat outputs."""
         output = next(n for n in self.graph.nodes if n.op == "output")
-        wanted = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
-        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), wanted, output.args[0])
+        results = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
+        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), results, output.args[0])
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
@@ -146,62 +146,68 @@ class Assembler:
         self, scope: Scope, item: Scope, gives: list[fx.Node], graph: fx.Graph, env: dict[fx.Node, fx.Node]
     ) -> None:
         """A call of a module or region within the scope, or of what is compiled of it."""
-        used, made = self._flows(item, gives)
+        operands, results = self._flows(item, gives)
         if isinstance(item, Stretch):
-            child = self._compiled(item, used, made)
+            child = self._compiled(item, operands, results)
         else:
-            child = self._child(scope.path, item, used, made)
-        value = graph.call_function(child, tuple(env[n] for n in used))
+            child = self._child(scope.path, item, operands, results)
+        value = graph.call_function(child, tuple(env[n] for n in operands))
         # A module returns one value as it is, as hooks expect of it; a compiled function always a tuple.
-        if len(made) == 1 and not isinstance(item, Stretch):
-            env[made[0]] = value
+        if len(results) == 1 and not isinstance(item, Stretch):
+            env[results[0]] = value
             return
-        for i, node in enumerate(made):
+        for i, node in enumerate(results):
             env[node] = graph.call_function(operator.getitem, (value, i))
 
     def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
         reads = self.units.get(scope.place, [])
-        kinds = [r for r in reads if r.storage is not None], [r for r in reads if r.storage is None]
-        return [([r.node for r in kind], self._fetch(kind)) for kind in kinds if kind]
+        parameters = [r for r in reads if r.storage is not None]
+        buffers = [r for r in reads if r.storage is None]
+        out = []
+        for kind in filter(None, (parameters, buffers)):
+            out.append(([r.node for r in kind], self._fetch(kind)))
+        return out
 
     def _fetch(self, reads: Sequence[Read], now: str | None = None) -> Callable[[], Any]:
         """A function that reads these off the tree, parameters unwrapped in one step, each as its local tensor.
 
         `now` is the module at whose own call that is.
         """
-        held: list[Place] = []
+        parameters: list[Place] = []
         locals_: list[tuple[Storage, slice]] = []
         for read in reads:
             if read.storage is not None:
-                module, first = self.parts[read.owner], len(held)
-                held += places(read.storage, module, read.name, self.ranks, read.has_turn and read.owner != now)
-                locals_.append((read.storage, slice(first, len(held))))
+                module, first = self.parts[read.owner], len(parameters)
+                parameters += places(read.storage, module, read.name, self.ranks, read.has_turn and read.owner != now)
+                locals_.append((read.storage, slice(first, len(parameters))))
         buffers = [self._buffer(r.name) for r in reads if r.storage is None]
         whole = all(storage.as_held for storage, _ in locals_)  # each by one tensor, as it is
 
-        read_all = reader(held)
+        read_all = reader(parameters)
 
         def fetch() -> Sequence[Tensor]:
             if buffers:
                 return [buffer() for buffer in buffers]
             local = read_all()
-            return local if whole else [_fused(storage, local[at], self.ranks) for storage, at in locals_]
+            if whole:
+                return local
+            return [_fused(storage, local[at], self.ranks) for storage, at in locals_]
 
         fetch.__name__ = "parameters"
         return fetch
 
     def _turn(self, path: str, takes: Sequence[fx.Node]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]] | None:
         """What reads again, at the call of a module, those of its arguments that are parameters in it."""
-        found = [
+        turns = [
             (i, r) for i, n in enumerate(takes) if (r := self.reads.get(n)) and f"{r.owner}.".startswith(f"{path}.")
         ]
-        if not found:
+        if not turns:
             return None
-        fetch = self._fetch([r for _, r in found], now=path)
+        fetch = self._fetch([r for _, r in turns], now=path)
 
         def again(args: tuple[Any, ...]) -> tuple[Any, ...]:
             out = list(args)
-            for (i, _), value in zip(found, fetch(), strict=True):
+            for (i, _), value in zip(turns, fetch(), strict=True):
                 out[i] = value
             return tuple(out)
 
@@ -232,18 +238,18 @@ class Assembler:
     def _compiled(self, stretch: Scope, takes: list[fx.Node], gives: list[fx.Node]) -> Callable[..., Any]:
         assert self.compiler is not None
         graph = pure(stretch.nodes(), takes, gives)
-        made = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
+        function = self.compiler.function(graph, stretch.path or "root", [flow(n) for n in takes])
         watch = Watch.over(self.parts, (x.path for x in stretch.inner()))
-        return either(watch, made, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
+        return either(watch, function, partial(self._function, stretch, takes, gives, tuple(gives), inner=True))
 
     def _flows(self, child: Scope, gives: list[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """What a call takes from outside, and what of its values is used after it."""
         inside = dict.fromkeys(child.nodes())
         within = self._within(child) - ({child.place} if isinstance(child, Stretch) else set())
         own = {r.node for path in within for r in self.units.get(path, ())}
-        used = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
-        made = [n for n in inside if n in gives or any(u not in inside for u in n.users)]
-        return list(used), made
+        operands = dict.fromkeys(i for n in inside for i in n.all_input_nodes if i not in inside and i not in own)
+        results = [n for n in inside if n in gives or not n.users.keys() <= inside.keys()]
+        return list(operands), results
 
     def _within(self, scope: Scope) -> set[str]:
         inner = {p for item in scope.items if isinstance(item, Scope) for p in self._within(item)}
@@ -270,12 +276,12 @@ class Assembler:
         if turn is not None:
             part._turns[program] = turn
         part._boundaries[program] = Boundary(path, flows(takes, self.own), flows(gives, self.own), self.ranks)
-        met: list[nn.Module] = [part]
+        standing: list[nn.Module] = [part]
 
         def call(*args: Any) -> Any:
             module = eager.submodule(start, steps, part)
-            if module is not met[0]:
-                met[0] = standing_for(part, module)
+            if module is not standing[0]:
+                standing[0] = standing_for(part, module)
             return module(*args, program=program)
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)

@@ -31,13 +31,15 @@ from .samples import NOTHING, SAMPLES, alike, sampled
 BODY = struct.Struct(f"!II{SAMPLES}d")
 MOST = SAMPLES  # gradients of which values are read
 
-_known: weakref.WeakValueDictionary[int, Calls] = weakref.WeakValueDictionary()  # in the order in which they were made
+_calls_by_id: weakref.WeakValueDictionary[int, Calls] = (
+    weakref.WeakValueDictionary()
+)  # in the order in which they were made
 _updated: weakref.WeakKeyDictionary[Optimizer, Any] = weakref.WeakKeyDictionary()  # optimizer -> what `_of` found
 
 
 def watch(calls: Calls) -> None:
     """Steps of optimizers over the parameters of this module are held against those of the other ranks."""
-    _known[id(calls)] = calls
+    _calls_by_id[id(calls)] = calls
     _hook()
 
 
@@ -49,7 +51,7 @@ def _hook() -> None:
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called before every step of every optimizer."""
     if not torch.compiler.is_compiling():
-        for calls in list(_known.values()):
+        for calls in list(_calls_by_id.values()):
             # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
             if (updated := _of(optimizer, calls)) and calls.channel is not None:
                 _compare(optimizer, calls, updated)
@@ -57,15 +59,15 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 def _of(optimizer: Optimizer, calls: Calls) -> list[tuple[Tensor, bool]]:
     """The module's parameters that the optimizer updates, and whether each is whole on every tp rank."""
-    seen = tuple(len(group["params"]) for group in optimizer.param_groups)
+    sizes = tuple(len(group["params"]) for group in optimizer.param_groups)
     entries = _updated.setdefault(optimizer, {})
-    known, updated = entries.get(id(calls), ((), []))
-    if known != seen:
-        given = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    sizes_before, updated = entries.get(id(calls), ((), []))
+    if sizes_before != sizes:
+        ids = {id(p) for group in optimizer.param_groups for p in group["params"]}
         have = {id(p): (p, whole) for p, whole in (*calls.before_gathering, *calls.shards.pieces())}
-        updated = [x for i, x in have.items() if i in given]
+        updated = [x for i, x in have.items() if i in ids]
         if updated or not isinstance(calls.shards.root, FSDPModule):  # others stand there while weights are gathered
-            entries[id(calls)] = seen, updated
+            entries[id(calls)] = sizes, updated
     return updated
 
 
@@ -87,25 +89,28 @@ def _compare(optimizer: Optimizer, calls: Calls, updated: list[tuple[Tensor, boo
     for i in range(0, len(everyone), tp):
         own = everyone[i : i + tp]
         if not alike([(one[1], one[2:]) for one in own]):
-            told = by_value([f"{one[1]:08x} {', '.join(f'{x:g}' for x in one[2:6])}" for one in own])
+            texts = []
+            for one in own:
+                norms = ", ".join(f"{x:g}" for x in one[2:6])
+                texts.append(f"{one[1]:08x} {norms}")
             raise RankError(
                 f"The tp ranks do not agree on the gradients of the {what} (which parameters have one, and some of its "
-                f"values): {told}. Nothing was changed. Usual causes: zero_grad() that is left out, a loss that is "
-                "scaled, or gradients that are changed, on one rank only."
+                f"values): {by_value(texts)}. Nothing was changed. Usual causes: zero_grad() that is left out, a loss "
+                "that is scaled, or gradients that are changed, on one rank only."
             )
 
 
 def _options(optimizer: Optimizer) -> dict[str, str]:
     """The options of every group in words."""
     return {
-        f"{name} of group {i}": _said(value)
+        f"{name} of group {i}": _text_of(value)
         for i, group in enumerate(optimizer.param_groups)
         for name, value in group.items()
         if name != "params" and isinstance(value, Tensor | int | float | str | tuple | None)
     }
 
 
-def _said(value: Any) -> str:
+def _text_of(value: Any) -> str:
     if isinstance(value, Tensor):
         return str(value.item()) if value.numel() == 1 and value.device.type == "cpu" else "a tensor"
     return str(value)

@@ -10,7 +10,7 @@ from torch import nn
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
 from autotp.driver.options import CaptureRequest, Steering
-from autotp.driver.pipeline import needed
+from autotp.driver.pipeline import required_inputs
 from autotp.driver.verify import prove_call
 from autotp.passes.shard.pins import Pins
 from autotp.plans.plan import Plan
@@ -68,7 +68,7 @@ def verify(
         InputError, CaptureError, PlanError. With `generate` an InputError also where nothing is carried from call to
             call.
     """
-    inputs = needed(model, example_inputs, "autotp.verify")
+    inputs = required_inputs(model, example_inputs, "autotp.verify")
     request = CaptureRequest.read(carried=carried, precision=precision)
     if generate is not None:
         check_count(model, generate, request.carried, cp)

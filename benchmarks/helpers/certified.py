@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from dataclasses import asdict
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import Shard
 
 from autotp import compat
 from autotp.driver.options import Options, Steering
@@ -19,6 +21,8 @@ from autotp.proof.certificate.certificate import certificate
 from autotp.proof.certificate.local import RefusedError, Typing
 from autotp.proof.compare import compare
 from autotp.proof.simulate import Values
+from tests.history.modules import Sorted
+from tests.history.row import WIDTH
 
 from .build import Architecture, architectures, build
 from .isolate import Send
@@ -26,20 +30,50 @@ from .measure import clean, example, reason
 from .mutants import mutants
 
 TP = 2
-# Program -> (model type of the list, options of the plan).
-PROGRAMS: dict[str, tuple[str, dict[str, Any]]] = {
-    "Llama": ("llama", {}),
-    "Llama, sequence parallel": ("llama", {"sequence_parallel": True}),
-    "GPT-2": ("gpt2", {}),
-    "BERT": ("bert", {}),
-    "BERT, sequence parallel": ("bert", {"sequence_parallel": True}),
-    "Mixtral": ("mixtral", {}),
-    "Qwen3": ("qwen3", {}),
-    "GPT-NeoX": ("gpt_neox", {}),
-    "T5": ("t5", {}),
-    "ViT": ("vit", {}),
-    "ConvNeXt": ("convnext", {}),
-    "Mamba": ("mamba", {}),
+BY_EXPERT = {name: Shard(0) for name in ("*.gate_up_proj", "*.down_proj")}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program whose mutants are judged.
+
+    Attributes:
+        model: type of the list. steering: options of the plan.
+    """
+
+    model: str
+    steering: Mapping[str, Any] = field(default_factory=dict)
+
+    def built(self) -> tuple[nn.Module, Any]:
+        """The model and its inputs by name."""
+        model = build(next(a for a in architectures() if a.name == self.model))
+        return model, example(model)
+
+
+@dataclass(frozen=True)
+class SortedRows(Case):
+    """Rows sorted by expert and the product of each with its own, of which one has no rows."""
+
+    def built(self) -> tuple[nn.Module, Any]:
+        torch.manual_seed(0)
+        return Sorted(), {"x": torch.randn(8, WIDTH, requires_grad=True), "sizes": torch.tensor([3, 0, 4, 1])}
+
+
+PROGRAMS: dict[str, Case] = {
+    "Llama": Case("llama"),
+    "Llama, sequence parallel": Case("llama", {"sequence_parallel": True}),
+    "GPT-2": Case("gpt2"),
+    "BERT": Case("bert"),
+    "BERT, sequence parallel": Case("bert", {"sequence_parallel": True}),
+    "Mixtral": Case("mixtral"),
+    "Qwen3": Case("qwen3"),
+    "GPT-NeoX": Case("gpt_neox"),
+    "T5": Case("t5"),
+    "ViT": Case("vit"),
+    "ConvNeXt": Case("convnext"),
+    "Mamba": Case("mamba"),
+    "Mixtral, by expert, sequence parallel": Case("mixtral", {"pins": BY_EXPERT, "sequence_parallel": True}),
+    "Rows sorted by expert": SortedRows("", {"pins": {"up": Shard(0)}, "sequence_parallel": True}),
 }
 
 
@@ -72,9 +106,8 @@ def certified(architecture: Architecture, send: Send) -> None:
 
 def tried(name: str, send: Send) -> None:
     """Count what becomes of every mutant of one program."""
-    kind, steering = PROGRAMS[name]
-    model = build(next(a for a in architectures() if a.name == kind))
-    planned, sharded, values = programs(model, example(model), **steering)
+    model, inputs = PROGRAMS[name].built()
+    planned, sharded, values = programs(model, inputs, **PROGRAMS[name].steering)
     assert certificate(planned, sharded), str(certificate(planned, sharded))
     shapes = outputs(planned, sharded)
     found: Counter[str] = Counter()

@@ -20,7 +20,7 @@ from autotp.ir.parts import GraphPart
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.shard.hand_written import FEED_FORWARD, splits
 from autotp.passes.shard.planner import Builder
-from autotp.plans.describe.sent import Sent, priced
+from autotp.plans.describe.sent import CollectiveSend, priced
 from autotp.plans.plan import Plan
 
 LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
@@ -36,7 +36,7 @@ def hand_bytes(plan: Plan) -> float:
     return priced(hand_plan(builder, find_blocks(builder.program, builder.same, known), summed), builder)[0]
 
 
-def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[Sent]:
+def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = False) -> list[CollectiveSend]:
     """The collectives of Megatron's plan, for each block those of Shoeybi et al. 2019.
 
     Args:
@@ -53,7 +53,7 @@ def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = Fal
     # Where a layer has experts, what looks like a feed-forward block beside them is a shared expert, counted with them.
     sparse = {layer(part.module) for part in parts if part.kind == "experts"}
     vocabulary = counter.vocabulary(parts)
-    out: list[Sent] = []
+    out: list[CollectiveSend] = []
     for part in parts:
         shared_expert = part.kind in FEED_FORWARD and layer(part.module) in sparse
         if part.kind == "attention" or part.kind == "mlp" and not shared_expert:
@@ -61,13 +61,13 @@ def hand_plan(builder: Builder, parts: Sequence[GraphPart], sequence: bool = Fal
         elif part.kind == "experts":  # with its router and shared expert: as much as an attention's
             out += [s for s in out if s.primitive == "all_reduce"][-2:]
         elif part.kind == "embedding" and counter.rows(part) in vocabulary:
-            out.append(Sent("all_reduce", counter.size(part.nodes[0]), False))
+            out.append(CollectiveSend("all_reduce", counter.size(part.nodes[0]), False))
         elif part.kind == "head":
             # Its scores are gathered, not summed: only the gradient of what it reads is a sum.
             out += [s for s in counter.block(part) if s.backward]
-            out.append(Sent("all_gather", counter.size(part.nodes[-1]), False))
+            out.append(CollectiveSend("all_gather", counter.size(part.nodes[-1]), False))
         elif part.kind == "norm" and sequence:
-            out += [Sent("all_reduce", counter.size(p), True) for p in part.parameters]
+            out += [CollectiveSend("all_reduce", counter.size(p), True) for p in part.parameters]
     return out
 
 
@@ -94,7 +94,7 @@ class _Counter:
         widths: set[object] = {self.builder.ops[part.nodes[-1]].outs[0][-1] for part in parts if part.kind == "head"}
         return widths & rows or {max(rows, key=str, default=0)}
 
-    def block(self, part: GraphPart) -> list[Sent]:
+    def block(self, part: GraphPart) -> list[CollectiveSend]:
         """A sum over ranks of what the last product computes, and of the gradients of what the first ones read."""
         inside = set(part.nodes)
         products = [n for n in part.nodes if n in self.builder.ops and self._product(n)]
@@ -105,8 +105,8 @@ class _Counter:
         first = [n for n in products if not behind[n][0] & set(products)]
         # q, k and v read one value, whose gradient is summed once.
         read = dict.fromkeys(x for n in first for x in behind[n][1] if x in self.builder.grads)
-        out = [Sent("all_reduce", self.size(n), False) for n in last[-1:]]
-        return [*out, *(Sent("all_reduce", self.size(x), True) for x in read)]
+        out = [CollectiveSend("all_reduce", self.size(n), False) for n in last[-1:]]
+        return [*out, *(CollectiveSend("all_reduce", self.size(x), True) for x in read)]
 
     def _product(self, node: fx.Node) -> bool:
         """Whether the operator sums products of a parameter and something else, or runs without a rule on one."""

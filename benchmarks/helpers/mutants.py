@@ -11,7 +11,7 @@ from torch import fx
 from autotp.comm import conversions
 from autotp.ir.copying import copy_graph
 from autotp.ir.graph import size_hint, tensors
-from autotp.ir.layouts import Partition, Shard
+from autotp.ir.layouts import Groups, Partition, Shard
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.program import Planned, Sharded
@@ -48,8 +48,8 @@ def mutants(planned: Planned, sharded: Sharded) -> Iterator[Mutant]:
         for name, src, dst in others(planned, sharded, node):
             copy, nodes = copied(sharded)
             nodes[node].target = conversions.FUNCTIONS[name]
-            literals: Any = (nodes[node].args[0], src, dst)
-            nodes[node].args = literals
+            literals: Any = (node.args[0], src, dst)
+            nodes[node].args = fx.map_arg(literals, nodes.__getitem__)
             yield Mutant(f"{name} for {_name(node)}", node.name, copy)
 
 
@@ -87,25 +87,42 @@ CHANGES = {"dropped": drop, "doubled": double}
 
 
 def others(planned: Planned, sharded: Sharded, node: fx.Node) -> Iterator[tuple[str, Spec, Spec]]:
-    """Every other conversion of the table that can be written in this one's place.
-
-    Rows by group are left out: a value has them only where its rows are some groups' rows.
-    """
+    """Every other conversion of the table that can be written in this one's place."""
     specs: Any = node.args[1:3]
     own = {spec.mark: spec for spec in specs}
     made, index = sharded.origin[node]
     shape = [size_hint(n, planned.program.hints) for n in sizes(tensors(made)[index])]
     slices = [_plain(d, n, planned.tp) for d, n in enumerate(shape) if n >= planned.tp]
+    grouped = rows_by_group(planned, sharded, node, shape)
     for (a, b), kind in conversions.KINDS.items():
         sides = {
             "S": own.get("S", slices[0] if slices else None),
             **WHOLE,
             **{k: v for k, v in own.items() if k in "IRP"},
+            "G": own.get("G", grouped),
         }
         src = sides.get(a)
         dst = _other(b, src, shape, slices, planned.tp) if a == "S" and b[0] == "S" else sides.get(b)
         if src is not None and dst is not None and (src, dst) != tuple(specs):
             yield kind.name, src, dst
+
+
+def rows_by_group(planned: Planned, sharded: Sharded, node: fx.Node, shape: list[int]) -> Spec | None:
+    """Rows of some groups, where as many rows lie so in the program and the groups' ends are known before `node`.
+
+    Args:
+        planned, sharded, node: as for `others`. shape: of the whole value.
+    """
+    order = {n: i for i, n in enumerate(sharded.graph.nodes)}
+    for rows, ends in sharded.ends.items():
+        made, index = sharded.origin[rows]
+        layout = sharded.layouts[rows]
+        dim = layout.groups and layout.dim  # type: ignore[attr-defined]
+        if dim is None or order[ends] > order[node] or dim >= len(shape):
+            continue
+        if shape[dim] == size_hint(sizes(tensors(made)[index])[dim], planned.program.hints):
+            return layout.to_runtime(lambda size, ends=ends: ends if isinstance(size, Groups) else size)
+    return None
 
 
 def _plain(dim: int, length: int, tp: int) -> Spec:

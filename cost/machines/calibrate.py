@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -23,41 +20,12 @@ from autotp.cost import Cluster
 from autotp.cost.collectives import COLLECTIVES
 from autotp.errors import InputError
 
+from .clock import Clock
 from .fit import Kernel, Sample, Transfer, errors, fit
+from .operators import SIZES, kernels, product
 from .this_machine import described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-BATCH = 10e-3  # seconds that calls are timed for together: many launches, and turns on a shared core
-LAUNCHES = 48  # operators that a launch is the mean of
-MOST = 1000  # calls in a batch
-LONG = 0.05  # seconds of a matmul after which no larger one of its dtype is measured
-SAMPLES = (3, 9)  # batches, of which the median counts
-
-
-@dataclass(frozen=True)
-class MeasuredSizes:
-    """Sizes that are measured: rows and width of matmuls, bytes of copies and of collectives, and seconds for each."""
-
-    matmuls: tuple[tuple[int, int], ...]
-    copies: tuple[int, ...]
-    transfers: tuple[int, ...]
-    budget: float
-
-
-SIZES = {
-    "cpu": MeasuredSizes(
-        ((256, 256), (64, 1024), (512, 512), (1024, 1024)),
-        (2**20, 2**22, 2**24, 2**26),
-        (2**12, 2**16, 2**20, 2**23),
-        0.1,
-    ),
-    "cuda": MeasuredSizes(
-        ((1024, 1024), (512, 4096), (2048, 2048), (4096, 4096), (8192, 8192)),
-        (2**24, 2**26, 2**28),
-        (2**12, 2**18, 2**22, 2**26, 2**28),
-        0.1,
-    ),
-}
 
 
 def calibrate(
@@ -71,10 +39,11 @@ def calibrate(
 ) -> Cluster:
     """Measure the machine that this runs on and fit a `Cluster` to it.
 
-    Matmuls by dtype, copies and the launch of a kernel are timed on every rank at once, so ranks that share a device's
-    memory or a processor's cores share them here too; where there are ranks (torchrun), also each collective, over
-    sizes and group sizes. The numbers are least squares of the logarithms of predicted over measured times. Call it
-    on all ranks alike.
+    Matmuls by dtype, attention, operators bound by memory and the launch of a kernel are timed on every rank at once,
+    so ranks that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun),
+    also each collective, over sizes and group sizes. Operands are read in turn, so that no cache holds them, as in a
+    step; on a processor a matmul counts with all that eager execution starts for it. The numbers are least squares of
+    the logarithms of predicted over measured times. Call it on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -96,106 +65,23 @@ def calibrate(
     if not all(isinstance(d, torch.dtype) for d in dtypes):
         raise InputError(f"dtypes={dtypes!r}: give torch's dtypes, such as [torch.float32, torch.bfloat16].")
     ranks = Ranks.find(None, mesh)
-    device = ranks.device if ranks else torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    start = Cluster.resolve(base if base is not None else "h100" if device.type == "cuda" else "local")
+    here = "cuda" if torch.cuda.is_available() else "cpu"
+    device = ranks.device if ranks else torch.device(here)
+    if base is None:
+        base = "h100" if device.type == "cuda" else "local"
+    start = Cluster.resolve(base)
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
     first = ranks is None or ranks.rank == 0
     clock = Clock(ranks, device, SIZES[device.type].budget)
     with _progress(show and first) as step:
-        kernels = list(_kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
+        measured = list(kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
         transfers = list(_transfers(clock, start, step)) if ranks is not None and ranks.tp > 1 else []
-    cluster = fit(kernels, transfers, start)
+    cluster = fit(measured, transfers, start)
     if show and first:
         console = Console()
-        console.print(_table(cluster, kernels, transfers))
+        console.print(_table(cluster, measured, transfers))
         console.print(_numbers(cluster, transfers), highlight=False, soft_wrap=True)
     return cluster
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Times calls, on all ranks alike where there are some."""
-
-    ranks: Ranks | None
-    device: torch.device
-    budget: float
-
-    def time(self, call: Callable[[], object]) -> float:
-        """Median seconds of one call; the slowest rank's, on every rank."""
-        self._batch(call, 1)
-        once = max(self._worst(self._batch(call, 1)), 1e-7)
-        calls = min(max(int(BATCH / once), 1), MOST)
-        count = min(max(int(self.budget / (once * calls)), SAMPLES[0]), SAMPLES[1])
-        return self._worst(statistics.median(self._batch(call, calls) for _ in range(count)))
-
-    def cpu(self, call: Callable[[], object], calls: int = 3) -> float:
-        """CPU seconds that one call takes of this thread, whatever else runs on the cores; the most of all ranks."""
-        begun = time.thread_time()
-        for _ in range(calls):
-            call()
-        return self._worst((time.thread_time() - begun) / calls)
-
-    def _batch(self, call: Callable[[], object], calls: int) -> float:
-        self._worst(0.0)  # every rank starts now
-        begun = time.perf_counter()
-        for _ in range(calls):
-            call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-        return (time.perf_counter() - begun) / calls
-
-    def _worst(self, seconds: float) -> float:
-        if self.ranks is None or self.ranks.tp == 1:
-            return seconds
-        worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.ranks.group)
-        return float(worst)
-
-
-def _kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], None]) -> Iterator[Kernel]:
-    """The launch of a kernel, copies, and matmuls of each dtype that this device has them for."""
-    sizes, device = SIZES[clock.device.type], clock.device
-    step("launch")
-    yield Kernel("launch", "float32", 0.0, 1.0, clock.time(partial(_launches, device)) / LAUNCHES)
-    for size in sizes.copies:
-        step("copy")
-        source = torch.zeros(size // 4, device=device)  # into new memory, as operators write
-        yield Kernel("copy", "float32", 0.0, 2.0 * size, clock.time(source.clone))
-    for dtype in dtypes:
-        short = str(dtype).removeprefix("torch.")
-        if not _multiplies(dtype, device):
-            continue
-        for rows, n in sizes.matmuls:
-            step(f"matmul {short}")
-            # Random numbers: a device multiplies ones faster, for they take less power.
-            x, g, w = (torch.rand(k, n, device=device).to(dtype) for k in (rows, rows, n))
-            seconds = clock.time(partial(_products, x, w, g)) / 3
-            moved = float((2 * rows * n + n * n) * dtype.itemsize)
-            yield Kernel(f"matmul {short}", short, 2.0 * rows * n * n, moved, seconds)
-            if seconds > LONG:  # this device is slow with the dtype
-                break
-
-
-def _launches(device: torch.device) -> None:
-    """A chain of operators on next to nothing, forward and backward, as eager training runs them."""
-    x = w = torch.ones(8, device=device, requires_grad=True)
-    for _ in range(LAUNCHES // 3):  # one operator forward, two backward: as the cost model counts
-        x = x * w
-    x.backward(torch.ones_like(x))
-
-
-def _products(x: torch.Tensor, w: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """The products of a linear layer, forward and backward: laid out differently, they take different times."""
-    return x @ w.T, g @ w, g.T @ x
-
-
-def _multiplies(dtype: torch.dtype, device: torch.device) -> bool:
-    x = torch.ones(8, 8, dtype=dtype, device=device)
-    try:
-        _products(x, x, x)
-    except RuntimeError:  # "not implemented for": the device, or this build of torch, lacks the dtype
-        return False
-    return True
 
 
 def _transfers(clock: Clock, cluster: Cluster, step: Callable[[str], None]) -> Iterator[Transfer]:
@@ -205,13 +91,16 @@ def _transfers(clock: Clock, cluster: Cluster, step: Callable[[str], None]) -> I
     per_node = min(world, cluster.devices_per_node)
     inside = [(n, 1) for n in _degrees(per_node)]
     for n, stride in [*inside, *((n, per_node) for n in _degrees(world // per_node))]:
-        group = _subgroup(clock.ranks, n, stride)
+        group, work = _subgroup(clock.ranks, n, stride), product(clock.device)
+        alone = clock.time(work)
         for primitive in COLLECTIVES:
             for size in SIZES[clock.device.type].transfers:
                 step(f"{primitive}, {n} ranks")
                 count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can deal out
                 call = _collective(primitive, count, n, group, clock.device)
-                yield Transfer(primitive, 4.0 * count, n, stride, clock.time(call))
+                # Beside work ranks come late to each other and sleep meanwhile, which costs more than calls in a row.
+                beside = clock.time(lambda work=work, call=call: (work(), call())) - alone
+                yield Transfer(primitive, 4.0 * count, n, stride, max(beside, clock.time(call)))
         if n < world:
             dist.destroy_process_group(group)
 
@@ -227,7 +116,7 @@ def _subgroup(ranks: Ranks, n: int, stride: int) -> ProcessGroup:
         return ranks.group
     everyone, block = dist.get_process_group_ranks(ranks.group), n * stride
     starts = [start + offset for start in range(0, ranks.tp, block) for offset in range(stride)]
-    groups = [[everyone[start + i * stride] for i in range(n)] for start in starts]
+    groups = [everyone[start : start + n * stride : stride] for start in starts]
     if ranks.tp == dist.get_world_size():
         return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[return-value]
     mine = next(g for g in groups if dist.get_rank() in g)  # ranks outside of the mesh are not here to take part
@@ -273,4 +162,6 @@ def _numbers(c: Cluster, transfers: list[Transfer]) -> str:
     inside = link(c.intra_latency, c.intra_bandwidth, any(t.stride == 1 for t in transfers))
     between = link(c.inter_latency, c.inter_bandwidth, any(c.spans_nodes(t.n, t.stride) for t in transfers))
     memory = f"memory {c.memory_bandwidth / 1e9:.4g} GB/s, launch {c.launch_overhead * 1e6:.3g} us"
+    memory += f", {c.product_launches:.3g} a matmul, which moves its operands {c.packing:.2g} times besides"
+    memory += f"; attention at {c.attention_rate:.0%} of the rate"
     return f"GFLOP/s: {rates}\n{memory}\nin a node: {inside}\nbetween nodes: {between}"

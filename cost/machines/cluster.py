@@ -15,6 +15,7 @@ from . import files
 from .presets import PRESETS
 
 DEFAULT_PRESET = "h100"
+NotNegative = float
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,12 @@ class Cluster:
         matmul_tile: columns that a matrix product computes together: fewer take as long as so many.
         collective_overhead: of one collective before its first step, s.
         overlaps: whether ranks compute while they communicate.
+        packing: times that a product moves its operands besides its arithmetic. With 0 memory traffic runs behind
+            arithmetic and the longer of the two counts, as in the roofline model; a processor's products pack their
+            operands first (Goto and van de Geijn, "Anatomy of high-performance matrix multiplication", 2008).
+        product_launches: times `launch_overhead` that an operator with arithmetic to count (a matrix product, a
+            convolution) takes: eager execution starts its views, the sum of its bias and its gradients besides.
+        attention_rate: part of the peak rate that fused attention reaches.
 
     Raises:
         InputError: a field is not what it must be; the message says which, and its value.
@@ -58,6 +65,9 @@ class Cluster:
     matmul_tile: int = 64
     collective_overhead: float = 8.4e-6
     overlaps: bool = True
+    packing: NotNegative = 0.0
+    product_launches: float = 1.0
+    attention_rate: float = 1.0
 
     def __post_init__(self) -> None:
         for f in fields(self):
@@ -133,12 +143,15 @@ class Cluster:
         Raises:
             InputError: a field is missing, unknown or not what it must be.
         """
-        known = {f.name: f.default is MISSING for f in fields(cls)}
-        missing, unknown = sorted({n for n in known if known[n]} - set(data)), sorted(set(data) - set(known))
-        if missing or unknown:
+        required = {f.name: f.default is MISSING for f in fields(cls)}
+        missing_fields, unknown_fields = (
+            sorted({n for n in required if required[n]} - set(data)),
+            sorted(set(data) - set(required)),
+        )
+        if missing_fields or unknown_fields:
             raise InputError(
-                f"a cluster description must have the fields of autotp.Cluster: missing {missing}, "
-                f"unknown {unknown}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
+                f"a cluster description must have the fields of autotp.Cluster: missing {missing_fields}, "
+                f"unknown {unknown_fields}. Start from Cluster.preset('{DEFAULT_PRESET}').to_dict()."
             )
         return cls(**data)
 
@@ -173,8 +186,8 @@ def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any
     base = Cluster.preset(preset).to_dict() if isinstance(preset, str) else None
     if base is None:
         raise _refuse("preset", preset, f"one of {', '.join(PRESETS)}")
-    changed = ", ".join(sorted(set(fields) - {"name", "source"})) or "nothing"
-    return {**base, "source": f"preset {preset}; changed: {changed}", **fields}
+    names = ", ".join(sorted(set(fields) - {"name", "source"})) or "nothing"
+    return {**base, "source": f"preset {preset}; changed: {names}", **fields}
 
 
 def _refuse(what: str, value: Any, must: str) -> InputError:
@@ -185,6 +198,11 @@ def _check_number(what: str, value: Any) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     if not good:
         raise _refuse(what, value, "a finite number greater than 0")
+
+
+def _check_amount(what: str, value: Any) -> None:
+    if value != 0.0:
+        _check_number(what, value)
 
 
 def _check_rates(what: str, value: Any) -> None:
@@ -214,6 +232,7 @@ def _check_text(what: str, value: Any) -> None:
 _CHECKS = {
     "str": _check_text,
     "float": _check_number,
+    "NotNegative": _check_amount,
     "int": _check_count,
     "bool": _check_flag,
     "Mapping[str, float]": _check_rates,

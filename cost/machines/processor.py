@@ -9,8 +9,8 @@ from pathlib import Path
 
 def memory() -> float:
     """Bytes of this machine's memory; a nominal number where the platform does not tell."""
-    known = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
-    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if known else 16e9
+    countable = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if countable else 16e9
 
 
 def free_memory() -> int:
@@ -23,5 +23,6 @@ def free_memory() -> int:
 def processor() -> str:
     """The name of this machine's CPU."""
     info = Path("/proc/cpuinfo")
-    named = [x for x in info.read_text().splitlines() if x.startswith("model name")] if info.exists() else []
-    return named[0].partition(":")[2].strip() if named else platform.processor() or platform.machine()
+    text = info.read_text() if info.exists() else ""
+    lines = [x for x in text.splitlines() if x.startswith("model name")]
+    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

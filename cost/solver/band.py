@@ -43,11 +43,11 @@ def plainest(program: IntegerProgram, incumbent: np.ndarray, most: float) -> np.
         incumbent: column values of an assignment that takes no longer.
         most: microseconds.
     """
-    time, sent = program.dense(program.microseconds), program.dense(program.sent_bytes)
+    time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time)
     search.add(time, most)
-    if sent.any():
-        scaled = sent * (SCALE / max(float(sent @ incumbent), 1.0))
+    if sent_bytes.any():
+        scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))
         incumbent = _cheaper(search, scaled, time, incumbent, most)
         incumbent = search.least(scaled, incumbent, EQUAL * SCALE, MOST_NODES)
     # Counts differ by 1 at least: a collective weighs more than all penalties. Time and ties have stages of their own,

@@ -88,7 +88,7 @@ class Problem:
 
     A value passes only through layouts that some consumer wants. `limit`: bytes that all that is held may come to;
     `savings`: what the step is shorter by than the sum.
-    `sent`: what a rank sends for a conversion, by which plans within a band of the least seconds are told apart.
+    `traffic`: what a rank sends for a conversion, by which plans within a band of the least seconds are told apart.
     `rivals`: plans that this one is held against, each by the choices (item, choice) that it rules out.
     """
 
@@ -97,12 +97,12 @@ class Problem:
     convert: Callable[[ValueId, Layout, Layout], float | None]  # seconds of a conversion, None where there is none
     limit: float | None = None
     savings: Sequence[Saving] = ()
-    sent: Callable[[ValueId, Layout, Layout], Traffic] = silent
+    traffic: Callable[[ValueId, Layout, Layout], Traffic] = silent
     rivals: tuple[frozenset[tuple[int, int]], ...] = ()
 
 
 def conversions(
-    produced: Layout, wanted: set[Layout], cost: Callable[[Layout, Layout], float | None]
+    produced: Layout, targets: set[Layout], cost: Callable[[Layout, Layout], float | None]
 ) -> list[tuple[Layout, Layout]] | None:
     """The cheapest set of conversions from one layout to all wanted ones, through wanted ones where that is cheaper.
 
@@ -111,14 +111,14 @@ def conversions(
 
     Args:
         produced: the layout that is there.
-        wanted: the layouts that consumers read.
+        targets: the layouts that consumers read.
         cost: seconds of a conversion; None where there is none.
 
     Returns:
         (from, to) in an order in which each source exists already; None where a layout cannot be reached.
     """
     # By name, so that all ranks insert the same conversions: the order of a set is another in every process.
-    layouts = [produced, *sorted(wanted - {produced}, key=repr)]
+    layouts = [produced, *sorted(targets - {produced}, key=repr)]
     arcs: dict[Step, float] = {}
     for j, target in enumerate(layouts[1:], 1):
         for i, source in enumerate(layouts):
@@ -139,28 +139,28 @@ def conversions(
     return [(layouts[i], layouts[j]) for i, j in steps]
 
 
-def traffic(problem: Problem, chosen: Sequence[int]) -> Traffic:
+def traffic(problem: Problem, choices: Sequence[int]) -> Traffic:
     """What a rank sends under an assignment, by the conversions that its program takes.
 
     Args:
-        problem: the items. chosen: the index of each one's choice.
+        problem: the items. choices: the index of each one's choice.
     """
     nbytes, calls = 0.0, 0
-    for use, step in conversions_of(problem, chosen):
-        sent = problem.sent(use.value, *step)
-        nbytes, calls = nbytes + sent.bytes * use.count, calls + sent.collectives * use.count
+    for use, step in conversions_of(problem, choices):
+        use_traffic = problem.traffic(use.value, *step)
+        nbytes, calls = nbytes + use_traffic.bytes * use.count, calls + use_traffic.collectives * use.count
     return Traffic(nbytes, calls)
 
 
-def conversions_of(problem: Problem, chosen: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
+def conversions_of(problem: Problem, choices: Sequence[int]) -> Iterator[tuple[Use, tuple[Layout, Layout]]]:
     """The conversions of an assignment, each with the use whose value it converts; arguments as of `traffic`."""
-    choices = [item.choices[k] for item, k in zip(problem.items, chosen, strict=True)]
-    made: dict[ValueId, Layout] = {}
-    for item, choice in zip(problem.items, choices, strict=True):
-        made.update(zip(item.outs, choice.outs, strict=True))
+    picks = [item.choices[k] for item, k in zip(problem.items, choices, strict=True)]
+    producers: dict[ValueId, Layout] = {}
+    for item, choice in zip(problem.items, picks, strict=True):
+        producers.update(zip(item.outs, choice.outs, strict=True))
     for use in problem.uses:
-        wanted = {choices[i].ins[slot] for i, slot in use.consumers}
-        for step in conversions(made[use.value], wanted, partial(problem.convert, use.value)) or ():
+        targets = {picks[i].ins[slot] for i, slot in use.consumers}
+        for step in conversions(producers[use.value], targets, partial(problem.convert, use.value)) or ():
             yield use, step
 
 

@@ -25,21 +25,21 @@ class Arc(NamedTuple):
 
     source: Layout
     target: Layout
-    paid: int
+    column: int
 
 
 def build(problem: Problem) -> tuple[IntegerProgram, list[list[int]]]:
     """The program without limits, and the columns of each item's choices."""
     program = IntegerProgram()
     picks, producers = add_items(problem, program)
-    paid: dict[Conversion, int] = {}
+    conversion_columns: dict[Conversion, int] = {}
     for k, use in enumerate(problem.uses):
         late = 1 + k / len(problem.uses)  # of equal plans, the one that converts early
         arcs = add_use(problem, program, picks, producers[use.value], use, late)
-        paid |= {(k, arc.source, arc.target): arc.paid for arc in arcs}
+        conversion_columns |= {(k, arc.source, arc.target): arc.column for arc in arcs}
     choices = [(i, c.ins, c.outs) for i, item in enumerate(problem.items) for c in item.choices]
-    taken = dict(zip(choices, itertools.chain.from_iterable(picks), strict=True))
-    add_savings(program, problem.savings, paid, taken, MICRO)
+    choice_columns = dict(zip(choices, itertools.chain.from_iterable(picks), strict=True))
+    add_savings(program, problem.savings, conversion_columns, choice_columns, MICRO)
     return program, picks
 
 
@@ -98,7 +98,7 @@ def add_use(
     for columns in readers:
         # A single consumer's flow is what is paid; a second column for it would only be another name.
         alone = len(readers) == 1
-        flow = [arc.paid for arc in arcs]
+        flow = [arc.column for arc in arcs]
         if not alone:
             flow = [program.column(False) for _ in arcs]
         program.rows += paid_once(flow, arcs)
@@ -134,10 +134,10 @@ def add_conversions(
             priced.append((a, b, seconds * use.count * MICRO))
     arcs = [Arc(a, b, program.column(False)) for a, b, _ in priced]
     for arc, (_, _, microseconds) in zip(arcs, priced, strict=True):
-        program.microseconds[arc.paid] = microseconds
-        program.second_order[arc.paid] = CONVERSIONS * use.count * late
-        sent = problem.sent(use.value, arc.source, arc.target)
-        program.sent_bytes[arc.paid], program.collectives[arc.paid] = (n * use.count for n in sent)
+        program.microseconds[arc.column] = microseconds
+        program.second_order[arc.column] = CONVERSIONS * use.count * late
+        traffic = problem.traffic(use.value, arc.source, arc.target)
+        program.sent_bytes[arc.column], program.collectives[arc.column] = (n * use.count for n in traffic)
     return arcs
 
 
@@ -158,7 +158,7 @@ def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) ->
     """
     rows = []
     for layout in targets:
-        into = {arc.paid: 1.0 for arc in arcs if arc.target == layout}
+        into = {arc.column: 1.0 for arc in arcs if arc.target == layout}
         if into:
             columns = [i for reader in readers for i in reader.get(layout, ())]
             rows.append(Row(into | dict.fromkeys(columns, -1.0), -np.inf, 0))
@@ -167,7 +167,7 @@ def no_detour(arcs: list[Arc], readers: list[Columns], targets: list[Layout]) ->
 
 def paid_once(flow: list[int], arcs: list[Arc]) -> list[Row]:
     """A consumer's flow is at most what is paid."""
-    return [Row({f: 1.0, arc.paid: -1.0}, -np.inf, 0) for f, arc in zip(flow, arcs, strict=True) if f != arc.paid]
+    return [Row({f: 1.0, arc.column: -1.0}, -np.inf, 0) for f, arc in zip(flow, arcs, strict=True) if f != arc.column]
 
 
 def conserved(

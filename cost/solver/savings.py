@@ -18,7 +18,7 @@ from autotp.ir.layouts import Layout
 from .integer_program import IntegerProgram, Row, Terms
 
 Conversion = tuple[int, Layout, Layout]  # number of the use, from which layout to which
-Taken = tuple[int, tuple[Layout, ...], tuple[Layout, ...]]  # number of the item, layouts of the choice
+ChoiceKey = tuple[int, tuple[Layout, ...], tuple[Layout, ...]]  # number of the item, layouts of the choice
 
 
 @dataclass(frozen=True)
@@ -26,13 +26,15 @@ class Cap:
     """Seconds for each conversion that is paid and each choice that is taken, and for nothing; never below 0 in all."""
 
     conversions: Mapping[Conversion, float] = field(default_factory=dict)
-    choices: Mapping[Taken, float] = field(default_factory=dict)
+    choices: Mapping[ChoiceKey, float] = field(default_factory=dict)
     always: float = 0.0
 
-    def value(self, paid: Callable[[Conversion], float], taken: Callable[[Taken], float]) -> float:
+    def value(
+        self, conversion_value: Callable[[Conversion], float], choice_value: Callable[[ChoiceKey], float]
+    ) -> float:
         """Its seconds, where these say what is paid and taken: 1 or 0."""
-        sent = sum(x * paid(c) for c, x in self.conversions.items())
-        return self.always + sent + sum(x * taken(c) for c, x in self.choices.items())
+        conversions = sum(x * conversion_value(c) for c, x in self.conversions.items())
+        return self.always + conversions + sum(x * choice_value(c) for c, x in self.choices.items())
 
     @property
     def most(self) -> float:
@@ -57,11 +59,13 @@ class Saving:
     parts: tuple[tuple[Cap, ...], ...]
     count: int
 
-    def seconds(self, paid: Callable[[Conversion], float], taken: Callable[[Taken], float]) -> float:
+    def seconds(
+        self, conversion_value: Callable[[Conversion], float], choice_value: Callable[[ChoiceKey], float]
+    ) -> float:
         """What all instances save, where these say what is paid and taken."""
         one = 0.0
         for caps in self.parts:
-            one += max(min(cap.value(paid, taken) for cap in caps), 0.0)
+            one += max(min(cap.value(conversion_value, choice_value) for cap in caps), 0.0)
         return self.count * one
 
 
@@ -71,14 +75,14 @@ def most(caps: Sequence[Cap]) -> float:
 
 
 def add_savings(
-    program: IntegerProgram, savings: Iterable[Saving], paid: Mapping[Conversion, int], taken: Mapping[Taken, int],
-    unit: float,
+    program: IntegerProgram, savings: Iterable[Saving], conversion_columns: Mapping[Conversion, int],
+    choice_columns: Mapping[ChoiceKey, int], unit: float,
 ) -> None:  # fmt: skip
     """Columns and rows of the savings.
 
     Args:
         program: with the columns of choices and conversions.
-        savings: to add. paid, taken: the column of each conversion and choice that there is.
+        savings: to add. conversion_columns, choice_columns: the column of each conversion and choice that there is.
         unit: of the program's times in a second.
     """
     for saving in savings:
@@ -87,13 +91,15 @@ def add_savings(
             if scale > 0:
                 column = program.column(False)
                 program.microseconds[column] = -scale * saving.count * unit
-                program.rows += [_below(column, scale, cap, paid, taken) for cap in caps]
+                program.rows += [_below(column, scale, cap, conversion_columns, choice_columns) for cap in caps]
 
 
-def _below(column: int, scale: float, cap: Cap, paid: Mapping[Any, int], taken: Mapping[Any, int]) -> Row:
+def _below(
+    column: int, scale: float, cap: Cap, conversion_columns: Mapping[Any, int], choice_columns: Mapping[Any, int]
+) -> Row:
     """The column, in parts of `scale`, is at most the cap."""
     terms: Terms = {column: 1.0}
-    for columns, prices in ((paid, cap.conversions), (taken, cap.choices)):
+    for columns, prices in ((conversion_columns, cap.conversions), (choice_columns, cap.choices)):
         for key, seconds in prices.items():
             if key in columns:
                 terms[columns[key]] = terms.get(columns[key], 0.0) - seconds / scale

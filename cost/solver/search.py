@@ -137,9 +137,9 @@ class Search:
             for value in (1, 0):
                 below = {**fixed, column: value}
                 self.highs.setBasis(basis)
-                got = self._relax(below)
-                if got and got[1] < cutoff:
-                    heapq.heappush(queue, (got[1], next(order), below, got[0], self.highs.getBasis()))
+                relaxed = self._relax(below)
+                if relaxed and relaxed[1] < cutoff:
+                    heapq.heappush(queue, (relaxed[1], next(order), below, relaxed[0], self.highs.getBasis()))
         return cutoff, None
 
     def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:
@@ -147,12 +147,12 @@ class Search:
         for column, value in fixed.items():
             self.highs.changeColBounds(column, value, value)
         self._run()
-        got = None
+        optimum = None
         if self.highs.getModelStatus() == highspy.HighsModelStatus.kOptimal:
-            got = np.array(self.highs.getSolution().col_value), self.highs.getInfo().objective_function_value
+            optimum = np.array(self.highs.getSolution().col_value), self.highs.getInfo().objective_function_value
         for column in fixed:
             self.highs.changeColBounds(column, 0, self.upper[column])
-        return got
+        return optimum
 
     def _run(self) -> None:
         """Solve the relaxation; where the simplex does not come to an end from the basis that is there, from none."""

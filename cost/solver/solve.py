@@ -103,16 +103,16 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
     """What these column values say."""
-    chosen = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
+    choices = tuple(max(range(len(p)), key=lambda k, p=p: x[p[k]]) for p in picks)
     whole = np.round(x)
     # What is not whole by a rounding error is so by the rows' tolerance.
     seconds = total(program.microseconds, np.where(np.abs(x - whole) < NEAR, whole, x)) / MICRO
-    sent = traffic(problem, chosen)
+    sends = traffic(problem, choices)
     return Solution(
-        chosen, seconds, 0.0, 0.0,
+        choices, seconds, 0.0, 0.0,
         parameter_bytes=total(program.parameter_bytes, np.round(x)),
         budget_bytes=total(program.budget_bytes, np.round(x)),
-        least_seconds=seconds, sent_bytes=sent.bytes, collectives=sent.collectives,
+        least_seconds=seconds, sent_bytes=sends.bytes, collectives=sends.collectives,
     )  # fmt: skip
 
 
@@ -125,10 +125,12 @@ def feasible(problem: Problem) -> None:
 # the stages
 
 
-Found = tuple[Solution, np.ndarray]  # and its column values
+ColumnSolution = tuple[Solution, np.ndarray]  # and its column values
 
 
-def _banded(problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: Found, band: float) -> Solution:
+def _banded(
+    problem: Problem, program: IntegerProgram, picks: list[list[int]], fastest: ColumnSolution, band: float
+) -> Solution:
     """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
 
     Where a rival is not within the band, the plan stays faster than it by more than the band.
@@ -162,7 +164,7 @@ def _rival(
     """
     solutions = []
     for ruled_out in problem.rivals:
-        if not any(ruled_out & set(enumerate(plan.chosen)) for plan in own):
+        if not any(ruled_out & set(enumerate(plan.choices)) for plan in own):
             return own[-1]
         rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
         restricted = replace(program, rows=[*program.rows, *rows])

@@ -26,7 +26,7 @@ class PortDims(NamedTuple):
     dims: tuple[int, ...]
 
 
-def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]]) -> dict[str, list[PortDims]]:
+def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | None]]) -> dict[str, list[PortDims]]:
     """Every axis but the sequence, with the ports that decide whether it is split.
 
     heads: the queries of an attention. mlp: what the last product of a feed-forward block sums over. vocab: the rows of
@@ -35,10 +35,10 @@ def find_axes(program: Capture, known: Mapping[fx.Node, tuple[Op, Rule | None]])
 
     Args:
         program: the canonical graph.
-        known: per call the operator and its rule; what is missing is read off the graph.
+        operators: per call the operator and its rule; what is missing is read off the graph.
     """
-    flow = Dataflow(program, known)
-    parts = find_blocks(program, {}, known)
+    flow = Dataflow(program, operators)
+    parts = find_blocks(program, {}, operators)
     out: dict[str, list[PortDims]] = {name: [] for name in AXES if name != "sequence"}
     vocabulary = _vocabulary(flow, parts)
     for part in parts:
@@ -88,7 +88,7 @@ def _summed(flow: Dataflow, product: fx.Node) -> list[PortDims]:
     """The dimensions of a product's activations that it sums over."""
     rule, op, out = flow.rules[product], flow.ops[product], []
     factors = rule.factors if rule is not None else ()
-    contracted = [f for f in factors if all(c is None for c in f.outs)]
+    contracted = [f for f in factors if f.outs.count(None) == len(f.outs)]
     for slot, operand in enumerate(op.slots):
         carries = [f.ins[slot] for f in contracted]
         dims = tuple(c.dim for c in carries if c is not None)

@@ -19,30 +19,30 @@ from autotp.ir.op import Op, Rule, Shape
 from autotp.ir.parts import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 
+from .adapters import LOOKUPS
 from .dataflow import Dataflow, Root, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
-LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
 
 
 def find_blocks(
     program: Capture,
     same: Mapping[fx.Node, fx.Node],
-    known: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
+    operators: Mapping[fx.Node, tuple[Op, Rule | None]] | None = None,
 ) -> list[GraphPart]:
     """The named parts of a captured and canonical graph, in the order of the graph.
 
     Args:
         program: the graph.
         same: node -> the equal node of the first repeated block (`autotp.passes.analysis.fold`).
-        known: operators with their rules, where they have been read already.
+        operators: operators with their rules, where they have been read already.
 
     Returns:
         Disjoint sets of operators; operators without parameters may be in none, every parameter that is read is in one.
         `Found.first` is an index of this list.
     """
-    return _Finder(Dataflow(program, known or {}), same).run()
+    return _Finder(Dataflow(program, operators or {}), same).run()
 
 
 class _Finder:
@@ -62,12 +62,13 @@ class _Finder:
         first: dict[object, int] = {}
         parts = []
         for i, (kind, detail, nodes, heads) in enumerate(placed):
-            read = [n for n in nodes if self.flow.parameters(n)]
-            key = (kind, detail, tuple(self.same.get(n, n).name for n in read))
+            readers = [n for n in nodes if self.flow.parameters(n)]
+            key = (kind, detail, tuple(self.same.get(n, n).name for n in readers))
             base = [self.beside[nodes[0]]] if kind == "adapter" else []
             apart = {leaf for n in base for leaf in self.flow.parameters(n)}  # the frozen weight is the product's
-            leaves = tuple(x for x in dict.fromkeys(x for n in read for x in self.flow.parameters(n)) if x not in apart)
-            module, equal = _module([*(read or nodes), *base]), first.setdefault(key, i)
+            parameters = dict.fromkeys(x for n in readers for x in self.flow.parameters(n))
+            leaves = tuple(x for x in parameters if x not in apart)
+            module, equal = _module([*(readers or nodes), *base]), first.setdefault(key, i)
             parts.append(GraphPart(kind, detail, tuple(nodes), module, leaves, equal, heads))
         return parts
 
@@ -79,7 +80,7 @@ class _Finder:
     # adapters
 
     def _adapters(self) -> None:
-        """Claim what is trained beside a frozen product, with its rank, the least width of its products."""
+        """Claim what is trained beside or before a frozen product, with its rank."""
         flow = self.flow
         for adapter in flow.adapted.values():
             nodes = [n for n in adapter.nodes if n not in self.owner]
@@ -89,9 +90,8 @@ class _Finder:
             name = flow.names[flow.parameters(adapter.base)[0]]
             inside = name.startswith(f"{module}.")
             target = name.removeprefix(f"{module}.") if inside else ".".join(name.split(".")[-2:])
-            widths = [flow.width(n) for n in adapter.products]
-            rank = f"rank {min(widths, key=int)} " if len(widths) > 1 else ""
-            self._claim("adapter", f"{rank}beside {target}" if widths else f"scales {target}", nodes)
+            rank = f"rank {adapter.rank} " if adapter.rank is not None else ""
+            self._claim("adapter", f"{rank}{adapter.where} {target}", nodes)
             self.beside[nodes[0]] = adapter.base
 
     # attention
@@ -126,14 +126,14 @@ class _Finder:
 
     def _behind(self, node: fx.Node) -> set[fx.Node]:
         """The operators behind `node`, up to its weight contractions; a low-rank pair of these counts as one."""
-        passed, products = self.flow.back(self.flow.inputs(node))
-        nodes = {*passed, *products} if products else set()
+        between, products = self.flow.back(self.flow.inputs(node))
+        nodes = {*between, *products} if products else set()
         work = list(products)
         while work:
             at = work.pop()
-            passed, products = self.flow.back(self.flow.inputs(at))
-            if products and all(set(n.users) <= {*nodes, *passed} for n in (*passed, *products)):
-                nodes |= {*passed, *products}
+            between, products = self.flow.back(self.flow.inputs(at))
+            if products and all(set(n.users) <= {*nodes, *between} for n in (*between, *products)):
+                nodes |= {*between, *products}
                 work += products
         return nodes
 
@@ -172,7 +172,9 @@ class _Finder:
         position = max(alone, key=lambda f: f.outs[0].dim, default=None)  # type: ignore[union-attr]
         many = [f for f in outer if f.ins[0] and f is not position and f.outs[0].dim > 0]  # type: ignore[union-attr]
         shared = [f for f in many if f.ins[1]]
-        return (tuple(f.ins[0].dim for f in many if f.ins[0]), tuple(f.ins[1].dim for f in shared if f.ins[1])), width
+        query_dims = tuple(f.ins[0].dim for f in many if f.ins[0])
+        key_dims = tuple(f.ins[1].dim for f in shared if f.ins[1])
+        return (query_dims, key_dims), width
 
     # contractions joined by pointwise operators
 

@@ -18,7 +18,7 @@ from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, Shape, is_tensor
 from autotp.rules.core import rule_of
 
-from .adapters import Adapter, added, scaled
+from .adapters import Adapter, added, looked_up, scaled, turned
 
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 
@@ -29,22 +29,24 @@ class Dataflow:
 
     Attributes:
         ops, rules: of every call that makes tensors.
-        weights: value -> the parameter that it is, seen through views and casts.
+        weights: value -> the parameter that it is, seen through views and casts; `own`: all tensors of the module.
         roots: value with a gradient -> what it is made of, by pointwise operators and views only.
         junctions: sums of two independent branches, such as a residual's.
         products: products of independent branches, with the roots of each.
-        adapted: sum or product -> the adapter that it joins to a frozen product; its roots are those of that product.
+        adapted: sum or product -> the adapter that it joins to a frozen product, whose roots it has; one before such a
+            product has those of what comes in.
         apart: operators of adapters, which no walk enters.
     """
 
     program: Capture
-    known: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
+    operators: Mapping[fx.Node, tuple[Op, Rule | None]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
         self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
+        self.own = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
         self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
@@ -59,7 +61,7 @@ class Dataflow:
             if n.target is operator.getitem:
                 self._item(n)
                 continue
-            self.ops[n], self.rules[n] = self.known[n] if n in self.known else _read(n)
+            self.ops[n], self.rules[n] = self.operators[n] if n in self.operators else _read(n)
             self._call(n)
 
     def _item(self, node: fx.Node) -> None:
@@ -75,6 +77,20 @@ class Dataflow:
             self.weights[node] = self.weights[op.slots[0]]
         elif node in self.grads:
             self.roots[node] = self._roots(node)
+            if (adapter := turned(self, node)) is not None:
+                self._pass_through(adapter)
+
+    def _pass_through(self, adapter: Adapter) -> None:
+        """From now on what an adapter before a product makes of a value is that value, as a view of it would be."""
+        turn = adapter.nodes[-1]
+        self.adapted[turn] = adapter
+        self.apart.update(adapter.nodes[:-1])
+        self.products_of_two[turn] = False
+        (value,) = (s for s in self.ops[turn].slots if s not in self.apart)
+        node = self.inputs(adapter.base)[0]
+        while node is not value:
+            self.roots[node] = self.roots.get(value, frozenset())
+            node = self.ops[node].slots[0] if node is not turn else value
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
         """The roots of a value; notes sums and products of independent branches on the way."""
@@ -107,7 +123,8 @@ class Dataflow:
 
     def _adapts(self, node: fx.Node, made_of: set[fx.Node]) -> bool:
         """Whether an adapter's result comes in here; notes it."""
-        adapter = added(self, node, made_of) if self.together(node) else scaled(self, node)
+        forms = (added(self, node, made_of), looked_up(self, node)) if self.together(node) else (scaled(self, node),)
+        adapter = next((form for form in forms if form is not None), None)
         if adapter is None:
             return False
         self.adapted[node] = adapter
@@ -120,7 +137,8 @@ class Dataflow:
 
     def parameters(self, node: fx.Node) -> list[fx.Node]:
         """Parameters that the operator reads, behind views and casts."""
-        return [self.weights[s] for s in self.ops[node].slots if s in self.weights] if node in self.ops else []
+        slots = self.ops[node].slots if node in self.ops else []
+        return [self.weights[s] for s in slots if s in self.weights]
 
     def passes(self, node: fx.Node) -> bool:
         """Whether the operator is pointwise or a view: it mixes no elements of a dimension."""
@@ -150,7 +168,7 @@ class Dataflow:
         """Whether the operator sums products of two operands: a matrix product in any spelling."""
         if node not in self.products_of_two:
             factors = rule.factors if (rule := self.rules.get(node)) is not None else ()
-            sums_products = any(f.contracts and sum(c is not None for c in f.ins) > 1 for f in factors)
+            sums_products = any(f.contracts and len(f.ins) - f.ins.count(None) > 1 for f in factors)
             self.products_of_two[node] = sums_products
         return self.products_of_two[node]
 
@@ -182,7 +200,8 @@ class Dataflow:
         if not self.contraction(node):
             return False
         # The rows of a convolution's filter [out, in, k] are no experts: no activation carries `out`.
-        return any(f.ins[slot] and any(f.ins[i] for i in active) and all(f.outs) for f in rule.factors)
+        by_slot = [f for f in rule.factors if f.ins[slot] and all(f.outs)]
+        return any(f.ins[i] for f in by_slot for i in active)
 
     def weighted(self, node: fx.Node) -> bool:
         """Whether the node is a contraction with a parameter (or with the experts' parameters)."""
@@ -207,19 +226,19 @@ class Dataflow:
             step: the next nodes of one.
             stops: whether the walk ends at a node; those that the first one stops at are returned.
         """
-        passed: dict[fx.Node, None] = {}
+        between: dict[fx.Node, None] = {}
         ends: dict[fx.Node, None] = {}
         work = list(starts)
         while work:
             n = work.pop()
-            if n in passed or n in ends or n not in self.roots or n in self.apart:
+            if n in between or n in ends or n not in self.roots or n in self.apart:
                 continue
             if stops[0](n):
                 ends[n] = None
             elif not any(stop(n) for stop in stops[1:]):
-                passed[n] = None
+                between[n] = None
                 work += step(n)
-        return sorted(passed, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
+        return sorted(between, key=self.order.__getitem__), sorted(ends, key=self.order.__getitem__)
 
     def back(self, starts: Iterable[fx.Node]) -> tuple[list[fx.Node], list[fx.Node]]:
         """Nodes behind `starts` up to the nearest contractions, and these; a junction ends the walk."""

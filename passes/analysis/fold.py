@@ -41,22 +41,22 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
 
     representative: dict[Any, fx.Node] = {}
     for level in (LISTS, 0, 1, 2, 3):
-        found = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
-        for blocks in found.values():
+        containers = items(list(program.graph.nodes)) if level == LISTS else _instances(program, level, representative)
+        for blocks in containers.values():
             first: dict[Any, list[fx.Node]] = {}
             for path, nodes in blocks.items():
                 signature, members = _signature(path, nodes, names, shape)
                 twins = first.setdefault(signature, members)
                 representative.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: representative[n] if n in representative else n for n in program.graph.nodes}  # noqa: SIM401  pyright and get()
+    return {n: n for n in program.graph.nodes} | representative
 
 
-def _instances(program: Capture, level: int, done: dict) -> dict[str, dict[str, list[fx.Node]]]:
+def _instances(program: Capture, level: int, representative: dict) -> dict[str, dict[str, list[fx.Node]]]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    known = {*done, *done.values()}
+    members = {*representative, *representative.values()}
     for n in program.graph.nodes:
-        if n.op != "call_function" or n in known:
+        if n.op != "call_function" or n in members:
             continue
         indexed = [p for p in module_path(n) if INDEXED.search(p)]
         if len(indexed) > level:

@@ -27,26 +27,26 @@ def items(nodes: Sequence[fx.Node]) -> dict[str, dict[str, list[fx.Node]]]:
         nodes: of a graph, in its order.
     """
     paths = {n: module_path(n) for n in nodes if n.op == "call_function"}
-    called = {module_of(p) for path in paths.values() for p in path}
-    places = {n: place for n, path in paths.items() if (place := _place(path, called)) is not None}
+    modules = {module_of(p) for path in paths.values() for p in path}
+    places = {n: place for n, path in paths.items() if (place := _place(path, modules)) is not None}
     lists: dict[Place, list[fx.Node]] = defaultdict(list)
     for n, (item, around) in places.items():
         lists[PLACED.sub("", item), around].append(n)
     calls = list(paths)
-    found = {}
+    containers = {}
     for (name, around), members in lists.items():
         blocks = _blocks(calls, members, places)
         inside = all(paths[n][: len(around)] == around for block in blocks.values() for n in block)
         if len(blocks) > 1 and inside:
-            found[name] = blocks
-    return found
+            containers[name] = blocks
+    return containers
 
 
-def _place(path: tuple[str, ...], called: set[str]) -> Place | None:
+def _place(path: tuple[str, ...], modules: set[str]) -> Place | None:
     """The item of a list that a node lies in; None where it lies in none, or in a block before."""
     for level, name in enumerate(path):
         item = ITEM.match(module_of(name))
-        if item is not None and item.group(0) not in called:
+        if item is not None and item.group(0) not in modules:
             return item.group(0), path[:level]
         if PLACED.search(module_of(name)):
             return None

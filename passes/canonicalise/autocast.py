@@ -46,17 +46,17 @@ class ExplicitCasts(Pass[Capture]):
 
     def _cast(self, graph: fx.Graph, node: fx.Node) -> bool:
         schema = getattr(node.target, "_schema", None)
-        wanted = _dtype(node.meta["val"])
+        dtype = _dtype(node.meta["val"])
         if schema is None or schema.is_mutable:
             return False
         lowered = schema.name.removeprefix("aten::") in LOWERED
-        if not lowered and (_made(node, None) == wanted or _made(node, wanted) != wanted):
+        if not lowered and (_result_dtype(node, None) == dtype or _result_dtype(node, dtype) != dtype):
             return False
-        operands = [i for i in node.all_input_nodes if _dtype(i.meta.get("val")) not in (None, wanted)]
+        operands = [i for i in node.all_input_nodes if _dtype(i.meta.get("val")) not in (None, dtype)]
         with graph.inserting_before(node):
             for operand in operands:
-                cast = graph.call_function(aten.to.dtype, (operand, wanted))
-                cast.meta = {**node.meta, "val": operand.meta["val"].to(wanted)}
+                cast = graph.call_function(aten.to.dtype, (operand, dtype))
+                cast.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
                 node.replace_input_with(operand, cast)
         return bool(operands)
 
@@ -66,7 +66,7 @@ def _dtype(val: Any) -> torch.dtype | None:
     return next((v.dtype for v in compat.tree_leaves(val) if isinstance(v, Tensor) and v.is_floating_point()), None)
 
 
-def _made(node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
+def _result_dtype(node: fx.Node, dtype: torch.dtype | None) -> torch.dtype | None:
     """The dtype that the operator makes without autocast, its floating operands cast to `dtype` (None: as they are)."""
 
     def operand(n: fx.Node) -> Any:

@@ -29,7 +29,7 @@ class MergeTied(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         first: dict[str, fx.Node] = {}
-        kept = []
+        leaves = []
         for leaf in program.leaves:
             owner = program.aliases.get(leaf.name, leaf.name) if leaf.kind.saved else None
             if owner is not None and owner in first:
@@ -38,9 +38,9 @@ class MergeTied(Pass[Capture]):
                 continue
             if owner is not None:
                 first[owner], leaf.name = leaf.node, owner
-            kept.append(leaf)
-        merged = len(program.leaves) - len(kept)
-        program.leaves[:] = kept
+            leaves.append(leaf)
+        merged = len(program.leaves) - len(leaves)
+        program.leaves[:] = leaves
         return Changes(merged, "further names of one tensor are one leaf")
 
 
@@ -54,15 +54,15 @@ class InlineRegions(Pass[Capture]):
     name: ClassVar[str] = "inline-regions"
 
     def run(self, program: Capture) -> Changes:
-        found, owner = _regions(program.graph), program.graph.owning_module
-        program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in found)
-        for node in found:
+        regions, owner = _regions(program.graph), program.graph.owning_module
+        program.autocast |= any("wrap_with_autocast" in str(n.target) and n.args[2] is True for n in regions)
+        for node in regions:
             carries = differentiable(program) if _without_gradient(node) else set()
             _inline(program.graph, owner, node, bool(carries & set(node.all_input_nodes)))
         for node in program.graph.nodes:
             if node.op == "call_function" and mark(node).no_grad is None:
                 write(node, no_grad=False)
-        return Changes(len(found), "regions are plain nodes")
+        return Changes(len(regions), "regions are plain nodes")
 
 
 def _regions(graph: fx.Graph) -> list[fx.Node]:
@@ -91,7 +91,8 @@ def _inline(graph: fx.Graph, owner: Any, node: fx.Node, cut: bool) -> None:
             write(env[inner], no_grad=no_grad or mark(inner).no_grad or False)
         results = [env[r] for r in body.output_node().args[0]]  # type: ignore[union-attr]
         if cut:
-            results = [_detach(graph, r) if is_tensor(r) else r for r in results]  # a region may give sizes
+            for i, r in enumerate(results):
+                results[i] = _detach(graph, r) if is_tensor(r) else r  # a region may give sizes
     for user in list(node.users):
         user.replace_all_uses_with(results[int(str(user.args[1]))])
         graph.erase_node(user)
@@ -112,11 +113,12 @@ class DropChecks(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         names = ("_assert_", "sym_constrain_range", "_guards_fn")
-        found = [n for n in program.graph.nodes if n.op.startswith("call") and any(x in str(n.target) for x in names)]
-        for n in found:
+        calls = [n for n in program.graph.nodes if n.op.startswith("call")]
+        checks = dict.fromkeys(n for n in calls for x in names if x in str(n.target))
+        for n in checks:
             program.graph.erase_node(n)
         unread = bool(program.graph.eliminate_dead_code())
-        return Changes(len(found) + unread, "assertions, and what nothing reads, are left out")
+        return Changes(len(checks) + unread, "assertions, and what nothing reads, are left out")
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ class DropIdentities(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         candidates = (aten.to, aten.alias, aten.slice, aten.expand, aten.lift_fresh_copy, aten._to_copy)
-        changed = 0
+        count = 0
         for n in list(program.graph.nodes):
             if getattr(n.target, "overloadpacket", None) not in candidates or not is_tensor(n.args[0]):
                 continue
@@ -136,8 +138,8 @@ class DropIdentities(Pass[Capture]):
             if a.dtype == b.dtype and a.device == b.device and sizes(a) == sizes(b) and not strided:
                 n.replace_all_uses_with(n.args[0])
                 program.graph.erase_node(n)
-                changed += 1
-        return Changes(changed, "operators that give their operand are left out")
+                count += 1
+        return Changes(count, "operators that give their operand are left out")
 
 
 @dataclass(frozen=True)
@@ -199,7 +201,7 @@ class RebindSizes(Pass[Capture]):
     name: ClassVar[str] = "rebind-sizes"
 
     def run(self, program: Capture) -> Changes:
-        changed = 0
+        count = 0
         for n in list(program.graph.nodes):
             if n.target is not aten.sym_size.int or not is_tensor(n.args[0]):
                 continue
@@ -211,8 +213,8 @@ class RebindSizes(Pass[Capture]):
                 n.args = program.symbols[size]  # type: ignore[index,assignment]
             else:
                 continue
-            changed += 1
-        return Changes(changed, "sizes are read off inputs")
+            count += 1
+        return Changes(count, "sizes are read off inputs")
 
 
 CANONICAL: tuple[Pass[Capture], ...] = (

@@ -26,10 +26,10 @@ class ComplexScatters(Pass[Capture]):
     name: ClassVar[str] = "complex-scatters"
 
     def run(self, program: Capture) -> Changes:
-        found = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
-        for node in found:
+        scatters = [n for n in program.graph.nodes if n.target in SCATTERS and n.meta["val"].is_complex()]
+        for node in scatters:
             _on_pairs(node)
-        return Changes(len(found), "parts are put into complex values as real ones")
+        return Changes(len(scatters), "parts are put into complex values as real ones")
 
 
 def _on_pairs(node: fx.Node) -> None:
@@ -41,8 +41,8 @@ def _on_pairs(node: fx.Node) -> None:
     pairs = [_before(node, aten.view_as_real.default, _plain(node, x)) for x in (whole, part)]
     if node.target is aten.diagonal_scatter.default:  # a diagonal is the last dimension
         pairs[1] = _before(node, aten.transpose.int, pairs[1], -1, -2)
-    made = _before(node, node.target, *pairs, *args.values())
-    node.replace_all_uses_with(_before(node, aten.view_as_complex.default, made))
+    scatter = _before(node, node.target, *pairs, *args.values())
+    node.replace_all_uses_with(_before(node, aten.view_as_complex.default, scatter))
     node.graph.erase_node(node)
 
 
@@ -53,6 +53,6 @@ def _plain(node: fx.Node, value: fx.Node) -> fx.Node:
 
 def _before(node: fx.Node, target: Any, *args: Any) -> fx.Node:
     with node.graph.inserting_before(node):
-        made = node.graph.call_function(target, args)
-    made.meta = {**node.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]))}
-    return made
+        call = node.graph.call_function(target, args)
+    call.meta = {**node.meta, "val": target(*fx.map_arg(args, lambda n: n.meta["val"]))}
+    return call

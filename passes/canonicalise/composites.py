@@ -35,11 +35,11 @@ class Composites(Pass[Capture]):
 
     def idle(self, program: Capture) -> str:
         """Only where there are some."""
-        return "" if _found(program.graph) else "every operator is torch's own, or has a rule"
+        return "" if _composites(program.graph) else "every operator is torch's own, or has a rule"
 
     def run(self, program: Capture) -> Changes:
-        graded, changed = _graded(program), 0
-        for node in _found(program.graph):
+        graded, count = _graded(program), 0
+        for node in _composites(program.graph):
             try:
                 body, functions = _traced(node)
             except Exception as error:  # whatever a library's operator may ask of its operands
@@ -47,21 +47,21 @@ class Composites(Pass[Capture]):
                 continue
             if node not in graded or not functions:
                 _replace(node, body)
-                changed += 1
-        return Changes(changed, "composite operators are the operators that they are made of")
+                count += 1
+        return Changes(count, "composite operators are the operators that they are made of")
 
 
 def _graded(program: Capture) -> set[fx.Node]:
     """Values that carry a gradient to what is trained now: the parts of a quantised weight never are."""
     carries = differentiable(program)
-    wanted = {x.node for x in program.leaves if getattr(x.node.meta.get("val"), "requires_grad", False)}
+    trained_nodes = {x.node for x in program.leaves if getattr(x.node.meta.get("val"), "requires_grad", False)}
     for node in program.graph.nodes:
-        if node in carries and wanted & set(node.all_input_nodes):
-            wanted.add(node)
-    return wanted
+        if node in carries and trained_nodes & set(node.all_input_nodes):
+            trained_nodes.add(node)
+    return trained_nodes
 
 
-def _found(graph: fx.Graph) -> list[fx.Node]:
+def _composites(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if compat.is_composite(n.target) and function_of(n.target) is None]
 
 
@@ -96,8 +96,8 @@ def _traced(node: fx.Node) -> tuple[fx.Graph, list[Any]]:
         return apply(function, *args, **kwargs)
 
     def call(*values: Tensor) -> Any:
-        given = dict(zip(operands, values, strict=True))
-        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: given.get(n, n.meta["val"]))
+        value_of = dict(zip(operands, values, strict=True))
+        args, kwargs = fx.map_arg((node.args, dict(node.kwargs)), lambda n: value_of.get(n, n.meta["val"]))
         return target(*args, **kwargs)
 
     values = [n.meta["val"].detach() for n in operands]

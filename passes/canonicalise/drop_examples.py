@@ -36,10 +36,10 @@ class DropExamples(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         calls = [n for n in program.graph.nodes if n.op == "call_function"]
-        changed = sum(self._made(n) or self._cast(n) or self._shaped(n) for n in calls)
-        return Changes(changed, "operators do not read the example of a dtype or shape")
+        count = sum(self._rewrite_new(n) or self._cast(n) or self._shaped(n) for n in calls)
+        return Changes(count, "operators do not read the example of a dtype or shape")
 
-    def _made(self, node: fx.Node) -> bool:
+    def _rewrite_new(self, node: fx.Node) -> bool:
         if node.target not in PLAIN:
             return False
         val, (_, *sizes) = node.meta["val"], node.args
@@ -71,6 +71,6 @@ def _size(node: fx.Node, like: Any, dim: int) -> int | fx.Node:
     size = like.meta["val"].shape[dim]
     if isinstance(size, int):
         return size
-    read = node.graph.call_function(compat.sym_size, (like, dim))
-    read.meta = {**{k: v for k, v in node.meta.items() if k == "nn_module_stack"}, "val": size}
-    return read
+    size_node = node.graph.call_function(compat.sym_size, (like, dim))
+    size_node.meta = {**{k: v for k, v in node.meta.items() if k == "nn_module_stack"}, "val": size}
+    return size_node

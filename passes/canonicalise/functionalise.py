@@ -37,14 +37,14 @@ def _functionalise(graph: fx.Graph, state: Set[str]) -> dict[int, str] | None:
     if not writes:
         return {}
     drop_inert_dropouts(graph)
-    taken = _lift(graph, state)
+    positions = _lift(graph, state)
     shared = _Memory(graph, state)
     if not all(shared.rewrite(n) or shared.rewrite_part(n) for n in writes if n in shared.order):
-        _lower(graph, taken)
+        _lower(graph, positions)
         return None
     for node in [n for n in reversed(graph.nodes) if n in writes and not n.users]:
         graph.erase_node(node)  # written and never read, such as an initial value drawn at random
-    return taken
+    return positions
 
 
 def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
@@ -66,16 +66,16 @@ def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
     return {first + i: buffer.name for i, buffer in enumerate(final)}
 
 
-def _lower(graph: fx.Graph, taken: dict[int, str]) -> None:
+def _lower(graph: fx.Graph, positions: dict[int, str]) -> None:
     """The reverse of `_lift`."""
     output = graph.output_node()
-    named = {n.name: n for n in graph.nodes if n.op == "placeholder"}
+    leaf_of = {n.name: n for n in graph.nodes if n.op == "placeholder"}
     values = list(output.args[0])  # type: ignore[arg-type]
-    for position in sorted(taken, reverse=True):
+    for position in sorted(positions, reverse=True):
         value = values.pop(position)
-        if value is not named[taken[position]]:
+        if value is not leaf_of[positions[position]]:
             with graph.inserting_before(output):
-                graph.call_function(aten.copy_.default, (named[taken[position]], value)).meta = dict(value.meta)
+                graph.call_function(aten.copy_.default, (leaf_of[positions[position]], value)).meta = dict(value.meta)
     output.args = (tuple(values),)
 
 
@@ -87,10 +87,10 @@ def mutates(node: fx.Node) -> bool:
 
 def regions(graph: fx.Graph) -> list[fx.Graph]:
     """The graphs of wrapped regions, and of those within."""
-    owner, found = graph.owning_module, []
+    owner, graphs = graph.owning_module, []
     for module in owner.modules() if owner is not None else ():
-        found += [module.graph] if isinstance(module, fx.GraphModule) and module.graph is not graph else []
-    return found
+        graphs += [module.graph] if isinstance(module, fx.GraphModule) and module.graph is not graph else []
+    return graphs
 
 
 def written(node: fx.Node) -> fx.Node | None:
@@ -100,7 +100,10 @@ def written(node: fx.Node) -> fx.Node | None:
 
 def memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     """The memory that each value lies in; equal numbers are shared memory."""
-    return {n: {v.untyped_storage()._cdata for v in tensors(n)} for n in graph.nodes}
+    out: dict[fx.Node, set[int]] = {}
+    for n in graph.nodes:
+        out[n] = {v.untyped_storage()._cdata for v in tensors(n)}
+    return out
 
 
 def drop_inert_dropouts(graph: fx.Graph) -> None:
@@ -121,7 +124,7 @@ class _Memory:
     def rewrite(self, node: fx.Node) -> bool:
         """Make one in-place operator functional; False where another value sees what it writes."""
         target, twin = written(node), _twin(node)
-        if target is None or twin is None or len(self.of[target]) != 1 or self._seen(target, node):
+        if target is None or twin is None or len(self.of[target]) != 1 or self._read_later(target, node):
             return False
         node.target = twin
         self._renew(target, node, node)
@@ -144,11 +147,11 @@ class _Memory:
         if None in stale.values():
             return False
         with write.graph.inserting_before(write):
-            made = new = self._call(write, twin, part, *write.args[1:], **write.kwargs)
+            value = new = self._call(write, twin, part, *write.args[1:], **write.kwargs)
             for cut in cuts:
-                made = self._call(write, PARTS[cut.target], cut.args[0], made, *cut.args[1:])
-            fresh = {whole: made, **{n: self._replay(write, made, path or []) for n, path in stale.items()}}
-        self._renew(whole, write, made)
+                value = self._call(write, PARTS[cut.target], cut.args[0], value, *cut.args[1:])
+            fresh = {whole: value, **{n: self._replay(write, value, path or []) for n, path in stale.items()}}
+        self._renew(whole, write, value)
         for old, node in fresh.items():
             old.replace_all_uses_with(node, delete_user_cb=lambda user: self.order[user] > self.order[write])
         write.replace_all_uses_with(new)
@@ -167,17 +170,17 @@ class _Memory:
             name = base
         return path
 
-    def _replay(self, write: fx.Node, made: fx.Node, path: list[fx.Node]) -> fx.Node:
-        memory = self.of[made]
+    def _replay(self, write: fx.Node, value: fx.Node, path: list[fx.Node]) -> fx.Node:
+        memory = self.of[value]
         for view in path:
-            made = self._call(write, view.target, made, *view.args[1:], **view.kwargs)
-            self.of[made] = memory
-        return made
+            value = self._call(write, view.target, value, *view.args[1:], **view.kwargs)
+            self.of[value] = memory
+        return value
 
-    def _renew(self, target: fx.Node, write: fx.Node, made: fx.Node) -> None:
+    def _renew(self, target: fx.Node, write: fx.Node, value: fx.Node) -> None:
         """What lay in the target's memory and comes later lies in new memory, that only this write fills."""
         for later in (n for n, i in self.order.items() if i >= self.order[write] and self.of[n] & self.of[target]):
-            self.of[later] = {*(self.of[later] - self.of[target]), id(made)}
+            self.of[later] = {*(self.of[later] - self.of[target]), id(value)}
 
     def _call(self, write: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         """A new node in place of `write`, with memory of its own."""
@@ -195,7 +198,8 @@ class _Memory:
     def _later(self, target: fx.Node, write: fx.Node) -> list[fx.Node]:
         """Those of the names that are read after the write."""
         at = self.order[write]
-        return [n for n in self._names(target, write) if any(self.order[user] > at for user in n.users)]
+        last_read = {n: max(map(self.order.__getitem__, n.users), default=-1) for n in self._names(target, write)}
+        return [n for n, last in last_read.items() if last > at]
 
     def _leaf(self, target: fx.Node, write: fx.Node) -> bool:
         """Whether an input or a weight has the memory of `target`, but for a buffer itself."""
@@ -204,7 +208,7 @@ class _Memory:
             leaves = [n for n in leaves if n.name not in self.state]
         return bool(leaves)
 
-    def _seen(self, target: fx.Node, write: fx.Node) -> bool:
+    def _read_later(self, target: fx.Node, write: fx.Node) -> bool:
         """Whether a leaf has the memory of `target`, or another of its names is read later."""
         return self._leaf(target, write) or bool(self._later(target, write))
 

@@ -47,9 +47,9 @@ class _Flow:
     odd: list[fx.Node] = field(default_factory=list)
 
     def run(self) -> None:
-        self.held = _memory(self.graph)
+        self.memory = _memory(self.graph)
         for node in self.carries:
-            self.places |= self.held[node]
+            self.places |= self.memory[node]
         for node in list(self.graph.nodes):
             if node.op != "call_function":
                 continue
@@ -59,24 +59,24 @@ class _Flow:
                 self._operator(node)
 
     def carrying(self, node: fx.Node) -> bool:
-        return node in self.carries or (node not in self.cut and bool(self.held[node] & self.places))
+        return node in self.carries or (node not in self.cut and bool(self.memory[node] & self.places))
 
     def _operator(self, node: fx.Node) -> None:
-        given = [x for x in node.all_input_nodes if is_tensor(x)]
+        operands = [x for x in node.all_input_nodes if is_tensor(x)]
         target = written(node) if mutates(node) else None
-        if target is not None and target in self.cut and self.held[target] & self.places:
+        if target is not None and target in self.cut and self.memory[target] & self.places:
             self.odd.append(node)
-        if node.target in CUTS or any(x in self.cut and self.held[x] & self.held[node] for x in given):
+        if node.target in CUTS or any(x in self.cut and self.memory[x] & self.memory[node] for x in operands):
             self.cut.add(node)
-        elif floating(node.meta.get("val")) and any(map(self.carrying, given)):
+        elif floating(node.meta.get("val")) and any(map(self.carrying, operands)):
             self.carries.add(node)
-            self.places |= self.held[node]
+            self.places |= self.memory[node]
 
     def _region(self, node: fx.Node) -> None:
         at = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
         body = getattr(self.graph.owning_module, node.args[at].target).graph  # type: ignore[union-attr,arg-type]
-        given = list(zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True))
-        carried = {inner: x for inner, x in given if isinstance(x, fx.Node) and is_tensor(x) and self.carrying(x)}
+        pairs = list(zip((n for n in body.nodes if n.op == "placeholder"), node.args[at + 1 :], strict=True))
+        carried = {inner: x for inner, x in pairs if isinstance(x, fx.Node) and is_tensor(x) and self.carrying(x)}
         if "set_grad_enabled" in str(node.target) and node.args[0] is False:
             self._detach(node, body, carried)
             return
@@ -88,22 +88,23 @@ class _Flow:
             result = results[user.args[1]]  # type: ignore[index]
             if isinstance(result, fx.Node) and is_tensor(result) and inner.carrying(result):
                 self.carries.add(user)
-                self.places |= self.held[user]
+                self.places |= self.memory[user]
 
     def _detach(self, region: fx.Node, body: fx.Graph, carried: dict[fx.Node, fx.Node]) -> None:
-        held = _memory(body)
+        memory = _memory(body)
         writes = [n for n in body.nodes if mutates(n)]
-        self.odd += [n for n in writes if any(held[n] & held[inner] for inner in carried)]
+        of_carried = set().union(*(memory[inner] for inner in carried))
+        self.odd += [n for n in writes if memory[n] & of_carried]
         for x in dict.fromkeys(carried.values()):
             with self.graph.inserting_before(region):
                 new = self.graph.call_function(aten.detach.default, (x,))
-            new.meta = {**x.meta, "nn_module_stack": region.meta.get("nn_module_stack")}
-            region.args = tuple(new if a is x else a for a in region.args)
+                new.meta = {**x.meta, "nn_module_stack": region.meta.get("nn_module_stack")}
+                region.replace_input_with(x, new)
 
 
 def _memory(graph: fx.Graph) -> dict[fx.Node, set[int]]:
     """The memory that each value lies in; those that `torch.vmap` makes do not tell."""
-    return {n: {_place(v) for v in tensors(n)} for n in graph.nodes}
+    return {n: set(map(_place, tensors(n))) for n in graph.nodes}
 
 
 def _place(value: Tensor) -> int:

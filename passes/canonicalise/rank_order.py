@@ -8,7 +8,7 @@ operators that do not depend on each other, so every rank takes the order of ran
 from __future__ import annotations
 
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -38,10 +38,10 @@ class RankOrder(Pass[Capture]):
         """Hear of rank 0's order, and take it."""
         ranks = self.ranks
         assert ranks is not None
-        wanted = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
-        if wanted is None or ranks.rank == 0:
+        order = broadcast(ranks, signatures(program) if ranks.rank == 0 else None)
+        if order is None or ranks.rank == 0:
             return Changes(0, "this rank's order is the one")
-        return Changes(follow(program, wanted), "nodes in rank 0's order, under its names")
+        return Changes(follow(program, order), "nodes in rank 0's order, under its names")
 
 
 def signatures(program: Capture) -> list[NodeRow]:
@@ -54,36 +54,37 @@ def signatures(program: Capture) -> list[NodeRow]:
     """
     leaves = {leaf.node: f"{leaf.kind} {leaf.name}" for leaf in program.leaves}
     hashes: dict[fx.Node, str] = {}
-    rows, drawn = [], 0
+    rows, draw_count = [], 0
     for node in program.graph.nodes:
-        drawn += draws(node)
-        read: list[fx.Node] = []
-        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n, read=read: read.append(n) or hashes[n])
-        parts = leaves.get(node), described(node, arguments), drawn if draws(node) else 0
+        draw_count += draws(node)
+        operands: list[fx.Node] = []
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda n, to=operands: to.append(n) or hashes[n])
+        parts = leaves.get(node), described(node, arguments), draw_count if draws(node) else 0
         hashes[node] = hashlib.sha256(repr(parts).encode()).hexdigest()[:24]
-        rows.append((hashes[node], node.name, tuple(n.name for n in read)))
+        rows.append((hashes[node], node.name, tuple(n.name for n in operands)))
     return rows
 
 
-def follow(program: Capture, wanted: Sequence[NodeRow]) -> int:
+def follow(program: Capture, order: Sequence[NodeRow]) -> int:
     """Put the program's nodes into this order and give them these names, unless it has other nodes.
 
     Args:
         program: this rank's graph.
-        wanted: rank 0's rows, as `signatures` gives them.
+        order: rank 0's rows, as `signatures` gives them.
 
     Returns:
         How many nodes are new, 0 where the program stays as it is.
     """
     own = signatures(program)
-    if own == list(wanted) or sorted(row[0] for row in own) != sorted(row[0] for row in wanted):
+    hashes = Counter(row[0] for row in own)
+    if own == list(order) or hashes != Counter(row[0] for row in order):
         return 0
     alike: dict[str, list[fx.Node]] = defaultdict(list)
     for node, (signature, _, _) in zip(program.graph.nodes, own, strict=True):
         alike[signature].append(node)
     graph, nodes, env = fx.Graph(program.graph.owning_module), {}, {}
-    for signature, name, read in wanted:
-        node, operands = alike[signature].pop(), iter(read)
+    for signature, name, operand_names in order:
+        node, operands = alike[signature].pop(), iter(operand_names)
         # By rank 0's names, not by the node's own operands: of several that compute the same it may read another.
         env[node] = nodes[name] = copy_node(node, graph, lambda n, names=operands: nodes[next(names)], name)
     program.graph = graph

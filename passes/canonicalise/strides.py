@@ -19,10 +19,10 @@ class Reshape(Pass[Capture]):
     name: ClassVar[str] = "reshape"
 
     def run(self, program: Capture) -> Changes:
-        found = [n for n in program.graph.nodes if n.target is aten.view.default]
-        for node in found:
+        views = [n for n in program.graph.nodes if n.target is aten.view.default]
+        for node in views:
             node.target = aten.reshape.default
-        return Changes(len(found), "views are reshapes")
+        return Changes(len(views), "views are reshapes")
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class LayOut(Pass[Capture]):
     name: ClassVar[str] = "lay-out"
 
     def run(self, program: Capture) -> Changes:
-        found = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
-        laid = sum(self._lay_out(program.graph, n) for n in found)
+        views = [n for n in program.graph.nodes if n.target is aten.as_strided.default]
+        laid = sum(self._lay_out(program.graph, n) for n in views)
         return Changes(laid, "operands are laid out in memory as they were captured")
 
     def _lay_out(self, graph: fx.Graph, node: fx.Node) -> bool:
@@ -43,9 +43,9 @@ class LayOut(Pass[Capture]):
             return False
         with graph.inserting_before(node):
             for target, rest in ((aten.permute.default, (order,)), (aten.contiguous.default, ())):
-                made = graph.call_function(target, (operand, *rest))
-                made.meta = {**node.meta, "val": target(operand.meta["val"], *rest)}
-                operand = made
+                call = graph.call_function(target, (operand, *rest))
+                call.meta = {**node.meta, "val": target(operand.meta["val"], *rest)}
+                operand = call
         node.args = (operand, *node.args[1:])
         return True
 
@@ -54,7 +54,8 @@ def dense_order(val: Tensor) -> list[int] | None:
     """The dimensions from the slowest to the fastest of a tensor that fills its memory; None where it does not."""
     if val.storage_offset() != 0 or val.untyped_storage().nbytes() != val.numel() * val.element_size():
         return None
-    sizes, strides = [expression(n) for n in val.shape], [expression(n) for n in val.stride()]
+    sizes = [expression(n) for n in val.shape]
+    strides = [expression(n) for n in val.stride()]
     order, step = [], expression(1)
     for _ in sizes:
         fits = [d for d in range(len(sizes)) if d not in order and (strides[d] == step or sizes[d] == 1)]

@@ -121,10 +121,10 @@ class _Call:
         """The sizes of a value, with nodes for symbolic ones."""
         out = []
         for n in value.shape:
-            found = self.drawer.sizes.of(expression(n))
-            if isinstance(found, fx.Node):
-                found.meta.setdefault("val", n)
-            out.append(found)
+            size = self.drawer.sizes.of(expression(n))
+            if isinstance(size, fx.Node):
+                size.meta.setdefault("val", n)
+            out.append(size)
         return out
 
     def dropped(self, x: fx.Node, p: float) -> fx.Node:
@@ -185,10 +185,10 @@ def _repeated(call: _Call, x: fx.Node, query: fx.Node) -> fx.Node:
 
 def _bernoulli(call: _Call, op: Op) -> fx.Node:
     dtype = op.node.meta["val"].dtype
-    drawn = call.uniform(op.node.meta["val"], torch.float32)
+    uniform = call.uniform(op.node.meta["val"], torch.float32)
     if op.target is aten.bernoulli.p:
-        return call(aten.to.dtype, call(aten.lt.Scalar, drawn, op.args["p"]), dtype)
-    return call(aten.to.dtype, call(aten.lt.Tensor, drawn, op.slots[0]), dtype)
+        return call(aten.to.dtype, call(aten.lt.Scalar, uniform, op.args["p"]), dtype)
+    return call(aten.to.dtype, call(aten.lt.Tensor, uniform, op.slots[0]), dtype)
 
 
 def _uniform(call: _Call, op: Op) -> fx.Node:

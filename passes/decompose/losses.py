@@ -87,8 +87,8 @@ class LossAlone(Pass[Capture]):
             InputError: the program has no loss, or several values that could be it.
         """
         values = list(compat.tree_leaves(program.graph.output_node().args[0]))
-        written = [i for i in range(len(values)) if i in program.mutations]
-        losses = [i for i, x in enumerate(values) if i not in written and isinstance(x, fx.Node) and _is_loss(x)]
+        mutations = [i for i in range(len(values)) if i in program.mutations]
+        losses = [i for i, x in enumerate(values) if i not in mutations and isinstance(x, fx.Node) and _is_loss(x)]
         if len(losses) != 1:
             raise InputError(
                 f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(losses)}. "
@@ -97,11 +97,11 @@ class LossAlone(Pass[Capture]):
         program.own_graph()
         output = program.graph.output_node()
         values = list(compat.tree_leaves(output.args[0]))
-        output.args = (tuple(values[i] for i in [*written, *losses]),)
+        output.args = (tuple(values[i] for i in [*mutations, *losses]),)
         program.graph.eliminate_dead_code()
-        program.mutations = {k: program.mutations[i] for k, i in enumerate(written)}
+        program.mutations = {k: program.mutations[i] for k, i in enumerate(mutations)}
         program.out_spec = compat.tree_flatten(0)[1]
-        return Changes(len(values) - len(written) - 1, "outputs are left out")
+        return Changes(len(values) - len(mutations) - 1, "outputs are left out")
 
 
 def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module:
@@ -111,16 +111,16 @@ def with_loss(model: nn.Module, loss: Callable[[Any, Any], Tensor]) -> nn.Module
     def forward(self: nn.Module, *args: Any, targets: Any, **kwargs: Any) -> Tensor:
         return loss(kind.forward(self, *args, **kwargs), targets)
 
-    given = list(signature.parameters.values())
-    rest = [p for p in given if p.kind is p.VAR_KEYWORD]
+    parameters = list(signature.parameters.values())
+    rest = [p for p in parameters if p.kind is p.VAR_KEYWORD]
     targets = inspect.Parameter("targets", inspect.Parameter.KEYWORD_ONLY)
     own = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
     forward.__signature__ = signature.replace(  # type: ignore[attr-defined]
-        parameters=[own, *(p for p in given if p not in rest), targets, *rest]
+        parameters=[own, *(p for p in parameters if p not in rest), targets, *rest]
     )
-    made = copy.copy(model)
-    made.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
-    return made
+    copied = copy.copy(model)
+    copied.__class__ = type(kind.__name__, (kind,), {"forward": forward, "__module__": kind.__module__})
+    return copied
 
 
 def _is_loss(node: fx.Node) -> bool:
@@ -148,11 +148,11 @@ def _sum_apart(graph: fx.Graph, op: Op) -> None:
     wide, call = torch.promote_types(dtype, torch.float32), caller(graph, node)
     with graph.inserting_before(node):
         elements = call(op.target, *{**op.args, "reduction": NONE}.values())
-        found = call(aten.sum.default, elements, dtype=wide)
+        total = call(aten.sum.default, elements, dtype=wide)
         if op.args["reduction"] == MEAN:
-            found = call(aten.div.Tensor, found, call(aten.sum.default, _counting(call, op), dtype=wide))
-        found = call(aten.to.dtype, found, dtype) if wide != dtype else found
-    node.replace_all_uses_with(found)
+            total = call(aten.div.Tensor, total, call(aten.sum.default, _counting(call, op), dtype=wide))
+        total = call(aten.to.dtype, total, dtype) if wide != dtype else total
+    node.replace_all_uses_with(total)
     graph.erase_node(node)
 
 
@@ -167,9 +167,9 @@ def _counting(call: EmitCall, op: Op) -> fx.Node:
 
 def _weights(call: EmitCall, op: Op, counts: fx.Node) -> fx.Node:
     """The weight of every target's class."""
-    known = call(aten.where.ScalarOther, counts, op.args["target"], 0)
+    targets = call(aten.where.ScalarOther, counts, op.args["target"], 0)
     table = call(aten.unsqueeze.default, op.args["weight"], 1)
-    return call(aten.squeeze.dim, call(aten.embedding.default, table, known), -1)
+    return call(aten.squeeze.dim, call(aten.embedding.default, table, targets), -1)
 
 
 def _classes_apart(graph: fx.Graph, op: Op) -> None:

@@ -125,8 +125,8 @@ class _Change:
             return None
         graded = _graded(self.graph)
         operands = tuple(_value(g, g in graded, place) for g in leaves)
-        known = set(leaves)
-        own = {c: g for c, g in self.back.items() if g in known}
+        leaf_set = set(leaves)
+        own = {c: g for c, g in self.back.items() if g in leaf_set}
         plain = _function(self.graph, self.region, leaves, {g: g for g in leaves}, list(self.results), sends)
         other = _function(self.copy, self.other, leaves, own, list(self.results.values()), sends)
         return None if plain is None or other is None else Alternative(name, plain, other, operands, sends)
@@ -144,7 +144,9 @@ def _swapped(g: fx.Node, c: fx.Node, back: Mapping[fx.Node, fx.Node]) -> dict[fx
     if c.target is not g.target or len(theirs) != len(mine):
         return None
     odd = [(a, b) for a, b in zip(mine, theirs, strict=True) if not _same(a, b, back)]
-    return dict(odd) if all(isinstance(x, fx.Node) for pair in odd for x in pair) else None
+    if not all(isinstance(x, fx.Node) for pair in odd for x in pair):
+        return None
+    return dict(odd)
 
 
 def _same(a: Any, b: Any, back: Mapping[fx.Node, fx.Node]) -> bool:
@@ -180,17 +182,17 @@ def _runs_from(node: fx.Node) -> bool:
 
 def _graded(graph: fx.Graph) -> set[fx.Node]:
     """Nodes whose values need a gradient."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for node in graph.nodes:
         val = node.meta.get("val")
         floating = not isinstance(val, Tensor) or val.is_floating_point() or val.is_complex()
         if node.op == "placeholder":
-            made = isinstance(val, Tensor) and val.requires_grad
+            requires_grad = isinstance(val, Tensor) and val.requires_grad
         else:
-            made = any(x in found for x in node.all_input_nodes) and node.target is not aten.detach.default
-        if made and floating and not mark(node).no_grad:
-            found.add(node)
-    return found
+            requires_grad = any(x in nodes for x in node.all_input_nodes) and node.target is not aten.detach.default
+        if requires_grad and floating and not mark(node).no_grad:
+            nodes.add(node)
+    return nodes
 
 
 def _value(node: fx.Node, graded: bool, place: MeshPlace) -> Value:
@@ -222,18 +224,18 @@ def _function(
 
     None where a conversion that changes a value's size is among the nodes, and nothing is to be sent.
     """
-    made = fx.Graph()
-    inputs = {leaf: made.placeholder(f"x{i}") for i, leaf in enumerate(leaves)}
+    function = fx.Graph()
+    inputs = {leaf: function.placeholder(f"x{i}") for i, leaf in enumerate(leaves)}
     env: dict[fx.Node, Any] = {node: inputs[leaf] for node, leaf in of.items()}
     for node in graph.nodes:
         if node not in region or node in env:
             continue
         if sends or mark(node).conversion is None:
-            copy_graph([node], env, made)
+            copy_graph([node], env, function)
             continue
         source, target = conversion_of(node)
         if source.split or target.split or source.distribution is not None or target.distribution is not None:
             return None
         env[node] = env[node.args[0]]  # type: ignore[index]
-    made.output(tuple(env[node] for node in results))
-    return fx.GraphModule({}, made)
+    function.output(tuple(env[node] for node in results))
+    return fx.GraphModule({}, function)

@@ -48,7 +48,7 @@ class Setting:
         objective: "training" and so on: whether there is a backward.
         device: where the rank computes.
         backend: name of what runs the program: "eager", or a backend of `torch.compile`.
-        held: bytes that the fullest rank holds, by the memory model.
+        rank_bytes: bytes that the fullest rank holds, by the memory model.
         judges: name of an optimisation -> what compares and times each thing that it would put in, for all ranks
             together. Without one nothing is measured: it is on or off whatever it takes.
     """
@@ -58,7 +58,7 @@ class Setting:
     objective: Objective
     device: torch.device
     backend: str = "eager"
-    held: float = 0.0
+    rank_bytes: float = 0.0
     judges: Mapping[str, Judge] = field(default_factory=dict)
 
     @property

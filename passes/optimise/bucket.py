@@ -52,7 +52,7 @@ class Bucket(Optimisation):
         judged = Judged(program, self, partial(_merged, setting=setting))
         merged = [x.new for x in _merged(program.graph, judged.refused, setting)]
         if not merged:
-            return Changes(0, ", ".join(judged.told(Counter())) or NOWHERE)
+            return Changes(0, ", ".join(judged.summary(Counter())) or NOWHERE)
         sums = sum(len(call.all_input_nodes) for call in merged)
         why = judged.why.get((WHAT, True), "")
         text = f"{sums} all-reduces of parameters' gradients became {len(merged)}"

@@ -14,15 +14,15 @@ from torch import fx
 from autotp.ir.marks import inherit
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
-from autotp.kernels.cached_attention import attend, cached_attention, seen
+from autotp.kernels.cached_attention import attend, attention_mask, cached_attention
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram
-from .masks import Seen, recognise
+from .masks import MaskFamily, recognise
 from .matching import calls, closed, put, value_of
 
 SDPA = aten.scaled_dot_product_attention.default
-GROWN, WRITTEN = (aten.cat,), (aten.index_copy, aten.index_put)
+GROWN, WRITES = (aten.cat,), (aten.index_copy, aten.index_put)
 WIDER, JOINED = (aten.unsqueeze, aten.reshape, aten.view), (aten.reshape, aten.view, aten._unsafe_view)
 
 
@@ -54,8 +54,8 @@ class CachedAttention(Optimisation):
         masks: dict[fx.Node, Any] = {}
         count, others = 0, 0
         for node in [n for n in graph.nodes if n.target is SDPA]:
-            found = _read(node)
-            if found is None:
+            parts = _read(node)
+            if parts is None:
                 continue
             mask = Op.of(node).args["attn_mask"]
             if mask is not None and mask not in masks:
@@ -64,7 +64,7 @@ class CachedAttention(Optimisation):
             if narrow is False:
                 others += 1
                 continue
-            _fuse(node, narrow, *found)
+            _fuse(node, narrow, *parts)
             count += 1
         graph.eliminate_dead_code()
         rest = f"; {others} masks are of no known kind" if others else ""
@@ -101,9 +101,9 @@ def _side(value: fx.Node, reader: fx.Node) -> Side | None:
 
 def _is_cache(node: Any) -> bool:
     """Whether new keys or values are put to old ones along the tokens."""
-    if not calls(node, *GROWN, *WRITTEN) or value_of(node).ndim != 4:
+    if not calls(node, *GROWN, *WRITES) or value_of(node).ndim != 4:
         return False
-    if calls(node, *WRITTEN):
+    if calls(node, *WRITES):
         return True
     tensors, dim = Op.of(node).args["tensors"], Op.of(node).args["dim"]
     return len(tensors) == 2 and dim % 4 == 2 and tensors[0].op == "placeholder"
@@ -134,19 +134,19 @@ def _narrow(mask: fx.Node) -> Any:
     """
     if mask.op == "placeholder":
         return mask
-    found = recognise(mask)
-    if found is None:
+    family = recognise(mask)
+    if family is None:
         return False
-    return None if found.everything else _put_seen(mask, found)
+    return None if family.everything else _put_mask(mask, family)
 
 
-def _put_seen(mask: fx.Node, found: Seen) -> fx.Node:
+def _put_mask(mask: fx.Node, family: MaskFamily) -> fx.Node:
     val = value_of(mask)
-    args = (found.new, found.length, found.position, found.padding, found.window, val.device)
+    args = (family.new, family.length, family.position, family.padding, family.window, val.device)
     with mask.graph.inserting_before(mask):
-        node = mask.graph.call_function(seen, args)
+        node = mask.graph.call_function(attention_mask, args)
     inherit(node, mask, scope=scope_path(mask))
-    if found.padding is None:
+    if family.padding is None:
         node.meta["val"] = val[0, 0]
     return node
 

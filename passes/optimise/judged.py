@@ -61,40 +61,40 @@ class Judged:
         while self._judge is not None and (bad := self._round() - self.refused):
             self.refused |= bad  # which may leave another change its place
 
-    def told(self, fired: Counter[str]) -> list[str]:
+    def summary(self, fired: Counter[str]) -> list[str]:
         """What fired, how often and how much faster, and what was refused."""
         parts = [_times(name, n, self.why.get((name, True), "")) for name, n in sorted(fired.items())]
-        return parts + [f"{name} not used ({why})" for (name, used), why in sorted(self.why.items()) if not used]
+        return parts + [f"{name} not used ({why})" for (name, on), why in sorted(self.why.items()) if not on]
 
     def _round(self) -> set[Position]:
         """Places of changes that are refused, of all that would be made now."""
         graph = self._program.graph
         copy, into = copy_graph(graph.nodes)
         back = {c: g for g, c in into.items()}
-        found: list[tuple[Hashable, str, Position]] = []
-        asked: dict[Hashable, Alternative | None] = {}
+        changes: list[tuple[Hashable, str, Position]] = []
+        alternatives: dict[Hashable, Alternative | None] = {}
         for name, (node, number), new, beside in self._changing(copy, {(into[g], k) for g, k in self.refused}):
             if node not in back:  # made by another change
                 continue
             literals = str(fx.map_arg((new.args, dict(new.kwargs)), lambda _: None))
             kind = name, new.target, literals, tuple(map(_kind, (*new.all_input_nodes, *beside)))
-            found.append((kind, name, (back[node], number)))
-            if kind not in self._verdicts and kind not in asked:
-                asked[kind] = self._alternative(name, (back[node], number), [back[x] for x in beside])
-        self._ask(asked)
+            changes.append((kind, name, (back[node], number)))
+            if kind not in self._verdicts and kind not in alternatives:
+                alternatives[kind] = self._alternative(name, (back[node], number), [back[x] for x in beside])
+        self._ask(alternatives)
         bad: set[Position] = set()
-        for kind, name, position in found:
-            used, why = self._verdicts[kind]
-            self.why[name, used] = why
-            if not used:
+        for kind, name, position in changes:
+            on, why = self._verdicts[kind]
+            self.why[name, on] = why
+            if not on:
                 bad.add(position)
         return bad
 
-    def _ask(self, asked: Mapping[Hashable, Alternative | None]) -> None:
+    def _ask(self, alternatives: Mapping[Hashable, Alternative | None]) -> None:
         assert self._judge is not None
-        if count := sum(x is not None for x in asked.values()):
+        if count := sum(x is not None for x in alternatives.values()):
             self._judge.ahead(count)
-        for kind, x in asked.items():
+        for kind, x in alternatives.items():
             self._verdicts[kind] = Verdict(False, "it cannot be run by itself") if x is None else self._judge(x)
 
     def _alternative(self, name: str, position: Position, beside: Sequence[fx.Node]) -> Alternative | None:
@@ -114,4 +114,5 @@ def _kind(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _times(name: str, n: int, why: str) -> str:
-    return (name if n == 1 else f"{name} {n} times") + (f" ({why})" if why else "")
+    times = name if n == 1 else f"{name} {n} times"
+    return times + (f" ({why})" if why else "")

@@ -1,6 +1,6 @@
 """What a mask of attention is, found by computing it: its graph is run for some lengths, positions and paddings.
 
-The family is `autotp.kernels.cached_attention.seen`: causal from a position on, within a window, without what is
+The family is `autotp.kernels.cached_attention.attention_mask`: causal from a position on, within a window, without
 padding. A mask is of it where both agree on all that is tried; lengths lie around every whole number of its graph.
 """
 
@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autotp.comm.conversions import as_invariant, f
 from autotp.ir.marks import mark
 from autotp.ir.op import expression, is_tensor
-from autotp.kernels.cached_attention import seen
+from autotp.kernels.cached_attention import attention_mask
 
 MOST_NODES, LONGEST, ENDLESS = 96, 1 << 18, 1 << 62  # of a mask's graph; of what is tried; the end of a slice
 LONGEST_CAUSAL = 1 << 12
@@ -29,7 +29,7 @@ ARITHMETIC = (operator.add, operator.sub, operator.mul)
 
 
 @dataclass(frozen=True)
-class Seen:
+class MaskFamily:
     """A mask of the family: arguments of `seen`, of which tensors and sizes may be nodes."""
 
     new: Any
@@ -69,13 +69,13 @@ class Graph:
     @property
     def numbers(self) -> set[int]:
         """The whole numbers in it that may be a window or another border."""
-        found: set[int] = set()
+        numbers: set[int] = set()
         for node in self.nodes:
-            found |= {abs(x) for x in _flat((node.args, node.kwargs)) if type(x) is int}
-        return {x for x in found if 2 < x < ENDLESS}
+            numbers |= {abs(x) for x in _flat((node.args, node.kwargs)) if type(x) is int}
+        return {x for x in numbers if 2 < x < ENDLESS}
 
 
-def recognise(mask: fx.Node) -> Seen | None:
+def recognise(mask: fx.Node) -> MaskFamily | None:
     """The member of the family that a mask in a rank's graph is; None where it is none, or that cannot be said."""
     graph = _graph(mask)
     if graph is None or max(graph.numbers, default=0) >= LONGEST:
@@ -85,7 +85,7 @@ def recognise(mask: fx.Node) -> Seen | None:
     if sizes is None or new is None or length is None:
         return None
     windows = sorted({x + d for x in graph.numbers for d in (-1, 0, 1)})
-    left = [Seen(new, length, graph.position, graph.padding, w) for w in (None, *windows)]
+    candidates = [MaskFamily(new, length, graph.position, graph.padding, w) for w in (None, *windows)]
     trials = list(_trials(graph, sizes))
     for trial in trials:
         padding = _padding(graph.padding, sizes.length(trial))
@@ -94,8 +94,8 @@ def recognise(mask: fx.Node) -> Seen | None:
         except Exception:  # it needs other sizes than are tried
             return None
         shape = (BATCH, 1, trial.new, sizes.length(trial))
-        left = [x for x in left if _equal(value, _member(x, trial, sizes.length(trial), padding), shape)]
-    return left[0] if left and trials else None
+        candidates = [x for x in candidates if _equal(value, _member(x, trial, sizes.length(trial), padding), shape)]
+    return candidates[0] if candidates and trials else None
 
 
 def causal(mask: fx.Node) -> bool:
@@ -147,8 +147,8 @@ def _plain(node: fx.Node) -> bool:
     layout = mark(node).layout
     if layout is not None and (layout.partial or layout.sharded_dim is not None or layout.groups is not None):
         return False
-    known = getattr(node.target, "namespace", None) == "aten"
-    return node.op == "call_function" and (known or node.target in (*ARITHMETIC, *SAME))
+    of_aten = getattr(node.target, "namespace", None) == "aten"
+    return node.op == "call_function" and (of_aten or node.target in (*ARITHMETIC, *SAME))
 
 
 def _whole(node: fx.Node) -> bool:
@@ -170,15 +170,16 @@ class _Sizes(NamedTuple):
     @classmethod
     def of(cls, mask: fx.Node) -> _Sizes | None:
         batch, _, new, whole = (expression(s) for s in mask.meta["val"].shape)
-        found: dict[Any, str] = {batch: "batch"} if isinstance(batch, sympy.Symbol) else {}
+        kinds: dict[Any, str] = {batch: "batch"} if isinstance(batch, sympy.Symbol) else {}
         if isinstance(new, sympy.Symbol):
-            found[new] = "new"
+            kinds[new] = "new"
         elif not isinstance(new, int):
             return None
-        past = [] if isinstance(whole, int) else [s for s in whole.free_symbols if s not in found]
-        if len(past) > 1 or not isinstance(whole, int) and any(found.get(s) == "batch" for s in whole.free_symbols):
+        symbols = set() if isinstance(whole, int) else whole.free_symbols
+        past = [s for s in symbols if s not in kinds]
+        if len(past) > 1 or not isinstance(whole, int) and any(kinds.get(s) == "batch" for s in whole.free_symbols):
             return None
-        return cls(found | dict.fromkeys(past, "past"), new, whole)
+        return cls(kinds | dict.fromkeys(past, "past"), new, whole)
 
     def value(self, size: Any, trial: Trial) -> int:
         """A size in a trial.
@@ -188,8 +189,8 @@ class _Sizes(NamedTuple):
         """
         if isinstance(size, int):
             return size
-        named = {"batch": BATCH, "new": trial.new, "past": trial.past}
-        return int(size.subs({s: named[self.symbols[s]] for s in size.free_symbols}))
+        values = {"batch": BATCH, "new": trial.new, "past": trial.past}
+        return int(size.subs({s: values[self.symbols[s]] for s in size.free_symbols}))
 
     def length(self, trial: Trial) -> int:
         """Of the cache."""
@@ -206,7 +207,9 @@ def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
             continue
         length = sizes.value(sizes.whole, Trial(new, past, 0))
         ends = {0, 1, length // 2, *near, length - new}
-        positions = [p for p in sorted(ends) if 0 <= p <= length - new] if graph.position is not None else [0]
+        positions = [0]
+        if graph.position is not None:
+            positions = [p for p in sorted(ends) if 0 <= p <= length - new]
         yield from (Trial(new, past, position) for position in positions)
 
 
@@ -243,9 +246,9 @@ def _size(node: fx.Node, sizes: _Sizes, trial: Trial) -> int:
     return sizes.value(expression(node.meta["val"]), trial)
 
 
-def _member(x: Seen, trial: Trial, length: int, padding: Tensor | None) -> Tensor:
+def _member(x: MaskFamily, trial: Trial, length: int, padding: Tensor | None) -> Tensor:
     position = None if x.position is None else torch.tensor(trial.position)
-    return seen(trial.new, length, position, padding, x.window, torch.device("cpu"))
+    return attention_mask(trial.new, length, position, padding, x.window, torch.device("cpu"))
 
 
 def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
@@ -257,14 +260,14 @@ def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
 
 def _available(mask: fx.Node, dim: int) -> Any:
     """A size of a mask as a number, or as a node that stands before it."""
-    wanted = expression(mask.meta["val"].shape[dim])
-    if isinstance(wanted, int):
-        return wanted
+    size = expression(mask.meta["val"].shape[dim])
+    if isinstance(size, int):
+        return size
     for node in mask.graph.nodes:
         if node is mask:
             return None
         val = node.meta.get("val")
-        if isinstance(val, torch.SymInt) and node.op == "call_function" and expression(val) == wanted:
+        if isinstance(val, torch.SymInt) and node.op == "call_function" and expression(val) == size:
             return node
     return None
 

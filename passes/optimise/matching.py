@@ -57,10 +57,10 @@ class Match:
     """An expression that was found: its nodes, the outermost first, and what its names stand for."""
 
     nodes: tuple[fx.Node, ...] = ()
-    named: Mapping[str, Any] = field(default_factory=dict)
+    names: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Any:
-        return self.named[name]
+        return self.names[name]
 
 
 def find(pattern: Any, node: fx.Node) -> Match | None:
@@ -82,7 +82,7 @@ def one_region(nodes: Sequence[fx.Node]) -> bool:
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
     """Every way in which a value is this pattern, each continuing the match so far."""
     if isinstance(pattern, Name):
-        yield from _named(pattern, value, so_far)
+        yield from _bind(pattern, value, so_far)
     elif isinstance(pattern, Either):
         for way in pattern.ways:
             yield from _matches(way, value, so_far)
@@ -107,10 +107,10 @@ def _is_constant(pattern: Any, value: Any) -> bool:
     return pattern == value
 
 
-def _named(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
+def _bind(pattern: Name, value: Any, so_far: Match) -> Iterator[Match]:
     fits = isinstance(value, int | float) if pattern.number else is_tensor(value)
-    if fits and so_far.named.get(pattern.name, value) is value:
-        yield Match(so_far.nodes, {**so_far.named, pattern.name: value})
+    if fits and so_far.names.get(pattern.name, value) is value:
+        yield Match(so_far.nodes, {**so_far.names, pattern.name: value})
 
 
 def _calls(pattern: Call, node: fx.Node, so_far: Match) -> Iterator[Match]:
@@ -122,12 +122,12 @@ def _calls(pattern: Call, node: fx.Node, so_far: Match) -> Iterator[Match]:
     for args in orders:
         states = [_with(so_far, node)]
         for inner, value in zip(pattern.args, args, strict=True):
-            states = [found for state in states for found in _matches(inner, value, state)]
+            states = [match for state in states for match in _matches(inner, value, state)]
         yield from states
 
 
 def _with(so_far: Match, node: fx.Node) -> Match:
-    return so_far if node in so_far.nodes else Match((*so_far.nodes, node), so_far.named)
+    return so_far if node in so_far.nodes else Match((*so_far.nodes, node), so_far.names)
 
 
 def calls(node: Any, *operators: Any) -> bool:

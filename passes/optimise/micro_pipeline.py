@@ -43,17 +43,19 @@ class MicroPipeline(Optimisation):
         compat.use_symmetric_memory(program.setting.place.group)
         judged = Judged(program, self, _rewritten)
         count = sum(1 for _ in _rewritten(program.graph, judged.refused))
-        parts = [f"{name} {'' if used else 'not used '}({why})" for (name, used), why in sorted(judged.why.items())]
+        parts = []
+        for (name, on), why in sorted(judged.why.items()):
+            parts.append(f"{name} {'' if on else 'not used '}({why})")
         measured = f"measured: {', '.join(parts)}" if parts else ""
         return Changes(count, "; ".join(filter(None, (f"{count} conversions" if count else "nowhere", measured))))
 
 
 def _rewritten(graph: fx.Graph, refused: Container[Position]) -> Iterator[Change]:
     beside: dict[fx.Node, tuple[fx.Node, ...]] = {}
-    for found in groups(graph):
-        beside[found.conversion] = tuple(p.node for p in found.products)
-    for found in dealt(graph):
-        beside[found.conversion] = (found.product.node,)
+    for group in groups(graph):
+        beside[group.conversion] = tuple(p.node for p in group.products)
+    for group in dealt(graph):
+        beside[group.conversion] = (group.product.node,)
     for node in list(graph.nodes):
         if over_tp(node, *symmetric.FORMS) and (node, 0) not in refused:
             products = beside.get(node, ())

@@ -39,7 +39,7 @@ class OneShot(Optimisation):
         judged = Judged(program, self, _rewritten)
         fired = Counter(x.name for x in _rewritten(program.graph, judged.refused))
         return Changes(
-            sum(fired.values()), ", ".join(judged.told(fired)) or "nowhere: the plan has no small all-reduce"
+            sum(fired.values()), ", ".join(judged.summary(fired)) or "nowhere: the plan has no small all-reduce"
         )
 
 

@@ -59,48 +59,50 @@ class Overlap(Optimisation):
         for change in self._fused(program.graph, judged.refused, model):
             fired[change.name] += 1
         program.graph.eliminate_dead_code()
-        said = ", ".join(f"{name} {why}" for (name, used), why in sorted(judged.why.items()) if used)
-        refused = [x for x in judged.told(Counter()) if "not used" in x]
-        text = "; ".join(x for x in (_told(fired, model), said and f"measured: {said}", *refused) if x)
+        measurements = ", ".join(f"{name} {why}" for (name, on), why in sorted(judged.why.items()) if on)
+        refused = [x for x in judged.summary(Counter()) if "not used" in x]
+        text = "; ".join(
+            x for x in (_summary(fired, model), measurements and f"measured: {measurements}", *refused) if x
+        )
         return Changes(sum(fired.values()), text)
 
     def _fused(self, graph: fx.Graph, refused: Container[Position], model: _Model) -> Iterator[Change]:
         """Fuse every group that saves enough by the model and is not refused."""
         least = self.least * model.cluster.launch_overhead
-        for found in chain(groups(graph), dealt(graph)):  # each is found in what the one before has left
-            position = found.conversion, 0
+        for group in chain(groups(graph), dealt(graph)):  # each is found in what the one before has left
+            position = group.conversion, 0
             if position in refused:
                 continue
-            scattered = isinstance(found, ScatteredProduct)
-            chosen = model.dealing(found, self.chunks) if scattered else model.group(found, self.chunks)
-            if chosen.saved <= least:
+            scattered = isinstance(group, ScatteredProduct)
+            chunks = model.dealing(group, self.chunks) if scattered else model.group(group, self.chunks)
+            if chunks.saved <= least:
                 model.small += 1
-                model.left += chosen.saved
+                model.remaining += chunks.saved
                 continue
-            rows = model.rows(found.conversion) // chosen.number // 2  # a call of much fewer rows goes in one piece
+            rows = model.rows(group.conversion) // chunks.number // 2  # a call of much fewer rows goes in one piece
             if scattered:
-                call: fx.Node | None = fuse_dealt(found, chosen.number, rows)
+                call: fx.Node | None = fuse_dealt(group, chunks.number, rows)
             else:
-                call = fuse(found, chosen.number, least=rows)
+                call = fuse(group, chunks.number, least=rows)
             if call is None:
                 model.late += 1
                 continue
-            model.saved += chosen.saved
-            yield Change(_what(found, chosen.number), position, call)
+            model.saved += chunks.saved
+            yield Change(_what(group, chunks.number), position, call)
 
 
-def _what(found: ScatteredProduct | GatheredProducts, chunks: int) -> str:
-    if isinstance(found, ScatteredProduct):
+def _what(group: ScatteredProduct | GatheredProducts, chunks: int) -> str:
+    if isinstance(group, ScatteredProduct):
         return f"products with their g* in {chunks} chunks"
     if chunks > 1:
         return f"g with its products in {chunks} chunks"
-    return f"{'g' if found.gathers else 'f'} with its products, sent under the weights' gradients"
+    return f"{'g' if group.gathers else 'f'} with its products, sent under the weights' gradients"
 
 
-def _told(fired: Counter[str], model: _Model) -> str:
+def _summary(fired: Counter[str], model: _Model) -> str:
     parts = [f"{n} {what}" for what, n in sorted(fired.items())]
     text = f"{', '.join(parts)}: {told(model.saved)} of a step by the cost model" if parts else "nowhere"
-    rest = [f"{model.small} too small to gain ({told(model.left)} in all)"] if model.small else []
+    rest = [f"{model.small} too small to gain ({told(model.remaining)} in all)"] if model.small else []
     rest += [f"{model.late} with weights that are made too late"] if model.late else []
     if not parts and not rest:
         return "nowhere: no product reads or makes what is converted alone"
@@ -112,35 +114,35 @@ class _Model:
     """What the alternatives take, at the example inputs' sizes.
 
     Attributes:
-        saved, left: seconds that are saved by what was fused, and not saved by what was too small.
+        saved, remaining: seconds that are saved by what was fused, and not saved by what was too small.
         small, late: how many were too small, and how many read a weight that is made too late.
     """
 
     def __init__(self, setting: Setting) -> None:
-        self.saved = self.left = 0.0
+        self.saved = self.remaining = 0.0
         self.small = self.late = 0
         self.cluster = setting.cluster
         self.tp = setting.place.size
         self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
 
-    def group(self, found: GatheredProducts, forced: int) -> Chunks:
+    def group(self, group: GatheredProducts, forced: int) -> Chunks:
         """Of a conversion and its products: forward in chunks, backward under the weights' gradients."""
-        size, products = tensor_bytes(found.conversion.meta["val"]), [_sized(p) for p in found.products]
+        size, products = tensor_bytes(group.conversion.meta["val"]), [_sized(p) for p in group.products]
         backward = 0.0
         if self.seconds.training:
-            sent = self.seconds.sends("reduce_scatter" if found.gathers else "all_reduce", size)
-            backward = hidden_seconds(sent, sum(self.seconds.product(p) for p in products))
-        if not found.gathers or not _rows(found.conversion.args[1], found.conversion):
+            send_seconds = self.seconds.sends("reduce_scatter" if group.gathers else "all_reduce", size)
+            backward = hidden_seconds(send_seconds, sum(self.seconds.product(p) for p in products))
+        if not group.gathers or not _rows(group.conversion.args[1], group.conversion):
             return Chunks(1, backward)
-        chunks, forward = self.seconds.gathering(size, self.rows(found.conversion), products, forced)
+        chunks, forward = self.seconds.gathering(size, self.rows(group.conversion), products, forced)
         return Chunks(chunks, forward + backward)
 
-    def dealing(self, found: ScatteredProduct, forced: int) -> Chunks:
+    def dealing(self, group: ScatteredProduct, forced: int) -> Chunks:
         """Of a product and its g*: in chunks, the reduce-scatter after it and the all-gather before its backward."""
-        if not _rows(found.conversion.args[2], found.conversion):
+        if not _rows(group.conversion.args[2], group.conversion):
             return Chunks(1, 0.0)
-        size = tensor_bytes(found.conversion.meta["val"])
-        return self.seconds.dealing(size, self.rows(found.conversion), _sized(found.product), forced)
+        size = tensor_bytes(group.conversion.meta["val"])
+        return self.seconds.dealing(size, self.rows(group.conversion), _sized(group.product), forced)
 
     def rows(self, conversion: fx.Node) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
@@ -149,9 +151,9 @@ class _Model:
 
 def _sized(p: Product) -> ProductSizes:
     """The whole sizes of a product."""
-    read, made, weight = (tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight))
+    operand_bytes, result_bytes, weight = (tensor_bytes(t.meta["val"]) for t in (p.x, p.node, p.weight))
     dtype = str(p.node.meta["val"].dtype).removeprefix("torch.")
-    return ProductSizes(read, made, weight, node_flops(p.node), dtype)
+    return ProductSizes(operand_bytes, result_bytes, weight, node_flops(p.node), dtype)
 
 
 def _rows(spec: Any, node: fx.Node) -> bool:

@@ -102,10 +102,10 @@ def groups(graph: fx.Graph) -> Iterator[GatheredProducts]:
         view: Any = next(iter(node.users), None)
         alone = len(node.users) == 1 and calls(view, *VIEWS)
         view = view if alone and _same_columns(view) and _ndim(view) == 2 else None
-        read = node if view is None else view
-        found = [product_of(user) for user in read.users]
-        products = tuple(p for p in found if p is not None and p.x is read and p.weight is not read)
-        if found and len(products) == len(found) and one_region([node, *(p.node for p in products)]):
+        source = node if view is None else view
+        readers = [product_of(user) for user in source.users]
+        products = tuple(p for p in readers if p is not None and p.x is source and p.weight is not source)
+        if readers and len(products) == len(readers) and one_region([node, *(p.node for p in products)]):
             yield GatheredProducts(node, products, view)
 
 
@@ -114,9 +114,9 @@ def dealt(graph: fx.Graph) -> Iterator[ScatteredProduct]:
     for node in list(graph.nodes):
         if not over_tp(node, g_star):
             continue
-        made: Any = node.args[0]
-        view = made if calls(made, *VIEWS) and len(made.users) == 1 and _same_columns(made) else None
-        product = product_of(made if view is None else view.args[0])
+        operand: Any = node.args[0]
+        view = operand if calls(operand, *VIEWS) and len(operand.users) == 1 and _same_columns(operand) else None
+        product = product_of(operand if view is None else view.args[0])
         dst: Any = node.args[2]
         if product is None or len(product.node.users) > 1:
             continue
@@ -164,21 +164,21 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
     return call
 
 
-def fuse_dealt(found: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
+def fuse_dealt(group: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
     """One call in the place of a product and its g*, in the product's module.
 
     Args:
-        found: the product and its conversion. chunks, least: as `autotp.comm.overlapped.scattered` takes them.
+        group: the product and its conversion. chunks, least: as `autotp.comm.overlapped.scattered` takes them.
     """
-    conversion, product = found.conversion, found.product
+    conversion, product = group.conversion, group.product
     graph = conversion.graph
-    view = list(found.view.args[1])[:-1] if found.view is not None else None  # type: ignore[arg-type]
+    view = list(group.view.args[1])[:-1] if group.view is not None else None  # type: ignore[arg-type]
     args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks, least)
     with graph.inserting_before(conversion):
         call = graph.call_function(scattered, args, dict(conversion.kwargs))
     inherit(call, conversion, scope=scope_path(product.node), conversion=None)
     conversion.replace_all_uses_with(call)
-    for node in (conversion, found.view, product.node):
+    for node in (conversion, group.view, product.node):
         if node is not None:
             graph.erase_node(node)
     return call

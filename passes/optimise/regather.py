@@ -23,9 +23,9 @@ from .products import fuse, groups, over_tp
 REGATHER = 7  # position of `regather` among the arguments of `grouped`
 
 
-def too_large(objective: Objective, cluster: Cluster, held: float) -> bool:
+def too_large(objective: Objective, cluster: Cluster, rank_bytes: float) -> bool:
     """Whether a step of training, of which a rank holds so many bytes, is more than a device has memory for."""
-    return objective.training and held > cluster.memory_size
+    return objective.training and rank_bytes > cluster.memory_size
 
 
 @dataclass(frozen=True)
@@ -39,23 +39,23 @@ class Regather(Optimisation):
         setting = program.setting
         if not setting.objective.training:
             return f"nowhere: {setting.objective.name} keeps nothing for a backward"
-        if too_large(setting.objective, setting.cluster, setting.held):
+        if too_large(setting.objective, setting.cluster, setting.rank_bytes):
             return ""
-        held, limit = amount(setting.held), amount(setting.cluster.memory_size)
-        return f"nowhere: a rank holds {held} of {limit} by the memory model"
+        rank_bytes, limit = amount(setting.rank_bytes), amount(setting.cluster.memory_size)
+        return f"nowhere: a rank holds {rank_bytes} of {limit} by the memory model"
 
     def run(self, program: RankProgram) -> Changes:
         """Where it fired, and what autograd keeps less."""
         graph, setting = program.graph, program.setting
-        found = [n for n in graph.nodes if n.target is grouped and not n.args[1].whole]
-        found += [call for x in groups(graph) if x.gathers and (call := fuse(x)) is not None]
-        for call in found:
+        gathers = [n for n in graph.nodes if n.target is grouped and not n.args[1].whole]
+        gathers += [call for x in groups(graph) if x.gathers and (call := fuse(x)) is not None]
+        for call in gathers:
             call.update_arg(REGATHER, True)
-        left = sum(over_tp(n, g) for n in graph.nodes)
-        whole = sum(tensor_bytes(call.args[0].meta["val"]) for call in found)
+        others = sum(over_tp(n, g) for n in graph.nodes)
+        whole = sum(tensor_bytes(call.args[0].meta["val"]) for call in gathers)
         saved = whole - whole / setting.place.size
-        rest = f"; {left} g that not only products read" if left else ""
+        rest = f"; {others} g that not only products read" if others else ""
         graph.eliminate_dead_code()
-        if not found:
+        if not gathers:
             return Changes(0, f"nowhere: no value is gathered for products alone{rest}")
-        return Changes(len(found), f"{len(found)} values are gathered again, {amount(saved)} less are kept{rest}")
+        return Changes(len(gathers), f"{len(gathers)} values are gathered again, {amount(saved)} less are kept{rest}")

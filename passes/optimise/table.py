@@ -24,24 +24,25 @@ Switches = bool | Mapping[str, bool | str] | None
 MEASURED = "measured"  # a switch: on where it was measured faster
 
 
-def read_switches(given: Switches) -> dict[str, bool | str]:
+def read_switches(switches: Switches) -> dict[str, bool | str]:
     """What is switched on or off by name; what is not named decides by itself.
 
     Args:
-        given: a mapping from names to on or off, or "measured" for what can be; True or False for all; None for none.
+        switches: names -> on or off, or "measured" for what can be; True or False for all; None for none.
 
     Raises:
         InputError: a name is not known, or a switch is none.
     """
     names = [x.name for x in OPTIMISATIONS]
-    if given is None or isinstance(given, bool):
-        return {} if given is None else dict.fromkeys(names, given)
-    if not isinstance(given, Mapping) or not all(isinstance(on, bool) or on == MEASURED for on in given.values()):
+    if switches is None or isinstance(switches, bool):
+        return {} if switches is None else dict.fromkeys(names, switches)
+    if not isinstance(switches, Mapping) or not all(isinstance(on, bool) or on == MEASURED for on in switches.values()):
         raise InputError(
-            f"optimise={given!r}: give True or False, or a mapping such as {{'overlap': False, 'kernels': 'measured'}}."
+            f"optimise={switches!r}: give True or False, or a mapping such as "
+            "{'overlap': False, 'kernels': 'measured'}."
         )
-    if odd := [name for name in given if name not in names]:
+    if odd := [name for name in switches if name not in names]:
         raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
-    if unmeasured := [x.name for x in OPTIMISATIONS if given.get(x.name) == MEASURED and not x.measurable]:
+    if unmeasured := [x.name for x in OPTIMISATIONS if switches.get(x.name) == MEASURED and not x.measurable]:
         raise InputError(f"optimise: {unmeasured[0]!r} is not measured; give True or False.")
-    return dict(given)
+    return dict(switches)

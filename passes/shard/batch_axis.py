@@ -84,12 +84,12 @@ class BatchRules:
         return leaf.kind.passed and shape_of(leaf.node)[:1] == (self.batch,)
 
     def outputs(self, program: Capture, grads: Set[fx.Node], ranks: int, partitions: Partitions) -> tuple[Layout, ...]:
-        given = compat.tree_leaves(program.graph.output_node().args[0])
-        written = {x for i, x in enumerate(given) if i in program.mutations and program.becomes(i) is None}
+        outputs = compat.tree_leaves(program.graph.output_node().args[0])
+        writes = {x for i, x in enumerate(outputs) if i in program.mutations and program.becomes(i) is None}
         layouts: list[Layout] = []
         for x in outputs_of(program):
             whole = I if resolve(x)[0] in grads else R
-            layouts.append(whole if x in written else self._output(x, whole, ranks, partitions))
+            layouts.append(whole if x in writes else self._output(x, whole, ranks, partitions))
         return tuple(layouts)
 
     def _output(self, x: fx.Node, whole: Layout, ranks: int, partitions: Partitions) -> Layout:
@@ -184,8 +184,11 @@ def across(op: Op) -> Rule:
     """The tp rule of a conversion over another mesh axis: every dimension that it leaves alone splits."""
     specs: list[Any] = [spec for spec in op.node.args[1:] if isinstance(spec, tuple)]
     touched = {spec.dim for spec in specs}
-    labels = [d if d not in touched else None for d in range(len(op.outs[0]))]
-    linear = (frozenset({0}),) if all(spec.reduction == "sum" for spec in specs) else ()
+    labels: list[int | None] = list(range(len(op.outs[0])))
+    for d in touched - {None}:
+        labels[d] = None
+    sums = all(spec.reduction == "sum" for spec in specs)
+    linear = (frozenset({0}),) if sums else ()
     base = loops(op, [labels], [labels], linear=linear)
     return replace(with_factors(base, _inner(op, specs)), localise=_local_conversion)
 

@@ -86,8 +86,8 @@ class BatchAxis(Pass[Capture]):
         converted = [(n, conversion) for n, conversion in over if conversion is not None]
         gathered = [n.args[0] for n, conversion in converted if conversion.source.sharded_dim is not None]
         if gathered:
-            told = listed(where(n) for n in gathered)
-            program.notes.append(f"over dp the whole batch is gathered after: {told}. What reads it mixes examples")
+            places = listed(where(n) for n in gathered)
+            program.notes.append(f"over dp the whole batch is gathered after: {places}. What reads it mixes examples")
         return Changes(len(converted), "conversions over dp")
 
 
@@ -160,11 +160,12 @@ def _unify(program: Capture, one: sympy.Symbol, other: sympy.Symbol) -> None:
     """Two symbols of equal sizes become one of them, in all values of the program."""
     sides = [node.meta["val"].shape[d] for node, d in (program.symbols[one], program.symbols[other])]
     torch._check(sides[0] == sides[1])
-    kept: Any = expression(sides[0])
-    gone = other if kept == one else one
-    program.symbols.pop(gone)
-    program.hints.pop(gone)
-    program.guards[:] = [g for g in (g.subs(gone, kept) for g in program.guards) if g != sympy.true]
+    survivor: Any = expression(sides[0])
+    duplicate = other if survivor == one else one
+    program.symbols.pop(duplicate)
+    program.hints.pop(duplicate)
+    guards = [g.subs(duplicate, survivor) for g in program.guards]
+    program.guards[:] = [g for g in guards if g != sympy.true]
 
 
 def _strided(val: Tensor, shape: list[Any]) -> Tensor:
@@ -175,8 +176,11 @@ def _strided(val: Tensor, shape: list[Any]) -> Tensor:
     """
     strides = [size_hint(n) for n in val.stride()]
     order = sorted(range(val.ndim), key=lambda d: -strides[d])
-    made = val.new_empty([shape[d] if strides[d] else 1 for d in order])
-    return made.permute([order.index(d) for d in range(val.ndim)]).expand(shape)
+    sizes = []
+    for d in order:
+        sizes.append(shape[d] if strides[d] else 1)  # an expanded dimension has stride 0, and one element in memory
+    empty = val.new_empty(sizes)
+    return empty.permute([order.index(d) for d in range(val.ndim)]).expand(shape)
 
 
 class Localised:
@@ -199,25 +203,28 @@ class Localised:
         for node in self.graph.nodes:
             self._value(node)
         program = self.program
-        sides = ([n for n in graph.nodes if n.op == "placeholder"] for graph in (program.graph, self.graph))
-        env = dict(zip(*sides, strict=True))
+        before = program.graph.find_nodes(op="placeholder")
+        env = dict(zip(before, self.graph.find_nodes(op="placeholder"), strict=True))
         low, high = program.ranges.get(self.batch, (1, 2**62))
         program.graph = self.graph
-        kinds = [BUFFER if leaf.kind is TABLE else leaf.kind for leaf in program.leaves]
-        program.leaves = [replace(x, node=env[x.node], kind=k) for x, k in zip(program.leaves, kinds, strict=True)]
+        leaves = []
+        for leaf in program.leaves:
+            kind = BUFFER if leaf.kind is TABLE else leaf.kind
+            leaves.append(replace(leaf, node=env[leaf.node], kind=kind))
+        program.leaves = leaves
         program.symbols = {s: (env[node], d) for s, (node, d) in program.symbols.items()}
         program.ranges = {**program.ranges, self.batch: (-(-low // self.dp), high // self.dp)}
         program.guards = [substitute(g, self.whole) for g in program.guards]
 
     def _value(self, node: fx.Node) -> None:
-        written = mark(node)
-        layout = written.layout
-        batch, axis = written.batch, written.axis
-        if written.conversion is not None:
-            batch = BatchConversion(*written.conversion, self.dp, self.axis, self.inner)
+        own = mark(node)
+        layout = own.layout
+        batch, axis = own.batch, own.axis
+        if own.conversion is not None:
+            batch = BatchConversion(*own.conversion, self.dp, self.axis, self.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
             axis = self.axis
-        node.meta[KEY] = Mark(no_grad=written.no_grad, batch=batch, axis=axis, scope=written.scope)
+        node.meta[KEY] = Mark(no_grad=own.no_grad, batch=batch, axis=axis, scope=own.scope)
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")

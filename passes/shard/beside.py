@@ -17,7 +17,7 @@ from torch import fx
 from autotp.cost import LEAST, OverlapModel, Product, call_seconds, hidden_seconds, mostly_start
 from autotp.cost.prices import Prices
 from autotp.cost.solver.problem import Problem, Use, ValueId
-from autotp.cost.solver.savings import Cap, Conversion, Saving, Taken, most
+from autotp.cost.solver.savings import Cap, ChoiceKey, Conversion, Saving, most
 from autotp.ir.graph import Leaf, resolve, shape_of, tensors
 from autotp.ir.layouts import I, Layout, P, R, Shard
 from autotp.ir.op import Op
@@ -76,40 +76,44 @@ class Savings:
         size, products = self._size(use.value), [p for _, p in readers]
         forward = self.model.gathering(size, self._rows(use.value), products).saved
         parts = sum(map(self.model.product, products))
-        sent: dict[Conversion, float] = {}
+        seconds: dict[Conversion, float] = {}
         chunks: dict[Conversion, float] = {}
         for a in self._layouts(use):
             gathers = self._in_chunks(use.value, a)
             back = (self.prices.one_way(P, a.dual, size) or 0.0) if self._graded(use.value) else 0.0
             # The optimisation takes every product for split, and leaves alone what then saves too little.
             if (a == I or gathers) and hidden_seconds(back, parts) + gathers * forward > self.least:
-                sent[k, a, R] = back
+                seconds[k, a, R] = back
                 chunks |= {(k, a, R): forward} if gathers else {}
-        if not sent:
+        if not seconds:
             return
-        arithmetic: dict[Taken, float] = {}
+        arithmetic: dict[ChoiceKey, float] = {}
         for i, product in readers:
             alone = OverlapModel(1, self.prices.cluster, True).product(product)
             arithmetic |= dict.fromkeys(self._whole(i), alone)
             arithmetic |= dict.fromkeys(self._whole(i, split=True), self.model.product(product))
-        yield Cap(sent), Cap(choices=arithmetic)
+        yield Cap(seconds), Cap(choices=arithmetic)
         yield Cap(chunks), *(Cap(choices=dict.fromkeys(self._whole(i, split=True), forward)) for i, _ in readers)
 
     def _dealt(self, k: int, use: Use) -> Iterator[tuple[Cap, ...]]:
         """Of g* after a product that nothing else reads: in chunks."""
-        found = self._maker(use.value)
-        targets = [b for b in self._layouts(use) if self._in_chunks(use.value, b)] if found is not None else []
-        if found is None or not targets:
+        producer = self._maker(use.value)
+        if producer is None:
             return
-        i, product = found
+        targets = [b for b in self._layouts(use) if self._in_chunks(use.value, b)]
+        if not targets:
+            return
+        i, product = producer
         saved = self.model.dealing(self._size(use.value), self._rows(use.value), product).saved
         if saved <= self.least:
             return
-        summed: dict[Taken, float] = {(i, c.ins, c.outs): saved for c in self.problem.items[i].choices if P in c.outs}
+        summed: dict[ChoiceKey, float] = {
+            (i, c.ins, c.outs): saved for c in self.problem.items[i].choices if P in c.outs
+        }
         others: dict[Conversion, float] = {(k, P, b): -saved for b in self._layouts(use) if b != P and b not in targets}
         alone = Cap(others, always=saved) if others else Cap(always=saved)
-        sent: dict[Conversion, float] = {(k, P, b): saved for b in targets}
-        yield Cap(sent), Cap(choices=summed), alone
+        seconds: dict[Conversion, float] = {(k, P, b): saved for b in targets}
+        yield Cap(seconds), Cap(choices=summed), alone
 
     def _products(self, use: Use) -> list[Reader]:
         """The products by matrices that are all that reads a value, or the view of it as a matrix; none otherwise."""
@@ -148,11 +152,13 @@ class Savings:
         return next(iter(item.ins[0]))  # type: ignore[return-value]
 
     def _sized(self, node: fx.Node, x: fx.Node, weight: fx.Node) -> Product:
-        read, made, held = (self.prices.bytes(tensors(n)[i]) for n, i in map(resolve, (x, node, weight)))
+        operand_bytes, result_bytes, weight_bytes = (
+            self.prices.bytes(tensors(n)[i]) for n, i in map(resolve, (x, node, weight))
+        )
         dtype = str(tensors(node)[0].dtype).removeprefix("torch.")
-        return Product(read, made, held, self.prices.flops(node), dtype)
+        return Product(operand_bytes, result_bytes, weight_bytes, self.prices.flops(node), dtype)
 
-    def _whole(self, i: int, split: bool = False) -> list[Taken]:
+    def _whole(self, i: int, split: bool = False) -> list[ChoiceKey]:
         """Choices of a product that read the value whole, as g and f leave it; of them those that split the product."""
         item, product = self.problem.items[i], product_of(self.heads[i])
         assert product is not None
@@ -163,9 +169,9 @@ class Savings:
     def _layouts(self, use: Use) -> list[Layout]:
         """What a value may be produced in or read in."""
         i, k = self.makers[use.value]
-        made = [c.outs[k] for c in self.problem.items[i].choices]
-        read = [c.ins[slot] for j, slot in use.consumers for c in self.problem.items[j].choices]
-        return list(dict.fromkeys([*made, *read]))
+        outputs = [c.outs[k] for c in self.problem.items[i].choices]
+        inputs = [c.ins[slot] for j, slot in use.consumers for c in self.problem.items[j].choices]
+        return list(dict.fromkeys([*outputs, *inputs]))
 
     def _in_chunks(self, value: ValueId, layout: Layout) -> bool:
         """Whether a layout deals out one run of rows, so that they can go in chunks."""
@@ -198,6 +204,8 @@ class Savings:
                 groups[block_of(leaf.name), leaf.node.meta["val"].dtype, use.count].append(k)
         start = call_seconds("all_reduce", 0, ranks, cluster)
         for (*_, count), uses in groups.items():
-            caps = [Cap({(k, I, R): start for k in uses if k != j}) for j in uses]
+            caps = []
+            for j in uses:  # one start is paid, whichever of them is first
+                caps.append(Cap({(k, I, R): start for k in uses if k != j}))
             if len(uses) > 1:
                 yield Saving("bucketed", (tuple(caps),), count)

@@ -9,7 +9,7 @@ from torch import fx
 
 from autotp.cost.solver.problem import Problem
 from autotp.cost.solver.solve import Infeasible, solve
-from autotp.cost.solver.spent import spent
+from autotp.cost.solver.spent import cost_of
 from autotp.ir.program import Decision, Planned, Solution
 
 from .hand_written import rivals
@@ -25,22 +25,22 @@ def decide(builder: Builder) -> Planned:
     solution = _priced(builder, problem, solution)
     if solution.rival is not None:
         solution = replace(solution, rival=_priced(builder, problem, solution.rival))
-    chosen: dict[fx.Node, Decision] = {}
-    for node, item, k in zip(heads, problem.items, solution.chosen, strict=False):
+    choices: dict[fx.Node, Decision] = {}
+    for node, item, k in zip(heads, problem.items, solution.choices, strict=False):
         c = item.choices[k]
-        chosen[node] = Decision(c.ins if node in builder.ops else (), c.outs, c.factor, c.loop)
-    decisions = {n: chosen[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
+        choices[node] = Decision(c.ins if node in builder.ops else (), c.outs, c.factor, c.loop)
+    decisions = {n: choices[builder.same[n]] for n in [*builder.leaves, *builder.calls]}
     if builder.user.outputs:
         decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
     return Planned(
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
-        decided(builder.carried_items, problem, solution.chosen), builder.ends,
+        decided(builder.carried_items, problem, solution.choices), builder.ends,
     )  # fmt: skip
 
 
 def _priced(builder: Builder, problem: Problem, solution: Solution) -> Solution:
     """A solution with its terms, and the seconds that they come to."""
-    terms = spent(problem, solution.chosen, builder.prices.conversion)
+    terms = cost_of(problem, solution.choices, builder.prices.conversion)
     return replace(solution, terms=dict(terms), seconds=builder.prices.seconds(terms))
 
 

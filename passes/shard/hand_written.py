@@ -40,11 +40,11 @@ def rivals(builder: Builder, problem: Problem, heads: Sequence[fx.Node]) -> tupl
     """
     if builder.tp == 1 or builder.band is None or builder.pinned or builder.axis is not TENSOR:
         return ()
-    known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
-    parts = find_blocks(builder.program, builder.same, known)
+    operators = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
+    parts = find_blocks(builder.program, builder.same, operators)
     if not splits(builder, parts):
         return ()
-    axes = find_axes(builder.program, known)
+    axes = find_axes(builder.program, operators)
     always = [port for axis in AXES for port in axes[axis]]
     index = {n: i for i, n in enumerate(heads)}
     ways = []
@@ -85,7 +85,8 @@ def _experts(builder: Builder, parts: Iterable[GraphPart]) -> list[list[PortDims
     by_expert: list[PortDims] = []
     within: list[PortDims] = []
     for part in parts:
-        stacked = [port for n in part.nodes for port in _stacked(builder, n)] if part.kind == "experts" else []
+        nodes = part.nodes if part.kind == "experts" else ()
+        stacked = [port for n in nodes for port in _stacked(builder, n)]
         by_expert += [port._replace(dims=(0,)) for port in stacked]
         within += [port for port in stacked if port.node is stacked[-1].node]
     return [by_expert, within] if by_expert else [[]]
@@ -96,11 +97,15 @@ def _stacked(builder: Builder, node: fx.Node) -> list[PortDims]:
     op, rule = builder.ops.get(node), builder.rules.get(node)
     if op is None or rule is None:
         return []
-    slots = [i for i, s in enumerate(op.slots) if s in builder.prices.weights and len(op.ins[i]) == STACKED]
-    summed = [f.ins for f in rule.factors if all(c is None for c in f.outs)]
-    dims: dict[int, list[int]] = {i: [c.dim for ins in summed if (c := ins[i]) is not None] for i in slots}
-    # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
-    return [PortDims(node, "in", i, tuple(d for d in dims[i] if d)) for i in slots if any(dims[i])]
+    sums = [f.ins for f in rule.factors if f.outs.count(None) == len(f.outs)]
+    ports = []
+    for i, s in enumerate(op.slots):
+        if s not in builder.prices.weights or len(op.ins[i]) != STACKED:
+            continue
+        # By expert the result may be summands too; the experts' own dimension is not what a product sums over.
+        dims = tuple(c.dim for ins in sums if (c := ins[i]) is not None and c.dim)
+        ports += [PortDims(node, "in", i, dims)] if dims else []
+    return ports
 
 
 def _ruled_out(

@@ -57,11 +57,14 @@ class Ask:
 
     def fits(self, layout: Layout) -> bool:
         dealt = layout.sharded_dim in self.dims
-        return dealt if self.split else not dealt if self.axis else layout in (I, R)
+        if self.split:
+            return dealt
+        return not dealt if self.axis else layout in (I, R)
 
     def __str__(self) -> str:
-        placement = f"Shard({self.dims[0]})" if self.split and not self.axis else "Shard(0)" if self.split else ""
-        return f"the pin {self.key!r}: {placement or 'Replicate()'}"
+        if not self.split:
+            return f"the pin {self.key!r}: Replicate()"
+        return f"the pin {self.key!r}: Shard({0 if self.axis else self.dims[0]})"
 
 
 @dataclass
@@ -81,8 +84,12 @@ class Pinned:
 
     def marks(self, leaves: Mapping[fx.Node, Any]) -> dict[fx.Node, str]:
         """What tells pinned nodes from their equals in other blocks."""
-        asked = {n: [(at, *(a.mark for a in asks)) for at, asks in ports.items()] for n, ports in self.ports.items()}
-        marks = {n: str(sorted(told)) for n, told in asked.items()}
+        marks: dict[fx.Node, str] = {}
+        for n, ports in self.ports.items():
+            pairs = []
+            for at, asks in ports.items():
+                pairs.append((at, *(a.mark for a in asks)))
+            marks[n] = str(sorted(pairs))
         return marks | {n: str(self.parameters[x.name].mark) for n, x in leaves.items() if x.name in self.parameters}
 
     def keep(self, op: Op, choices: list[Choice]) -> list[Choice]:
@@ -93,13 +100,14 @@ class Pinned:
         """
         for (side, index), asks in self.ports.get(op.node, {}).items():
             for ask in asks:
-                known = [(c.ins if side == "in" else c.outs)[index] for c in choices]
-                choices = [c for c, x in zip(choices, known, strict=True) if ask.fits(x)]
+                end = 0 if side == "in" else 1
+                layouts = [(c.ins, c.outs)[end][index] for c in choices]
+                choices = [c for c, x in zip(choices, layouts, strict=True) if ask.fits(x)]
                 if not choices:
                     verb = "read" if side == "in" else "make"
                     raise PlanError(
                         f"{ask} cannot be kept: {where(op.node)} cannot {verb} {ask.what} so; it can {verb} it as "
-                        f"{listed(known)}. Change or drop the pin."
+                        f"{listed(layouts)}. Change or drop the pin."
                     )
         return choices
 
@@ -131,8 +139,8 @@ def find(program: Capture, pins: Dims, ops: Mapping[fx.Node, Op], rules: Mapping
         InputError: a key fits nothing. PlanError: a value has no such dimension.
     """
     finder = _Finder(program, ops, Pinned())
-    known = {n: (op, rules[n]) for n, op in ops.items()}
-    axes = find_axes(program, known) if set(pins) & set(AXES) else {}
+    operators = {n: (op, rules[n]) for n, op in ops.items()}
+    axes = find_axes(program, operators) if set(pins) & set(AXES) else {}
     for key, dim in pins.items():
         if key in AXES:
             finder.axis(key, dim, axes)
@@ -156,10 +164,10 @@ class _Finder:
     def parameter(self, key: str, dim: int | None) -> None:
         leaves = {x.name: x.node.meta["val"].ndim for x in self.program.leaves if x.kind.trained}
         names = {alias: first for alias, first in self.program.aliases.items() if first in leaves}
-        found = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, key))
-        if not found:
+        matches = dict.fromkeys(first for alias, first in names.items() if fnmatch.fnmatchcase(alias, key))
+        if not matches:
             raise InputError(f"the pin {key!r} fits no parameter's name. Names are like {near(key, names)}.")
-        for name in found:
+        for name in matches:
             self.pinned.parameters.setdefault(name, ask(key, name, dim, leaves[name]))
 
     def axis(self, key: str, dim: int | None, axes: Mapping[str, list[Any]]) -> None:
@@ -168,26 +176,26 @@ class _Finder:
             self.pinned.sequence = split
             return
         if not axes[key]:
-            known = [name for name, ports in axes.items() if ports]
-            raise InputError(f"this model has no axis {key!r} that the patterns find; it has {', '.join(known)}.")
+            axis_names = [name for name, ports in axes.items() if ports]
+            raise InputError(f"this model has no axis {key!r} that the patterns find; it has {', '.join(axis_names)}.")
         for node, side, index, dims in axes[key]:
             self._ask((node, (side, index)), Ask(key, f"the axis {key} (dim {_dims(dims)})", dims, split, axis=True))
 
     def input(self, key: str, dim: int | None) -> None:
         names = [x.name for x in self.program.inputs if tensors(x.node)]
-        found = [x.node for x in self.program.inputs if f"{INPUT}.{x.name}" == key and tensors(x.node)]
-        if not found:
+        nodes = [x.node for x in self.program.inputs if f"{INPUT}.{x.name}" == key and tensors(x.node)]
+        if not nodes:
             raise InputError(f"the pin {key!r} fits no input. The keys are {listed(f'{INPUT}.{n}' for n in names)}.")
-        self._readers(key, dim, found, lambda n: False)
+        self._readers(key, dim, nodes, lambda n: False)
 
     def output(self, key: str, dim: int | None) -> None:
         names = self._outputs()
-        found = [i for i, name in names.items() if key in (OUTPUT, f"{OUTPUT}.{name}")]
-        if not found:
-            known = listed(f"{OUTPUT}.{n}" for n in names.values())
-            raise InputError(f"the pin {key!r} fits no output. The keys are {known}.")
+        positions = [i for i, name in names.items() if key in (OUTPUT, f"{OUTPUT}.{name}")]
+        if not positions:
+            keys = listed(f"{OUTPUT}.{n}" for n in names.values())
+            raise InputError(f"the pin {key!r} fits no output. The keys are {keys}.")
         values = outputs_of(self.program)
-        for i in found:
+        for i in positions:
             ndim = len(tensors(resolve(values[i])[0])[resolve(values[i])[1]].shape)
             self.pinned.outputs.setdefault(i, ask(key, f"the output {names[i]}", dim, ndim))
 
@@ -197,39 +205,39 @@ class _Finder:
             for path in dict.fromkeys(p.split("@")[0] for p in module_path(n)):
                 inside[path].append(n)
         pattern = key.removesuffix(OUTPUT)
-        found = [path for path in inside if fnmatch.fnmatchcase(path, pattern)]
-        if not found:
+        paths = [path for path in inside if fnmatch.fnmatchcase(path, pattern)]
+        if not paths:
             raise InputError(f"the pin {key!r} fits no module that runs. Modules are like {near(pattern, inside)}.")
-        asked = sum(self._readers(key, dim, inside[p], set(inside[p]).__contains__) for p in found)
-        if not asked:
-            raise InputError(f"the pin {key!r}: nothing outside of {found[0]} reads a floating-point value of it.")
+        count = sum(self._readers(key, dim, inside[p], set(inside[p]).__contains__) for p in paths)
+        if not count:
+            raise InputError(f"the pin {key!r}: nothing outside of {paths[0]} reads a floating-point value of it.")
 
     def _readers(self, key: str, dim: int | None, makers: Iterable[fx.Node], own: Callable[[fx.Node], bool]) -> int:
         """Ask all readers of these values, but those that are `own`."""
-        asked, values = 0, {resolve(x): i for i, x in enumerate(outputs_of(self.program))}
+        count, values = 0, {resolve(x): i for i, x in enumerate(outputs_of(self.program))}
         for maker in makers:
             what = where(maker) if maker in self.ops else f"the input {maker.name}"
             for user, slot, value in read(maker, self.ops):
                 if not own(user) and (floating(value) or key.startswith(INPUT)):
                     self._ask((user, ("in", slot)), ask(key, f"what {what} gives", dim, value.ndim))
-                    asked += 1
+                    count += 1
             for i, value in enumerate(tensors(maker)):
                 if (maker, i) in values and floating(value):
                     self.pinned.outputs.setdefault(values[maker, i], ask(key, f"what {what} gives", dim, value.ndim))
-                    asked += 1
-        return asked
+                    count += 1
+        return count
 
-    def _ask(self, at: tuple[fx.Node, Port], asked: Ask) -> None:
+    def _ask(self, at: tuple[fx.Node, Port], ask: Ask) -> None:
         """Add a demand; of those that are not for axes, the first counts."""
         asks = self.pinned.ports[at[0]].setdefault(at[1], [])
-        if asked.axis or not any(not a.axis for a in asks):
-            asks.append(asked)
+        if ask.axis or not any(not a.axis for a in asks):
+            asks.append(ask)
 
     def _outputs(self) -> dict[int, str]:
         """Number among the graph's tensor outputs -> name, such as `logits`; a number where the model gives none."""
         spec = self.program.out_spec
-        named = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
-        by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in named.items()}
+        leaf_names = compat.named_leaves(compat.tree_unflatten([str(i) for i in range(spec.num_leaves)], spec))
+        by_place = {place: re.sub(r"^\['(.*)'\]$", r"\1", name) for name, place in leaf_names.items()}
         leaves = compat.tree_leaves(self.program.graph.output_node().args[0])
         theirs = [i for i in range(len(leaves)) if i not in self.program.mutations]
         values = [i for i, x in enumerate(leaves) if isinstance(x, fx.Node) and tensors(x)]
@@ -241,7 +249,8 @@ def placed_apart(
 ) -> dict[fx.Node, str]:
     """What tells equal blocks that a plan placed differently, such as one that its own program did not read."""
     marks = {n: repr(placed[x.name]) for n, x in leaves.items() if x.name in placed}
-    return marks if any(marks.get(alike[n]) != layout for n, layout in marks.items()) else {}
+    differ = any(marks.get(alike[n]) != layout for n, layout in marks.items())
+    return marks if differ else {}
 
 
 def ask(key: str, what: str, dim: int | None, ndim: int) -> Ask:
@@ -259,13 +268,13 @@ def _dims(dims: Iterable[int]) -> str:
     return ", ".join(map(str, dims))
 
 
-def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int, Ask]) -> None:
+def check_neighbours(problem: Problem, nodes: list[fx.Node], asks: Mapping[int, Ask]) -> None:
     """Refuse a pin that no operator beside the pinned one can live with, naming it.
 
     The solver would find that no plan is legal, and could not say why.
 
     Args:
-        problem: with the pins' choices taken away. nodes: of its items. asked: pinned items.
+        problem: with the pins' choices taken away. nodes: of its items. asks: pinned items.
 
     Raises:
         PlanError: nothing that the pinned item produces can become anything that the other one reads.
@@ -275,20 +284,20 @@ def check_neighbours(problem: Problem, nodes: list[fx.Node], asked: Mapping[int,
         i, k = producers[use.value]
         produced = list(dict.fromkeys(c.outs[k] for c in problem.items[i].choices))
         for j, slot in use.consumers:
-            pin = asked.get(i) or asked.get(j)
-            wanted = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
+            pin = asks.get(i) or asks.get(j)
+            read_layouts = list(dict.fromkeys(c.ins[slot] for c in problem.items[j].choices))
             # Where neither end is pinned the rules are at odds, which is no fault of the user's.
-            if pin is None or _meet(problem, use.value, produced, wanted):
+            if pin is None or _meet(problem, use.value, produced, read_layouts):
                 continue
             # The other end is what forbids it: a pinned weight by its reader, a pinned operator by what feeds it.
-            forbids, can, how = (j, wanted, "reads") if i in asked else (i, produced, "gives")
+            forbids, can, how = (j, read_layouts, "reads") if i in asks else (i, produced, "gives")
             name = where(nodes[forbids]) if forbids < len(nodes) else "the model's output"
             raise PlanError(
                 f"{pin} cannot be kept: {name} {how} {pin.what} as {listed(can)} only. Change or drop the pin."
             )
 
 
-def _meet(problem: Problem, value: ValueId, produced: Iterable[Layout], wanted: Iterable[Layout]) -> bool:
+def _meet(problem: Problem, value: ValueId, produced: Iterable[Layout], targets: Iterable[Layout]) -> bool:
     """Whether some layout in which a value is produced is, or converts to, one that is wanted."""
-    pairs = itertools.product(produced, wanted)
+    pairs = itertools.product(produced, targets)
     return any(a == b or problem.convert(value, a, b) is not None for a, b in pairs)

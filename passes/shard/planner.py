@@ -113,20 +113,22 @@ class Builder:
         heads = [n for n in members if n in self.leaves]
         heads += [n for n in members if n not in self.leaves]
         self.carried_items = carried = list(self.states.items(self.candidates, self.prices))
-        known = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
-        items = [known.get(n) or self._item(n, slots, members[n]) for n in heads]
+        carried_items = {item.outs[0][0]: item for item, _ in carried if item.outs}  # type: ignore[index]
+        items = [carried_items.get(n) or self._item(n, slots, members[n]) for n in heads]
         goals = {i: goal for (i, _), goal in zip(placed_outputs(self.program), self.goals(), strict=True)}
-        wanted = tuple(goals[i] for i, _ in self.states.left)
-        items.append(Item(OUTPUT_SLOT, [Choice(wanted, ())], [frozenset([self.value(n)]) for _, n in self.states.left]))
+        layouts = tuple(goals[i] for i, _ in self.states.outgoing)
+        items.append(
+            Item(OUTPUT_SLOT, [Choice(layouts, ())], [frozenset([self.value(n)]) for _, n in self.states.outgoing])
+        )
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
-        problem = Problem(items, uses, self.prices.convert, self.memory, sent=self.prices.sent)
+        problem = Problem(items, uses, self.prices.convert, self.memory, traffic=self.prices.sent)
         problem.savings = Savings(problem, heads, self.prices, self.ops, self.leaves).all()
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}
-        asked = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
-        asked |= {i: next(iter(self.user.ports[n].values()))[0] for i, n in enumerate(heads) if n in self.user.ports}
-        check_neighbours(problem, heads, asked)
+        asks = {i: self.user.parameters[names[n]] for i, n in enumerate(heads) if names.get(n) in self.user.parameters}
+        asks |= {i: next(iter(self.user.ports[n].values()))[0] for i, n in enumerate(heads) if n in self.user.ports}
+        check_neighbours(problem, heads, asks)
         return problem, heads
 
     def _item(self, node: fx.Node, slots: Mapping[fx.Node, list[set[Value]]], count: int) -> Item:
@@ -140,10 +142,10 @@ class Builder:
         out: list[Layout] = []
         for i, x in enumerate(outputs_of(self.program)):
             node, index = resolve(x)
-            asked, shape = self.user.outputs.get(i), sizes(tensors(node)[index])
-            split = asked is not None and asked.split
+            ask, shape = self.user.outputs.get(i), sizes(tensors(node)[index])
+            split = ask is not None and ask.split
             whole = I if node in self.grads else R
-            out.append(Shard(d := asked.dims[0], Partition.plain(shape[d], self.tp)) if asked and split else whole)
+            out.append(Shard(d := ask.dims[0], Partition.plain(shape[d], self.tp)) if ask and split else whole)
         return tuple(out)
 
     def _partitions(self, node: fx.Node, dim: int) -> list[Distribution]:
@@ -154,9 +156,9 @@ class Builder:
         """Seed the candidates and let them spread until nothing changes."""
         work = [n for n in slots if self.rules[n] is not None]
         self._seed(work)
-        self.candidates.changed = True
-        while self.candidates.changed:
-            self.candidates.changed = False
+        self.candidates.grew = True
+        while self.candidates.grew:
+            self.candidates.grew = False
             for n in (*work, *reversed(work)):
                 rule = self.rules[n]
                 assert rule is not None
@@ -225,32 +227,32 @@ class Builder:
         name = self.leaves[node].name
         if name in self.pinned:
             return [self.pinned[name]]
-        asked = self.user.parameters.get(name)
-        kept = [x for x in layouts if asked is None or asked.fits(x)]
-        if not kept:
+        ask = self.user.parameters.get(name)
+        splits = [x for x in layouts if ask is None or ask.fits(x)]
+        if not splits:
             readers = dict.fromkeys(where(n) for n, _, _ in read(node, self.ops))
             raise PlanError(
-                f"{asked} of {name} cannot be kept: no operator that uses it splits there ({listed(readers)}); it can "
+                f"{ask} of {name} cannot be kept: no operator that uses it splits there ({listed(readers)}); it can "
                 f"be {listed(layouts)}. Change or drop the pin."
             )
-        return kept
+        return splits
 
     def _call(self, node: fx.Node, slots: list[set[Value]], count: int) -> Item:
         op, results = self.ops[node], self._results(node)
-        held: list[frozenset[Any]] = [frozenset(s) for s in slots]
+        operands: list[frozenset[Any]] = [frozenset(s) for s in slots]
         ins = [resolve(s)[0] in self.grads for s in op.slots]
         outs = [node in self.grads] * len(op.outs)
         choices: dict[tuple, Choice] = {}
         foreign = getattr(node.target, "namespace", "aten") not in TORCHS
-        known = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
-        for got in signatures(known, ins, outs, held, results, self.candidates):
-            if got[:2] not in choices and self._knows_ends(node, *got[:2]):
+        read_rule = OPAQUE if self.rules[node] is None and foreign else self.rules[node]
+        for signature in signatures(read_rule, ins, outs, operands, results, self.candidates):
+            if signature[:2] not in choices and self._knows_ends(node, *signature[:2]):
                 rule = self.rules[node]
-                split = rule.factors[got[2]] if rule is not None and got[2] is not None else None
-                one = self._choice(*got[:2], self.prices.operator(op, *got[:2], split))
-                choices[got[:2]] = replace(one, factor=got[2], loop=got[3])
-        kept = self.user.keep(op, list(choices.values()))
-        return Item(node.name, kept, held, results, count, f"activations of {where(node)}")
+                split = rule.factors[signature[2]] if rule is not None and signature[2] is not None else None
+                one = self._choice(*signature[:2], self.prices.operator(op, *signature[:2], split))
+                choices[signature[:2]] = replace(one, factor=signature[2], loop=signature[3])
+        pinned_choices = self.user.keep(op, list(choices.values()))
+        return Item(node.name, pinned_choices, operands, results, count, f"activations of {where(node)}")
 
     def _knows_ends(self, node: fx.Node, *layouts: tuple[Layout, ...]) -> bool:
         """Whether rows dealt by group are so where it is known already where the groups end."""
@@ -266,10 +268,11 @@ class Builder:
             pins = pins if self._feasible(fewer) else fewer
         if not pins or not self._feasible({}):
             return None
-        told = " and ".join(f"{k!r}: {'Replicate()' if d is None else f'Shard({d})'}" for k, d in pins.items())
-        return PlanError(
-            f"no legal plan keeps {'these pins together' if len(pins) > 1 else 'this pin'}: {told}. Drop one."
-        )
+        texts = []
+        for key, dim in pins.items():
+            texts.append(f"{key!r}: {'Replicate()' if dim is None else f'Shard({dim})'}")
+        what = "these pins together" if len(pins) > 1 else "this pin"
+        return PlanError(f"no legal plan keeps {what}: {' and '.join(texts)}. Drop one.")
 
     def _feasible(self, pins: Dims) -> bool:
         try:
@@ -284,7 +287,7 @@ class Builder:
         for n in self.calls:
             for slot, operand in enumerate(self.ops[n].slots):
                 consumers[resolve(operand)].add((index[self.same[n]], slot))
-        for slot, (_, n) in enumerate(self.states.left):
+        for slot, (_, n) in enumerate(self.states.outgoing):
             consumers[resolve(n)].add((len(index), slot))
         place = {id(item): i for i, item in enumerate(items)}
         for item, names in carried:

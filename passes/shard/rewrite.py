@@ -40,7 +40,7 @@ class Rewriter:
         self.new = fx.Graph()
         self.out = Sharded(self.new)
         self.env: dict[fx.Node, Any] = {}
-        self.held: dict[tuple[Value, Layout], fx.Node] = {}
+        self.node_of: dict[tuple[Value, Layout], fx.Node] = {}
         self.results = axis.results(planned)
         self.routes = self._routes()
         self.sizes = axis.sizes(self.new)
@@ -116,11 +116,11 @@ class Rewriter:
             rule=rule,
             tp=self.planned.tp,
         )
-        got = rule.localise(op, local) if rule is not None and rule.localise is not None else local.unchanged(op)
-        return (got, (), {}) if isinstance(got, fx.Node) else got
+        call = rule.localise(op, local) if rule is not None and rule.localise is not None else local.unchanged(op)
+        return (call, (), {}) if isinstance(call, fx.Node) else call
 
     def _hold(self, node: fx.Node, index: int, new: fx.Node, layout: Layout) -> None:
-        self.held[(node, index), layout] = new
+        self.node_of[(node, index), layout] = new
         self.out.layouts[new] = layout
         write(new, layout=layout)
         self.out.origin[new] = (node, index)
@@ -133,17 +133,17 @@ class Rewriter:
 
     def converted(self, value: Value, layout: Layout, consumer: fx.Node) -> fx.Node:
         """The same of a value that is no node of its own."""
-        if (value, layout) not in self.held:
+        if (value, layout) not in self.node_of:
             source = next(a for a, b in self.routes[value] if b == layout)
             before = self.converted(value, source, consumer)
             self._convert(value, source, layout, before, consumer)
-        return self.held[value, layout]
+        return self.node_of[value, layout]
 
     def _convert(self, value: Value, source: Layout, layout: Layout, before: fx.Node, consumer: fx.Node) -> None:
         ends = self.out.ends.get(before, self.ends)
 
         def size(n: Any) -> Any:
-            return _known(ends) if isinstance(n, Groups) else self.sizes.of(n)
+            return _ends_node(ends) if isinstance(n, Groups) else self.sizes.of(n)
 
         src: Any = source.to_runtime(size)
         dst: Any = layout.to_runtime(size)
@@ -165,7 +165,7 @@ class Rewriter:
                 ends[self.value(op.slots[slot], decision.ins[slot], op.node)] = None
         # One that works row by row goes on with its operands' groups.
         for operand, layout in zip(op.slots, decision.ins, strict=True):
-            rows = self.held.get((resolve(operand), layout))
+            rows = self.node_of.get((resolve(operand), layout))
             if rows in self.out.ends:
                 ends[self.out.ends[rows]] = None
         # Where no operand lies so yet, as with a row of biases for every token, the layouts' number says which.
@@ -211,7 +211,7 @@ def _after(node: fx.Node) -> Iterator[fx.Node]:
         yield node
 
 
-def _known(ends: fx.Node | None) -> fx.Node:
+def _ends_node(ends: fx.Node | None) -> fx.Node:
     if ends is None:
         raise PlanError("the plan deals rows by groups before it is known where the groups end. Plan again.")
     return ends

@@ -139,12 +139,12 @@ class SequenceRules(BatchRules):
 
 def _weights(program: Capture) -> Iterator[fx.Node]:
     """Values that are made of trained weights and of nothing that a call passes."""
-    made = {leaf.node for leaf in program.leaves if leaf.kind.trained}
-    yield from made
+    values = {leaf.node for leaf in program.leaves if leaf.kind.trained}
+    yield from values
     for node in program.graph.nodes:
-        read = [x for x in node.all_input_nodes if tensors(x)]
-        if node.op == "call_function" and read and made.issuperset(read):
-            made.add(node)
+        operands = [x for x in node.all_input_nodes if tensors(x)]
+        if node.op == "call_function" and operands and values.issuperset(operands):
+            values.add(node)
             yield node
 
 

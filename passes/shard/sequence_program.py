@@ -56,7 +56,7 @@ class SequenceAxis(Pass[Capture]):
             CaptureError: no symbolic sequence, one that cannot be dealt, or random numbers for what is not dealt.
         """
         dealt = deal_sequence(program, self.cp, self.tp, self.cluster)
-        program.notes += dealt.told
+        program.notes += dealt.notes
         return Changes(sum(mark(n).batch is not None for n in program.graph.nodes), "conversions over cp")
 
 
@@ -65,12 +65,12 @@ class Dealt:
     """How what a call passes and gives is dealt over cp, with the sizes of whole sequences.
 
     Attributes:
-        inputs: those that come in parts. outputs: all tensors, in order. told: of it, in words.
+        inputs: those that come in parts. outputs: all tensors, in order. notes: of it, in words.
     """
 
     inputs: Mapping[str, Layout]
     outputs: tuple[Layout, ...]
-    told: list[str]
+    notes: list[str]
 
 
 def own_copy(program: Capture) -> Capture:
@@ -103,8 +103,8 @@ def deal_sequence(program: Capture, cp: int, tp: int, cluster: Cluster | None = 
     _refuse_draws(planned)
     even: sympy.Basic = sympy.Eq(sympy.Mod(sequence, 2), 0)
     program.guards.append(even)
-    told = f"over cp each rank has two chunks of the sequence of {listed(dealt)}"
-    return Dealt(dealt, goals, [told, *_told(program)])
+    note = f"over cp each rank has two chunks of the sequence of {listed(dealt)}"
+    return Dealt(dealt, goals, [note, *_notes(program)])
 
 
 def _causal_by_index(program: Capture) -> None:
@@ -168,14 +168,14 @@ def _one_sequence(program: Capture) -> sympy.Symbol:
     return sequence
 
 
-def _told(program: Capture) -> list[str]:
+def _notes(program: Capture) -> list[str]:
     """Which values change hands, for the plan's notes."""
     over = [(n, mark(n).batch) for n in program.graph.nodes]
     dealt = [(n, b.source.sharded_dim, b.target.sharded_dim) for n, b in over if b is not None]
     gathered = [n.args[0] for n, a, b in dealt if a is not None and b is None]
     turned = [n.args[0] for n, a, b in dealt if a is not None and b is not None]
-    told = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
-    return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in told if x]
+    lists = [("gathered", gathered), ("sent from tokens to another dimension or back, by all-to-all,", turned)]
+    return [f"over cp {what} after: {listed(dict.fromkeys(map(_in_blocks, x)))}" for what, x in lists if x]
 
 
 def _in_blocks(node: fx.Node) -> str:

@@ -54,14 +54,15 @@ class States:
     ignored: bool = False
 
     def __post_init__(self) -> None:
-        kept = [] if self.ignored else [x for x in self.program.leaves if x.kind.carried and tensors(x.node)]
-        self.leaves = {x.name: x.node for x in kept}
+        leaves = [] if self.ignored else self.program.leaves
+        carried = [x for x in leaves if x.kind.carried and tensors(x.node)]
+        self.leaves = {x.name: x.node for x in carried}
         self.results: dict[str, fx.Node] = {}  # state -> what the program leaves of it
-        self.left: list[tuple[int, fx.Node]] = []  # outputs that become no state, with their positions
+        self.outgoing: list[tuple[int, fx.Node]] = []  # outputs that become no state, with their positions
         for position, node in placed_outputs(self.program):
             name = None if self.ignored else self.program.becomes(position)
             if name is None:
-                self.left.append((position, node))
+                self.outgoing.append((position, node))
             else:
                 self.results[name] = node
         self.members: dict[fx.Node, list[str]] = defaultdict(list)
@@ -112,33 +113,38 @@ class States:
     @cached_property
     def groups(self) -> dict[tuple[str, ...], Value | None]:
         """States that share one decision -> what they begin with; None for those that only begin here."""
-        found: dict[tuple[str, ...], Value | None] = {tuple(names): (n, 0) for n, names in self.members.items()}
+        groups: dict[tuple[str, ...], Value | None] = {tuple(names): (n, 0) for n, names in self.members.items()}
         begun: dict[tuple[Value, Layout | None], list[str]] = defaultdict(list)
         for name, node in self.results.items():
             if name not in self.leaves:
                 begun[self.value(node), self.fixed.get(name)].append(name)
-        return found | {tuple(names): None for names in begun.values()}
+        return groups | {tuple(names): None for names in begun.values()}
 
     def items(self, candidates: Candidates, prices: Prices) -> Iterator[CarriedItem]:
         """The items, each with the names of its states."""
         for names, leaf in self.groups.items():
-            made = frozenset(self.value(self.results[n]) for n in names if n in self.results)
-            yield self._item(names, leaf, made, candidates, prices), names
+            results = frozenset(self.value(self.results[n]) for n in names if n in self.results)
+            yield self._item(names, leaf, results, candidates, prices), names
 
     def _item(
-        self, names: tuple[str, ...], leaf: Value | None, made: frozenset[Value], candidates: Candidates, prices: Prices
+        self,
+        names: tuple[str, ...],
+        leaf: Value | None,
+        results: frozenset[Value],
+        candidates: Candidates,
+        prices: Prices,
     ) -> Item:
-        values = [*([leaf] if leaf is not None else []), *sorted(made, key=str)]
+        values = [*([leaf] if leaf is not None else []), *sorted(results, key=str)]
         val = tensors(values[0][0])[values[0][1]]
         size, choices = prices.bytes(val), []
         for layout in self._layouts(names, values, candidates, prices.second_sizes):
-            ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(made, key=str)[:1])
+            ins = tuple(as_read(layout, v in self.grads) for v, _ in sorted(results, key=str)[:1])
             outs = (as_read(layout, leaf[0] in self.grads),) if leaf is not None else ()
             part, ties = size * prices.share(layout), penalty([layout], self.tp)
             cost = Cost(activation_bytes=part, budget_bytes=part)
             choices.append(Choice.of(ins, outs, cost, prices.seconds(cost), ties))
         outs = [leaf] if leaf is not None else []
-        return Item(names[0], choices, [made] if made else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
+        return Item(names[0], choices, [results] if results else [], outs, len(names), f"the state {names[0]}")  # type: ignore[arg-type]
 
     def _layouts(
         self, names: tuple[str, ...], values: list[Value], candidates: Candidates, lengths: set
@@ -153,12 +159,12 @@ class States:
                     "the batch in this call. Plan with example inputs that pass the state, so that this is known."
                 )
             return [fixed]
-        found: dict[Layout, None] = {R: None}
+        layouts: dict[Layout, None] = {R: None}
         for d in sorted(allowed):
             for partition in (p for v in values for p in candidates.of.get((v, d), ())):
                 if not partition.by_data and partition.static:
-                    found[dealt_by(d, partition)] = None
-        return list(found)
+                    layouts[dealt_by(d, partition)] = None
+        return list(layouts)
 
     def consumers(self, names: tuple[str, ...]) -> list[Value]:
         """The program's values, not their classes, that these states are left as."""
@@ -166,27 +172,27 @@ class States:
 
     def cached(self) -> set[fx.Node]:
         """Nodes whose values hold what a call began with: what only moves a state, and what is left of it."""
-        found = set(self.leaves.values())
+        nodes = set(self.leaves.values())
         for node in self.program.graph.nodes:
             name = short_name(node.target).removeprefix("aten.").split(".")[0]
-            if node.op == "call_function" and name in MOVES and any(i in found for i in node.all_input_nodes):
-                found.add(node)
-        return found | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
+            if node.op == "call_function" and name in MOVES and any(i in nodes for i in node.all_input_nodes):
+                nodes.add(node)
+        return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 
     def marks(self) -> dict[fx.Node, str]:
         """What tells states that lie differently from their equals in other blocks."""
         return {node: repr(self.fixed[name]) for name, node in self.leaves.items() if name in self.fixed}
 
 
-def decided(items: Sequence[CarriedItem], problem: Problem, chosen: Sequence[int]) -> dict[str, Layout]:
+def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[int]) -> dict[str, Layout]:
     """How each state lies by the solver's choices: Replicate, or Shard."""
     place = {id(item): i for i, item in enumerate(problem.items)}
-    found: dict[str, Layout] = {}
+    layouts: dict[str, Layout] = {}
     for item, names in items:
-        choice = item.choices[chosen[place[id(item)]]]
+        choice = item.choices[choices[place[id(item)]]]
         layout = (*choice.ins, *choice.outs)[0]
-        found |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
-    return found
+        layouts |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
+    return layouts
 
 
 def same_of(same: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

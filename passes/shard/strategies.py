@@ -34,7 +34,7 @@ class Candidates:
     ) -> None:
         self.tp, self.fills, self.ends = tp, fills, ends or {}
         self.of: dict[Dim, list[Distribution]] = defaultdict(list)
-        self.changed = False
+        self.grew = False
 
     def seed(self, value: ValueId, shape: Shape, skip: Iterable[int] = ()) -> None:
         """A plain split of every dimension that is long enough."""
@@ -47,10 +47,10 @@ class Candidates:
         """Keep a partition among the dimension's simplest; one rank has nothing to split."""
         if self.tp == 1:
             return
-        known = self.of[dim]
-        if partition not in known:
-            ranked = sorted([*known, partition], key=lambda p: p.simplicity(self.tp))[:MOST]
-            self.changed |= partition in ranked
+        partitions = self.of[dim]
+        if partition not in partitions:
+            ranked = sorted([*partitions, partition], key=lambda p: p.simplicity(self.tp))[:MOST]
+            self.grew |= partition in ranked
             self.of[dim] = ranked
 
     def full(self, loop: Distribution) -> bool:
@@ -75,8 +75,8 @@ class Candidates:
             for partition in (p for v in values for p in self.of.get((v, carry.dim), ())):
                 loop = partition.lower(carry.repeat, carry.unit, self.tp)
                 if loop is not None:
-                    known = whole if carry.piece is None else pieces[carry.piece]
-                    known[loop] = None
+                    partitions = whole if carry.piece is None else pieces[carry.piece]
+                    partitions[loop] = None
         # A loop that is cut up, as a concatenation of q, k and v, is known once each of its pieces is.
         if factor.pieces and set(pieces) == {i for i, n in enumerate(factor.pieces) if n != 0}:
             each = [pieces[i] for i in sorted(pieces)]

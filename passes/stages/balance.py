@@ -15,13 +15,13 @@ class Weight:
 
     Attributes:
         seconds: of its forward and backward, for one micro-batch.
-        steady: bytes of its parameters, gradients and optimizer states. kept: bytes that autograd keeps of one
+        steady: bytes of its parameters, gradients and optimizer states. kept_bytes: bytes that autograd keeps of one
             micro-batch.
     """
 
     seconds: float
     steady: float = 0.0
-    kept: float = 0.0
+    kept_bytes: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -57,37 +57,37 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     Returns: None where none fits; every stage has one unit at least.
     """
     count, stages = len(weights), ranks * chunks
-    seconds, steady, kept = ([0.0], [0.0], [0.0])
+    seconds, steady, kept_bytes = ([0.0], [0.0], [0.0])
     for w in weights:
         seconds.append(seconds[-1] + w.seconds)
         steady.append(steady[-1] + w.steady)
-        kept.append(kept[-1] + w.kept)
+        kept_bytes.append(kept_bytes[-1] + w.kept_bytes)
 
     def memory(a: int, b: int, stage: int) -> float:
-        return steady[b] - steady[a] + (kept[b] - kept[a]) * in_flight(stage, ranks, chunks)
+        return steady[b] - steady[a] + (kept_bytes[b] - kept_bytes[a]) * in_flight(stage, ranks, chunks)
 
     @cache
     def best(a: int, stage: int) -> tuple[float, float, tuple[int, ...]] | None:
         """Of the units from `a` on, over this stage and those after it: the worst seconds and bytes, and the sizes."""
-        left = stages - stage
-        found = None
-        for b in [count] if left == 1 else range(a + 1, count - left + 2):
-            if found is not None and seconds[b] - seconds[a] > found[0]:
+        remaining = stages - stage
+        cheapest = None
+        for b in [count] if remaining == 1 else range(a + 1, count - remaining + 2):
+            if cheapest is not None and seconds[b] - seconds[a] > cheapest[0]:
                 break  # more units are slower still
-            held = memory(a, b, stage)
-            rest = (0.0, 0.0, ()) if left == 1 else best(b, stage + 1)
-            if rest is None or (limit is not None and held > limit / chunks):
+            stage_bytes = memory(a, b, stage)
+            rest = (0.0, 0.0, ()) if remaining == 1 else best(b, stage + 1)
+            if rest is None or (limit is not None and stage_bytes > limit / chunks):
                 continue
-            made = max(seconds[b] - seconds[a], rest[0]), max(held, rest[1]), (b - a, *rest[2])
-            found = made if found is None or made[:2] < found[:2] else found
-        return found
+            candidate = max(seconds[b] - seconds[a], rest[0]), max(stage_bytes, rest[1]), (b - a, *rest[2])
+            cheapest = candidate if cheapest is None or candidate[:2] < cheapest[:2] else cheapest
+        return cheapest
 
-    chosen = best(0, 0) if count >= stages else None
-    if chosen is None:
+    division = best(0, 0) if count >= stages else None
+    if division is None:
         return None
     ends = [0]
-    for size in chosen[2]:
+    for size in division[2]:
         ends.append(ends[-1] + size)
     spans = list(pairwise(ends))
     times = tuple(seconds[b] - seconds[a] for a, b in spans)
-    return Division(chosen[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))
+    return Division(division[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))

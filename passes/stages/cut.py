@@ -38,15 +38,15 @@ class Piece:
     Attributes:
         capture: what its placeholders and outputs mean; a received value counts as an input.
         sharded: the program of all tp ranks.
-        received, sent: what flows in and out, in order.
+        wires_in, wires_out: what flows in and out, in order.
         names: of the parameters, buffers and constants that it reads or writes. paths: of the modules that it calls.
         inputs: names of the placeholders that take the model's own inputs.
     """
 
     capture: Capture
     sharded: Sharded
-    received: tuple[Wire, ...]
-    sent: tuple[Wire, ...]
+    wires_in: tuple[Wire, ...]
+    wires_out: tuple[Wire, ...]
     names: set[str] = field(default_factory=set)
     paths: set[str] = field(default_factory=set)
     inputs: tuple[str, ...] = ()
@@ -73,7 +73,7 @@ class _Cutter:
         heads = [n for n in sharded.graph.nodes if n.op == "placeholder"]
         self.leaf: dict[fx.Node, Leaf] = dict(zip(heads, self.program.leaves, strict=True))
         self.at = {n: bisect_right(starts, i) - 1 for n, i in self.order.items() if n.op == "call_function"}
-        self.written = {x for x in self.program.mutations.values() if isinstance(x, str)}
+        self.mutated = {x for x in self.program.mutations.values() if isinstance(x, str)}
         self.result: Any = sharded.graph.output_node().args[0]
         self.early: set[fx.Node] = set()  # sums that are taken before the stage of their first reader
         self.free = self._free()
@@ -98,7 +98,7 @@ class _Cutter:
             raise PlanError("the model writes to its inputs, which stages receive as copies: it cannot be cut.")
         for node, leaf in self.leaf.items():
             homes = {self.at[n] for n in node.users if n in self.at}
-            if leaf.name in self.written and len(homes) > 1:
+            if leaf.name in self.mutated and len(homes) > 1:
                 raise PlanError(
                     f"the buffer {leaf.name} is written by the forward, and stages {sorted(homes)} read it."
                 )
@@ -111,7 +111,7 @@ class _Cutter:
         for node in self.order:
             if node.op == "placeholder":
                 leaf = self.leaf[node]
-                if leaf.kind in MADE_AGAIN and leaf.name not in self.written:
+                if leaf.kind in MADE_AGAIN and leaf.name not in self.mutated:
                     free.add(node)
             elif node.op == "call_function" and free.issuperset(node.all_input_nodes) and not self._random(node):
                 free.add(node)
@@ -124,9 +124,13 @@ class _Cutter:
     def _settle(self) -> None:
         """Sums are taken in the stage that makes the summands, though their first reader is in a later one."""
         for node in self.order:
-            found = mark(node).conversion
-            source: Any = node.args[0] if found is not None else None
-            if found is not None and found[0].mark == "P" and self.at.get(source, self.at.get(node)) != self.at[node]:
+            conversion = mark(node).conversion
+            source: Any = node.args[0] if conversion is not None else None
+            if (
+                conversion is not None
+                and conversion[0].mark == "P"
+                and self.at.get(source, self.at.get(node)) != self.at[node]
+            ):
                 self.at[node] = self.at[source]
                 self.early.add(node)
 
@@ -194,26 +198,26 @@ class _Cutter:
         before = boundaries[stage - 1] if stage else []
         after = boundaries[stage] if stage + 1 < self.stages else None
         writer = _Writer(self, stage)
-        received, sent = self._wires(before, stage - 1), self._wires(after or (), stage)
-        leaves = writer.begin(zip(before, received, strict=True))
-        written = [i for i, x in enumerate(self.result) if self._writes(i, x, stage)]
+        wires_in, wires_out = self._wires(before, stage - 1), self._wires(after or (), stage)
+        leaves = writer.begin(zip(before, wires_in, strict=True))
+        positions = [i for i, x in enumerate(self.result) if self._writes(i, x, stage)]
         if after is None:
             plain = [i for i in range(len(self.result)) if i not in self.program.mutations]
             out_spec, values = self.program.out_spec, [self.result[i] for i in plain]
         else:
             out_spec, values = compat.tree_flatten(tuple(range(len(after))))[1], list(after)
-        wires = sent if after is not None else [None] * len(values)
-        made = [writer.env.get(self.result[i]) for i in written]
-        made += [writer.leave(x, wire) for x, wire in zip(values, wires, strict=True)]
-        writer.graph.output(tuple(made))
-        mutations: dict[int, str | int] = {k: self.program.mutations[i] for k, i in enumerate(written)}
+        wires = wires_out if after is not None else [None] * len(values)
+        outputs = [writer.env.get(self.result[i]) for i in positions]
+        outputs += [writer.leave(x, wire) for x, wire in zip(values, wires, strict=True)]
+        writer.graph.output(tuple(outputs))
+        mutations: dict[int, str | int] = {k: self.program.mutations[i] for k, i in enumerate(positions)}
         capture = replace(self.program, graph=writer.graph, leaves=leaves, mutations=mutations, out_spec=out_spec)
         capture = replace(capture, symbols={}, carried={})
         names = {x.name for x in leaves if not x.kind.passed and x.kind is not SEEDS}
         names |= {str(x) for x in mutations.values()}
         own = (x.node for x in leaves[len(before) :] if x.kind.passed)
         inputs = tuple(node.name for node in own if isinstance(node.meta.get("val"), Tensor))
-        return Piece(capture, writer.out, received, sent, names, writer.paths, inputs)
+        return Piece(capture, writer.out, wires_in, wires_out, names, writer.paths, inputs)
 
     def _writes(self, position: int, value: Any, stage: int) -> bool:
         return position in self.program.mutations and isinstance(value, fx.Node) and self._home(value) == stage
@@ -234,10 +238,10 @@ class _Writer:
         self.env: dict[fx.Node, fx.Node] = {}
         self.paths: set[str] = set()
 
-    def begin(self, received: Any) -> list[Leaf]:
+    def begin(self, pairs: Any) -> list[Leaf]:
         """All but the output; the leaves that it takes, in order."""
         cutter, leaves, arrived = self.cutter, [], []
-        for node, wire in received:
+        for node, wire in pairs:
             new = self.graph.placeholder(f"from_{node.name}")
             new.meta["val"] = tensor_of(node).detach().requires_grad_(wire.graded)
             self._note(new, node, wire.layout)

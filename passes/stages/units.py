@@ -42,9 +42,9 @@ def units_of(nodes: Iterable[fx.Node]) -> list[Unit]:
         starts, operators = _blocks(order, level)
         pairs = pairwise(sorted(starts, key=lambda path: (INDEXED.sub("", path), starts[path])))
         lists = {INDEXED.sub("", a) for a, b in pairs if _alike(a, b, operators)}
-        found = sorted((at, path) for path, at in starts.items() if INDEXED.sub("", path) in lists)
-        if found:
-            return [Unit(found[0][1], 0), *(Unit(path, at) for at, path in found[1:])]
+        spans = sorted((at, path) for path, at in starts.items() if INDEXED.sub("", path) in lists)
+        if spans:
+            return [Unit(spans[0][1], 0), *(Unit(path, at) for at, path in spans[1:])]
     return []
 
 

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import autotp
 from autotp.cli.screen import Screen
 from autotp.cost import Cluster
-from autotp.cost.machines.calibrate import SIZES
+from autotp.cost.machines.operators import SIZES
 from autotp.plans.plan import Plan
 from autotp.proof.report import Decoded, Report
 from tests.helpers.custom_ops import registered, turn

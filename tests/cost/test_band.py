@@ -54,7 +54,7 @@ def random_problem(seed: int) -> Problem:
     pairs = list(itertools.product(range(count), itertools.permutations(LAYOUTS, 2)))
     prices = {(v, *pair): float(draw.randint(1, 6)) for v, pair in pairs}
     sent = {key: Traffic(float(draw.randint(0, 2)), draw.randint(0, 2)) for key in prices}
-    return Problem(items, uses, lambda v, a, b: prices.get((v, a, b)), sent=lambda v, a, b: sent[v, a, b])  # type: ignore[call-overload]
+    return Problem(items, uses, lambda v, a, b: prices.get((v, a, b)), traffic=lambda v, a, b: sent[v, a, b])  # type: ignore[call-overload]
 
 
 def plans(problem: Problem) -> Iterator[Plan]:
@@ -68,7 +68,7 @@ def plans(problem: Problem) -> Iterator[Plan]:
             a, b = picked[reader - 1].outs[0], picked[reader].ins[slot]
             if a != b:
                 seconds += (problem.convert(use.value, a, b) or 0.0) * use.count
-                way = problem.sent(use.value, a, b)
+                way = problem.traffic(use.value, a, b)
                 sent, calls = sent + way.bytes * use.count, calls + way.collectives * use.count
         yield Plan(sent, calls, picked[0].penalty * problem.items[0].count, seconds, chosen)
 
@@ -88,7 +88,7 @@ def test_equal_to_enumeration(monkeypatch, most_nodes):
         found = list(plans(problem))
         for band in (0.0, BAND):
             got, want = solve(problem, band=band), best(found, band)
-            mine = next(p for p in found if p.chosen == got.chosen)
+            mine = next(p for p in found if p.chosen == got.choices)
             assert mine.order == want.order, (seed, band)
             assert got.sent_bytes == want.sent and got.collectives == want.collectives, seed
             assert got.seconds == pytest.approx(want.seconds, rel=1e-6), seed
@@ -104,7 +104,7 @@ def chain(*steps: Sequence[Choice], **fields: Any) -> Problem:
     items = [Item(f"op{i}", list(c), [frozenset([i - 1])] if i else [], [i]) for i, c in enumerate(steps)]
     uses = [Use(i, ((i + 1, 0),), 1) for i in range(len(steps) - 1)]
     traffic = {S: Traffic(2.0, 1), P: Traffic(1.0, 2), T: Traffic(0.0, 3)}
-    return Problem(items, uses, lambda v, a, b: 1.0, sent=lambda v, a, b: traffic.get(b, Traffic()), **fields)
+    return Problem(items, uses, lambda v, a, b: 1.0, traffic=lambda v, a, b: traffic.get(b, Traffic()), **fields)
 
 
 def source(outs: Layout = R, seconds: float = 98.0, **amounts: Any) -> Choice:
@@ -128,9 +128,9 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_order_within_the_band(name):
     steps, want = CASES[name]
-    assert list(solve(chain(*steps), band=0.02).chosen) == want
+    assert list(solve(chain(*steps), band=0.02).choices) == want
     backward = chain(*(choices[::-1] for choices in steps))
-    assert list(solve(backward, band=0.02).chosen) == [len(c) - 1 - k for c, k in zip(steps, want, strict=True)]
+    assert list(solve(backward, band=0.02).choices) == [len(c) - 1 - k for c, k in zip(steps, want, strict=True)]
 
 
 def first_of(a: Choice, b: Choice, leaves: int) -> bool:
@@ -139,7 +139,7 @@ def first_of(a: Choice, b: Choice, leaves: int) -> bool:
     more = [Item(f"leaf{i}", heavy, [], [i + 1], 10) for i in range(leaves)]
     problems = [chain(pair) for pair in ((a, b), (b, a))]
     found = [solve(replace(x, items=[*x.items, *more]), band=0.02) for x in problems]
-    return [x.chosen[0] for x in found] == [0, 1]
+    return [x.choices[0] for x in found] == [0, 1]
 
 
 @pytest.mark.parametrize("leaves", [0, 100])
@@ -154,29 +154,29 @@ def test_equal_plans_are_told_apart(leaves, monkeypatch):
 
 def test_no_plan_outside_of_the_band(monkeypatch):
     slow = chain([source()], [FEW_CALLS, reads(R, 5.0)])
-    assert solve(slow, band=0.02).chosen == (0, 0) and solve(slow, band=0.05).chosen == (0, 1)
-    assert solve(slow).chosen == (0, 0)
+    assert solve(slow, band=0.02).choices == (0, 0) and solve(slow, band=0.05).choices == (0, 1)
+    assert solve(slow).choices == (0, 0)
     add = Search.add
     monkeypatch.setattr(Search, "add", lambda self, terms, most: add(self, terms, most * 2))
-    assert solve(slow, band=0.02).chosen == (0, 1), "the negative control: nothing else keeps to the band"
+    assert solve(slow, band=0.02).choices == (0, 1), "the negative control: nothing else keeps to the band"
 
 
 def test_never_slower_than_a_rival():
     """Whole is slower by 1% and sends nothing. A rival that may not be whole holds the plan to its time."""
     problem = chain([source()], [FEW_CALLS, reads(R, 3.0)])
-    assert solve(problem, band=0.02).chosen == (0, 1)
+    assert solve(problem, band=0.02).choices == (0, 1)
     got = solve(replace(problem, rivals=(frozenset({(1, 1)}),)), band=0.02)
-    assert got.rival is not None and got.rival.chosen == (0, 0) and got.chosen == (0, 0)
+    assert got.rival is not None and got.rival.choices == (0, 0) and got.choices == (0, 0)
     assert got.seconds == got.rival.seconds and got.sent_bytes == got.rival.sent_bytes == 2.0
 
 
 def test_a_rival_outside_of_the_band_is_beaten_by_more_than_the_band():
     whole, between = reads(R, 5.1), reads(T, 2.5)
     problem = chain([source()], [FEW_CALLS, between, whole])
-    assert solve(problem, band=0.02).chosen == (0, 1), "1.5% slower, and nothing is sent"
+    assert solve(problem, band=0.02).choices == (0, 1), "1.5% slower, and nothing is sent"
     got = solve(replace(problem, rivals=(frozenset({(1, 0), (1, 1)}),)), band=0.02)
-    assert got.rival is not None and got.rival.chosen == (0, 2) and got.rival.seconds > 1.02 * got.least_seconds
-    assert got.chosen == (0, 0) and got.seconds * 1.02 < got.rival.seconds
+    assert got.rival is not None and got.rival.choices == (0, 2) and got.rival.seconds > 1.02 * got.least_seconds
+    assert got.choices == (0, 0) and got.seconds * 1.02 < got.rival.seconds
 
 
 def test_the_better_rival_counts_and_one_that_cannot_be_does_not():
@@ -184,7 +184,7 @@ def test_the_better_rival_counts_and_one_that_cannot_be_does_not():
     by_calls, by_bytes, none = frozenset({(1, 1), (1, 2)}), frozenset({(1, 0), (1, 2)}), frozenset({(0, 0)})
     for rivals in itertools.permutations((by_calls, by_bytes, none)):
         got = solve(replace(problem, rivals=rivals), band=0.02)
-        assert got.rival is not None and got.rival.chosen == (0, 1)
+        assert got.rival is not None and got.rival.choices == (0, 1)
     assert solve(replace(problem, rivals=(none,)), band=0.02).rival is None
 
 

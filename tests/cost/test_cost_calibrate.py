@@ -13,12 +13,15 @@ from torch.distributed.device_mesh import DeviceMesh
 import autotp
 from autotp.cost import Cluster
 from autotp.cost.collectives import COLLECTIVES
-from autotp.cost.machines.calibrate import SIZES, Clock, _degrees
+from autotp.cost.machines.calibrate import _degrees
+from autotp.cost.machines.clock import Clock
 from autotp.cost.machines.fit import Kernel, Transfer, errors, fit
+from autotp.cost.machines.operators import SIZES
 from autotp.cost.machines.this_machine import described
 from autotp.errors import InputError
 from tests.helpers.clusters import ROUND
 
+RATES = ("packing", "product_launches", "attention_rate")
 FOUND = ("launch_overhead", "memory_bandwidth", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth")
 
 
@@ -26,7 +29,12 @@ def kernels(truth: Cluster) -> list[Kernel]:
     """What a machine that is exactly `truth` would take: a launch, copies, matmuls."""
     blank = [Kernel("launch", "float32", 0, 1, 0)]
     blank += [Kernel("copy", "float32", 0, 2.0**k, 0) for k in (20, 22, 24)]
-    blank += [Kernel(f"matmul {d}", d, 2.0 * n**3, 1.0, 0) for d in truth.peak_flops for n in (64, 256, 512)]
+    blank += [Kernel("product launch", "float32", 1.0, 0, 0)]
+    sizes = ((16, 64), (16, 512), (512, 512))
+    blank += [
+        Kernel(f"matmul {d}", d, 2.0 * m * n * n, 4.0 * (2 * m + n) * n, 0) for d in truth.peak_flops for m, n in sizes
+    ]
+    blank += [Kernel("attention", "float32", 4.0 * n * n * 64, 4.0 * n * 64, 0) for n in (64, 256)]
     return [k._replace(seconds=truth.launch_overhead if k.item == "launch" else k.predicted(truth)) for k in blank]
 
 
@@ -37,14 +45,19 @@ def transfers(truth: Cluster, degrees: tuple[int, ...] = (2, 4)) -> list[Transfe
     return [t._replace(seconds=t.predicted(truth)) for t in blank]
 
 
-@pytest.mark.parametrize("switch", [True, False])
-def test_the_fit_finds_the_numbers_that_made_the_times(switch):
-    truth = replace(ROUND, switch=switch, peak_flops={"float32": 3e9, "bfloat16": 7e9}, memory_bandwidth=5e8)
+@pytest.mark.parametrize(("switch", "packing"), [(True, 0.0), (False, 1.5)])
+def test_the_fit_finds_the_numbers_that_made_the_times(switch, packing):
+    truth = replace(
+        ROUND, switch=switch, peak_flops={"float32": 3e9, "bfloat16": 7e9}, memory_bandwidth=5e9, packing=packing,
+        product_launches=6.0, attention_rate=0.4,
+    )  # fmt: skip
     other = replace(Cluster.preset("local"), devices_per_node=4)
     found = fit(kernels(truth), transfers(truth), other)
     for name in FOUND:
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
     assert found.peak_flops == pytest.approx(truth.peak_flops, rel=1e-3) and found.switch is switch
+    for name in RATES:
+        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-3, abs=1e-9), name
     assert max(e.worst for e in errors([*kernels(truth), *transfers(truth)], found)) < 2e-3
 
 
@@ -86,7 +99,7 @@ def test_groups_leave_no_rank_over():
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.01))
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), cold=2**20, budget=0.01))
 
 
 def test_one_process(quick, capsys, tmp_path):
@@ -137,7 +150,7 @@ def test_calls_are_timed():
 
 def on_a_rank(rank: int, world: int, group: Any, nodes: int) -> Cluster:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((64, 64),), transfers=(2**12, 2**21), budget=0.005)
+    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((64, 64),), transfers=(2**12, 2**21), cold=2**20, budget=0.005)
     return autotp.calibrate(mesh, devices_per_node=world // nodes, show=False)
 
 

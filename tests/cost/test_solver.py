@@ -124,7 +124,7 @@ def test_equal_to_enumeration():
         assert got.seconds == pytest.approx(want.seconds, rel=1e-9), seed
         assert got.bound == pytest.approx(want.seconds, rel=1e-8) and got.bound <= got.seconds, seed
         assert got.least_parameter_bytes == min(a.parameter_bytes for a in found), seed
-        assert price(problem, got.chosen) == pytest.approx(want.seconds, rel=1e-9), seed
+        assert price(problem, got.choices) == pytest.approx(want.seconds, rel=1e-9), seed
     assert 150 < feasible < GRAPHS, "there must be graphs with a plan and without one"
 
 
@@ -133,7 +133,7 @@ def test_a_large_table_that_splits_leaves_no_room_to_hold_weights_whole():
     halves = [Choice((), (R,), parameter_bytes=2e4), Choice((), (LAYOUTS[3],), parameter_bytes=1e4)]
     for kind, choice in (("tables", 1), ("weights", 0)):
         items = [Item("weight", whole, [], [("w", 0)]), Item("table", halves, [], [("t", 0)], kind=kind)]
-        assert solve(Problem(items, [], lambda *_: None)).chosen[0] == choice, kind
+        assert solve(Problem(items, [], lambda *_: None)).choices[0] == choice, kind
 
 
 def price(problem: Problem, chosen: tuple[int, ...]) -> float:
@@ -195,7 +195,7 @@ def test_counts_matter():
             uses=[replace(u, count=1) for u in problem.uses],
         )
         if next(assignments(problem), None) is not None:
-            other += price(problem, solve(single).chosen) > solve(problem).seconds
+            other += price(problem, solve(single).choices) > solve(problem).seconds
     assert other > 5
 
 

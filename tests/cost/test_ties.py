@@ -27,7 +27,7 @@ def chain(*steps: Sequence[Choice]) -> Problem:
 
 def picks(problem: Problem) -> list[Choice]:
     """The choices that are taken."""
-    return [item.choices[k] for item, k in zip(problem.items, solve.solve(problem).chosen, strict=True)]
+    return [item.choices[k] for item, k in zip(problem.items, solve.solve(problem).choices, strict=True)]
 
 
 def always(problem: Problem, want: Sequence[Choice]) -> bool:

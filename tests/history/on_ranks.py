@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -21,9 +22,11 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 import autotp
 from autotp.comm import collectives
+from autotp.errors import RankError
+from autotp.runtime.generation import generating
 from tests.helpers.models import redrawn
 
-from .modules import Attention, Experts, Masked, Mlp
+from .modules import Attention, Experts, Masked, Mlp, Tied
 from .row import hidden
 
 Pair = tuple[float, float]  # relative differences from one device: as it is, and with the bug
@@ -185,6 +188,38 @@ def resumed(rank: int, group: Any, folder: str) -> Pair:
     return pair[0], pair[1]
 
 
+class Speaker(Tied):
+    """Says twenty tokens more, each drawn from what the model gives."""
+
+    def generate(self, ids: Tensor) -> Tensor:
+        for _ in range(20):
+            drawn = torch.multinomial(self(ids)[:, -1].softmax(-1), 1)
+            ids = torch.cat([ids, drawn], 1)
+        return ids
+
+
+def sampled(rank: int, group: Any, folder: str) -> Pair:
+    """Tokens drawn by the first rank's random numbers, where each rank has others; and by each rank's own.
+
+    Tokens that differ are refused by name at the next call, which counts as endless.
+    """
+    alone, given = made(Speaker), torch.arange(8).view(2, 4)
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
+    parts: Any = autotp.compile(made(Speaker), mesh=mesh, example_inputs=given)
+
+    def drawn(model: Any, seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return model.generate(given)
+
+    wanted = drawn(alone, 7)
+    right = relative(drawn(parts, 7 + rank), wanted)
+    with patch.object(generating, "one_generator", lambda *_: nullcontext()):
+        try:
+            return right, relative(drawn(parts, 7 + rank), wanted)
+        except RankError:
+            return right, math.inf
+
+
 ROWS = [
     OnRanks(28, "Megatron#7452", "tokens are scattered over the wrong group", "sums are of all ranks",
             other_group, world=4),
@@ -198,6 +233,8 @@ ROWS = [
             "the sum over ranks of all that they hold", weights),
     OnRanks(40, "Megatron 7cc8d83", "dropout is off for ever after an evaluation", "the evaluation's result again",
             evaluated),
+    OnRanks(44, "transformers#36634, gpt-oss#270", "each rank samples a token of its own",
+            "every rank draws from its own generator; a RankError names the inputs that differ", sampled),
     OnRanks(45, "transformers#48569, Megatron#7452", "the optimizer's state is another parameter's after a resume",
             "the moments of two parameters are exchanged", resumed, world=4),
 ]  # fmt: skip

@@ -5,15 +5,18 @@ from __future__ import annotations
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from autotp.driver.options import Options, Steering
+from autotp.driver.options import CaptureRequest, Options, Steering
 from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes import schema
+from autotp.proof.certificate.certificate import certificate
+from autotp.proof.certificate.report import Certificate
 from autotp.proof.compare import compare
 from autotp.proof.report import Report
 from autotp.proof.simulate import Values
@@ -24,6 +27,7 @@ from tests.helpers.models import redrawn
 from .row import Row
 
 SEQUENCE = (None, True)
+CHECKER = find_spec("spmd_types") is not None
 
 
 @dataclass
@@ -33,15 +37,22 @@ class Found:
     Attributes:
         types: values whose layout is not what a reader was decided to read (`passes/schema.py`).
         numbers: `verify`'s report.
+        certificate: what spmd_types says; None where it is not installed.
     """
 
     types: list[schema.Fault]
     numbers: Report
+    certificate: Certificate | None
 
     @property
     def witnesses(self) -> tuple[str, ...]:
         """Those that refuse the program."""
-        return ("types",) * bool(self.types) + ("numbers",) * (not self.numbers.ok)
+        refused = {
+            "types": bool(self.types),
+            "certificate": self.certificate is not None and not self.certificate.ok,
+            "numbers": not self.numbers.ok,
+        }
+        return tuple(name for name, no in refused.items() if no)
 
     def named(self, value: str) -> bool:
         """Whether the first difference is at, or of, this value."""
@@ -58,7 +69,8 @@ class Proved:
         self.model = redrawn(row.module())
         given = row.inputs()
         self.inputs = Inputs(*given) if isinstance(given, tuple) else Inputs(given)
-        self.capture, self.notes = capture_model(self.model, self.inputs, torch.device("cpu"), check=True)
+        request = CaptureRequest.read(precision=row.precision)
+        self.capture, self.notes = capture_model(self.model, self.inputs, torch.device("cpu"), True, request)
 
     def program(self, tp: int, sequence: bool | None, pinned: bool = True) -> tuple[Planned, Sharded]:
         """The program of the ranks, with the row's pins or without."""
@@ -71,7 +83,9 @@ class Proved:
     def judged(self, planned: Planned, sharded: Sharded) -> Found:
         """What the witnesses say."""
         values = Values.of(planned.program, self.model, self.inputs)
-        return Found(list(schema.sharded(sharded, planned)), compare(planned, sharded, values))
+        types = list(schema.sharded(sharded, planned))
+        outside = certificate(planned, sharded) if CHECKER else None
+        return Found(types, compare(planned, sharded, values), outside)
 
     def mutated(self, tp: int) -> Found:
         """What they say of the mutant."""

@@ -43,6 +43,7 @@ class Row:
         pins: that make the layers lie as they did there. sequence: sequence parallelism, where the bug needs it.
         degrees: at which the mutant is made. seed: of a plan that is legal and not the cheapest (tests/fuzz/plans.py),
             where that has no such place.
+        precision: of large products, as for `autotp.compile`.
     """
 
     number: int
@@ -57,6 +58,7 @@ class Row:
     inputs: Callable[[], Any] = hidden
     degrees: tuple[int, ...] = (2, 4)
     seed: int | None = None
+    precision: Any = None
 
 
 def linked(where: str) -> str:

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from autotp.ir.copying import copy_graph
 from autotp.ir.op import aten
-from autotp.kernels.cached_attention import attend, cached_attention, decomposed, seen
+from autotp.kernels.cached_attention import attend, attention_mask, cached_attention, decomposed
 from autotp.passes.optimise.base import RankProgram
 from autotp.passes.optimise.cached_attention import SDPA, CachedAttention
 from autotp.passes.optimise.masks import recognise
@@ -109,7 +109,7 @@ def test_what_is_fused_computes_the_same_and_the_others_stay(exported):
     assert all(calls[name].target is cached_attention for name in FAMILY) and calls["fixed"].target is attend
     assert all(calls[name].target is SDPA for name in OTHERS)
     assert sum(n.target is aten.cat.default for n in graph.nodes) == 2 * len(OTHERS)
-    windows = [n.args[4] for n in graph.nodes if n.target is seen]
+    windows = [n.args[4] for n in graph.nodes if n.target is attention_mask]
     assert windows == [None, WINDOW, None, WINDOW, None]
     module = fx.GraphModule({}, graph)
     for new, past in ((3, 7), (1, 9), (2, 2), (1, 1)):
@@ -154,7 +154,7 @@ def test_the_operator_is_its_decomposition(heads):
     q, k, v, past_k, past_v, padding, position = arguments(2, 6)
     k, v, past_k, past_v = (x.repeat_interleave(heads // KV, 1) for x in (k, v, past_k, past_v))
     cpu, length = torch.device("cpu"), 8
-    masks = [None, *(seen(2, length, at, rows, window, cpu) for at, rows, window in (
+    masks = [None, *(attention_mask(2, length, at, rows, window, cpu) for at, rows, window in (
         (None, None, None), (position, None, 3), (None, padding, None), (position, padding, 2)))]  # fmt: skip
     worst = []
     for mask in masks:
@@ -168,8 +168,8 @@ def test_the_operator_is_its_decomposition(heads):
 def test_one_new_token_needs_no_mask_but_for_padding():
     cpu = torch.device("cpu")
     padding = torch.tensor([[0, 1, 1, 1, 9]])
-    assert seen(1, 4, None, padding, None, cpu).tolist() == [[[[False, True, True, True]]]]
-    assert seen(1, 4, None, None, None, cpu).all() and seen(1, 4, torch.tensor(2), None, 2, cpu).tolist() == [
-        [False, True, True, False]
-    ]
-    assert seen(2, 3, None, None, None, cpu).tolist() == [[True, True, False], [True, True, True]]
+    assert attention_mask(1, 4, None, padding, None, cpu).tolist() == [[[[False, True, True, True]]]]
+    assert attention_mask(1, 4, None, None, None, cpu).all() and attention_mask(
+        1, 4, torch.tensor(2), None, 2, cpu
+    ).tolist() == [[False, True, True, False]]
+    assert attention_mask(2, 3, None, None, None, cpu).tolist() == [[True, True, False], [True, True, True]]

@@ -43,6 +43,6 @@ def test_the_simplest_stay_candidates():
         candidates.add(("x", 0), partition)
     assert candidates.of["x", 0][0] == PLAIN and len(candidates.of["x", 0]) == MOST
     before = list(candidates.of["x", 0])
-    candidates.changed = False
+    candidates.grew = False
     candidates.add(("x", 0), UNEVEN)  # the negative control: what is not among the simplest is no change
-    assert candidates.of["x", 0] == before and not candidates.changed
+    assert candidates.of["x", 0] == before and not candidates.grew

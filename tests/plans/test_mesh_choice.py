@@ -65,11 +65,11 @@ def test_one_copy_costs_what_its_plan_says(search, choice, tp):
     priced, plan = search.pricers[tp].price(Mesh(1, 1, 1, tp, batch=2)), search.staged[tp].plan
     assert priced.seconds == pytest.approx(plan.totals.seconds)
     assert priced.memory == pytest.approx(plan.memory.peak - plan.memory.buffers, rel=0.02)
-    assert priced.sent["tp"] == plan.totals.sent
+    assert priced.sends["tp"] == plan.totals.sent
     both = autotp.plan(transformer("llama"), tp, dp=2, fully_shard=True, example_inputs=inputs_of(transformer("llama")),
                        check_capture=False, band=0.0)  # fmt: skip
     split = search.pricers[tp].price(Mesh(1, 2, 1, tp, batch=2, shard="weights"))
-    assert split.sent["dp"] == pytest.approx(both.batch.sent, rel=0.02)
+    assert split.sends["dp"] == pytest.approx(both.batch.sent, rel=0.02)
     assert split.seconds == pytest.approx(both.totals.seconds, rel=0.05)
 
 
@@ -83,7 +83,7 @@ def test_stages_hold_what_autotp_stages_says(search, choice, tp):
     held = pricer.price(mesh).memory
     assert max(division.memory) < held <= max(division.memory) + max(u.working for u in pricer.terms.units)
     sums = pricer.ranks(mesh)
-    spared = (1 - pricer.terms.shown) * staged.plan.totals.communication
+    spared = (1 - pricer.terms.exposed_share) * staged.plan.totals.communication
     assert sums.total.sum() + spared == pytest.approx(sum(division.seconds))
 
 

@@ -17,12 +17,14 @@ H100 = Cluster.preset("h100")
 
 def unit(seconds: float = 1.0) -> UnitTerms:
     """A block that computes so long forward and twice that backward, keeps 100 bytes of 10 that it reads."""
-    block = Load(forward=seconds, backward=2 * seconds, kept=100.0)
+    block = Load(forward=seconds, backward=2 * seconds, kept_bytes=100.0)
     return UnitTerms(block, Load(), weights=2.0, gradients=2.0, states=12.0, optimizer=0.5, inputs=10.0, working=7.0)
 
 
 def pricer(count: int = 8, tied: tuple[tuple[float, tuple[int, ...]], ...] = ()) -> Pricer:
-    return Pricer(Terms(tp=1, units=tuple(unit() for _ in range(count)), tied=tied, shown=1.0, flops=1.0), H100, 1)
+    return Pricer(
+        Terms(tp=1, units=tuple(unit() for _ in range(count)), tied=tied, exposed_share=1.0, flops=1.0), H100, 1
+    )
 
 
 def test_a_pipeline_takes_its_micro_batches_and_those_that_fill_it():
@@ -92,12 +94,12 @@ def test_dp_waits_for_what_the_backward_does_not_hide():
 
 def test_cp_halves_kernels_and_what_is_sent_over_tp():
     calls = Counter({("all_reduce", 1e6): 2})
-    units = tuple(replace(unit(), block=Load(1.0, 2.0, calls_forward=calls, kept=100.0)) for _ in range(4))
+    units = tuple(replace(unit(), block=Load(1.0, 2.0, calls_forward=calls, kept_bytes=100.0)) for _ in range(4))
     own = Pricer(Terms(2, units, (), 0.5, 1.0), H100, 1)
     one, two = own.price(Mesh(1, 1, 1, 2)), own.price(Mesh(1, 1, 2, 2))
     assert two.times["compute"] == one.times["compute"] / 2
     assert one.times["tp"] == pytest.approx(0.5 * 4 * 2 * call_seconds("all_reduce", 1e6, 2, H100)), "half is hidden"
     assert two.times["tp"] == pytest.approx(0.5 * 4 * 2 * call_seconds("all_reduce", 5e5, 2, H100))
-    assert two.sent["tp"] == one.sent["tp"] / 2 and two.memory < one.memory
+    assert two.sends["tp"] == one.sends["tp"] / 2 and two.memory < one.memory
     double = own.price(Mesh(1, 1, 2, 2, batch=2))
     assert double.times["compute"] == one.times["compute"], "twice the examples, half of each"

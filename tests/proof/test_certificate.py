@@ -26,6 +26,7 @@ from autotp.proof.certificate.report import Refusal
 from autotp.proof.certificate.session import checking
 from autotp.proof.certificate.steps import STEPS, transit
 from benchmarks.certificate import PAGE, load, render
+from benchmarks.helpers.certified import PROGRAMS as CASES
 from benchmarks.helpers.certified import outputs, programs, tried
 from benchmarks.helpers.mutants import copied, mutants
 from tests.helpers.models import planned
@@ -62,6 +63,20 @@ def test_experts_are_accepted(tp):
     model, inputs = experts()
     found = certificate(*programs(model, inputs, tp)[:2])
     assert found and found.partials, str(found)
+
+
+class Chosen(nn.Sequential):
+    """Layers that read some rows: how many, the values of flags say."""
+
+    def forward(self, x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+        return super().forward(x[flags])
+
+
+def test_sizes_that_depend_on_values_are_accepted():
+    model = Chosen(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+    inputs = {"x": torch.randn(4, 16), "flags": torch.tensor([True, False, True, True])}
+    found = certificate(*programs(model, inputs)[:2])
+    assert found and found.conversions, str(found)
 
 
 @cache
@@ -116,6 +131,14 @@ def test_mutants_of_a_whole_model():
     found = parts[0]["found"]
     assert not found.get("nobody") and found["types"] + found["dimensions"] >= 20 * found.get("verify", 0)
     assert found["types"] > 50 and found["dimensions"] > 0
+
+
+def test_rows_by_group_are_mutants_too_and_refused():
+    model, inputs = CASES["Rows sorted by expert"].built()
+    program, sharded, _ = programs(model, inputs, **CASES["Rows sorted by expert"].steering)
+    drawn = [m for m in mutants(program, sharded) if "group" in m.kind]
+    assert len(drawn) > 50 and certificate(program, sharded)
+    assert not [str(m) for m in drawn if certificate(program, m.program)]
 
 
 def row_split(bias: bool) -> tuple[Planned, Sharded]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,12 +12,13 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.proof.case import Case
-from autotp.proof.certificate.linear import LINEAR, linear_slots
+from autotp.proof.certificate.linear import LINEAR, blank, linear_slots
 from autotp.proof.certificate.session import checking
 from autotp.proof.certificate.spelling import CONVOLUTIONS, QUOTIENTS, SAME, SUMS, TURNED, spelled
 from tests.rules.cases import CASES
 
 spmd = pytest.importorskip("spmd_types")
+rulecheck = pytest.importorskip("spmd_types.rulecheck")
 
 
 def tensors(value: Any) -> list[Tensor]:
@@ -74,6 +76,43 @@ def test_linear_operators_are():
     assert not wrong and len(seen) > 15
 
 
+def kernel(case: Case, linear: Any) -> type:
+    """An operator as a function with the type that the certificate gives it, in the checker's own form."""
+    ndim = case.target(*case.args, **case.kwargs).ndim
+
+    class Kernel(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, y: Any = None, z: Any = None) -> Any:  # type: ignore[override]
+            return with_tensors(case, iter([v for v in (x, y, z) if v is not None]))
+
+        @staticmethod
+        def spmd_typecheck(*, x: Any, y: Any = None, z: Any = None) -> Any:
+            given = [v for v in (x, y, z) if v is not None]
+            equation = f"{','.join(blank(v.ndim) for v in given)}->{'_' * ndim}"
+            return spmd.rules.einsum(equation, *given, linear_in=linear)
+
+    return Kernel
+
+
+def test_the_checkers_own_check_of_rules_finds_the_table_right(monkeypatch):
+    """Its summands are drawn by a generator that torch has for CUDA alone, or by a plain one where there is none."""
+    monkeypatch.delattr("torch.func._random", raising=False)
+    monkeypatch.setitem(sys.modules, "torch.func._random", None)
+    seen, pending = set(), 0
+    for case in CASES:
+        groups = linear_slots(case.target, case.args, case.kwargs) if packet(case) in LINEAR else None
+        operands = tensors((case.args, case.kwargs))
+        double = all(x.dtype == torch.float64 for x in operands if x.is_floating_point())
+        if groups is not None and case.values and double and len(operands) <= 3:
+            report = rulecheck.rulecheck(kernel(case, groups), operands)
+            seen.add(packet(case))
+            pending += sum(spmd.P in p.values() for each in report.checked for p in each.values())
+    assert len(seen) > 40 and pending > 60
+    gelu = Case(torch.ops.aten.gelu.default, (torch.randn(4, 3),))
+    with pytest.raises(rulecheck.RuleCheckError, match="differs from the reference"):
+        rulecheck.rulecheck(kernel(gelu, ((0,),)), tensors(gelu.args))
+
+
 def additive(case: Case, operands: list[Tensor], group: tuple[int, ...]) -> bool:
     """Whether the result for a sum of operands is the sum of the results."""
     other = [torch.randn_like(x) if i in group else x for i, x in enumerate(operands)]
@@ -88,3 +127,5 @@ def test_what_rounds_is_not_linear():
     assert spelled(aten.sum.default, {"dtype": torch.int64}) == (None, False)
     assert linear_slots(aten.to.dtype, (torch.zeros(2), torch.int64), {}) is None
     assert linear_slots(aten.masked_fill.Scalar, (torch.zeros(2), torch.ones(2) > 0, 1.0), {}) is None
+    unknown = torch.empty((), device="meta")
+    assert linear_slots(aten.masked_fill.Tensor, (torch.zeros(2), torch.ones(2) > 0, unknown), {}) is None

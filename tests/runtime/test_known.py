@@ -21,5 +21,6 @@ def test_the_table_of_known_calls_is_bounded():
             for rows in (*range(2, 20), 2):
                 for x in (torch.randn(rows, 4), often):
                     torch.testing.assert_close(sharded(x), model(x))
-            assert find.call_count == 19 and len(sharded._known) == 4  # the one that is called all along is kept
+            # The one that is called all along is kept.
+            assert find.call_count == 19 and len(sharded._programs_by_call) == 4
         assert not prepare.called

@@ -38,13 +38,13 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
     if axis.size == 1:
         return plan
     prices, trained = builder.prices, {x.name for x in planned.program.leaves if x.node in planned.grads}
-    sent = seconds = 0.0
+    sent_bytes = seconds = 0.0
     gathered: list[float] = [0.0]
     for weights in _blocks(plan.parameters).values():
         whole, graded = _bytes(weights), _bytes(p for p in weights if p.name in trained)
         gathered.append(whole)
         for call, size in _calls(axis, whole, graded if builder.objective.training else 0.0):
-            sent += collective_bytes(call, size, axis.size)
+            sent_bytes += collective_bytes(call, size, axis.size)
             seconds += call_seconds(call, size, axis.size, builder.cluster, plan.tp)
     values = 0.0
     for op in planned.ops.values():
@@ -52,7 +52,7 @@ def described(plan: Plan, planned: Planned, builder: Builder, axis: Axis) -> Pla
             values += _value_bytes(prices, op, *over[:3], op.node in planned.grads and builder.objective.training)
     computing = plan.totals.terms.get("compute", 0.0) + plan.totals.terms.get("launches", 0.0)
     backward = 2 / 3 * computing if builder.objective.training else 0.0
-    priced = replace(axis, sent=sent, seconds=seconds, values=values, backward=backward)
+    priced = replace(axis, sent=sent_bytes, seconds=seconds, values=values, backward=backward)
     local = -(-plan.totals.local_parameters // axis.size) if axis.fully_shard else plan.totals.local_parameters
     own = axis.size if axis.fully_shard else 1  # of which each rank updates one part
     less = plan.totals.terms.get("optimizer", 0.0) * (1 / own - 1)

@@ -29,7 +29,7 @@ from autotp.plans.plan import Block, Collective, Parameter, Plan
 
 from .layer_times import Steps, layer
 from .reasons import reason, role
-from .sent import priced, sent_by
+from .sent import priced, sends_of
 
 
 def describe(
@@ -43,8 +43,8 @@ def describe(
         builder: made the problem, and prices it.
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
     """
-    known = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
-    parts = find_blocks(planned.program, planned.same, known)
+    operators = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
+    parts = find_blocks(planned.program, planned.same, operators)
     parameters = _parameters(planned, builder)
     tables = {x.name: planned.decisions[x.node].outs[0] for x in planned.program.leaves if x.kind is TABLE}
     walker = _Collectives(planned, builder, parts)
@@ -141,8 +141,10 @@ def _limit(part: GraphPart, planned: Planned) -> str:
         )
     uneven = f"{counted(heads.count, 'head')} over {tp} ranks: the fullest has {mine}" if heads.count % tp else ""
     shared = f"{counted(heads.kv, 'kv head')} for {tp} ranks: each has all of k and v in its attention"
-    reasons = [uneven if mine < heads.count else "", shared if mine < heads.count and kv == heads.kv < tp else ""]
-    return "; ".join(x for x in reasons if x)
+    if mine >= heads.count:
+        return ""
+    reasons = [uneven, shared] if kv == heads.kv < tp else [uneven]
+    return "; ".join(filter(None, reasons))
 
 
 def _local_count(count: Size, place: HeadDims, planned: Planned) -> Size:
@@ -189,11 +191,11 @@ class _Collectives:
         there_size = size * self.builder.prices.narrow(origin, src, dst)
         forward, backward = (collective_bytes(p or "none", n, tp) for p, n in ((there, there_size), (back, size)))
         name = conversions.kind_of(src, dst).name
-        called = origin.op == "call_function"
-        op = short_name(origin.target) if called else "parameter"
+        operator = origin.op == "call_function"
+        op = short_name(origin.target) if operator else "parameter"
         module, source = (
             _innermost(moved_to(node)),
-            _innermost(module_path(origin)) if called else self.names[origin],
+            _innermost(module_path(origin)) if operator else self.names[origin],
         )
         block = self.place(node, sharded)
         first = self.planned.same[origin].name
@@ -208,7 +210,8 @@ class _Collectives:
         own = self._maker(origin) if src.partial else self.block.get(origin)
         readers = list(dict.fromkeys(self.block.get(n) for n in _readers(node, sharded)))
         if src.partial or len(readers) != 1 or origin.op == "placeholder":
-            return own if own is not None else next((b for b in readers if b is not None), None)
+            first = next((b for b in readers if b is not None), None)
+            return own if own is not None else first
         return readers[0] if readers[0] is not None else own
 
     def _maker(self, origin: fx.Node) -> int | None:
@@ -246,7 +249,7 @@ def _totals(
         local += whole * min((x.share(planned.tp, _hint(planned)) for x in layouts), default=1.0)
     solution = planned.solution
     hand = solution.rival if solution is not None else None
-    sent = [x for c in collectives for x in sent_by(c, planned.tp)]
+    sends = [x for c in collectives for x in sends_of(c, planned.tp)]
     return Totals(
         parameters=sum(math.prod(p.shape) for p in parameters),
         local_parameters=sum(math.prod(p.local) for p in parameters),
@@ -260,7 +263,7 @@ def _totals(
         least_parameter_bytes=solution.least_parameter_bytes if solution is not None else 0.0,
         least_seconds=solution.least_seconds if solution is not None else 0.0,
         band=builder.band or 0.0,
-        communication=priced(sent, builder)[1],
+        communication=priced(sends, builder)[1],
         megatron_bytes=hand.sent_bytes if hand is not None else 0.0,
         megatron_step=hand.seconds if hand is not None else 0.0,
         weights_read=weights_read(planned, builder.prices.hint),
@@ -271,8 +274,8 @@ def _totals(
 
 def _sizes(planned: Planned) -> dict[str, int]:
     """How many examples the inputs have, and how long their sequences are."""
-    program, known = planned.program, lengths(planned.program)
+    program, token_sizes = planned.program, lengths(planned.program)
     shapes = [shape_of(leaf.node) for leaf in program.inputs]
     examples = next((size_hint(s[0], program.hints) for s in shapes if len(s)), 0)
-    length = next((size_hint(s[1], program.hints) for s in shapes if len(s) > 1 and s[1] in known), 0)
+    length = next((size_hint(s[1], program.hints) for s in shapes if len(s) > 1 and s[1] in token_sizes), 0)
     return {"examples": int(examples), "length": int(length)}

@@ -49,22 +49,24 @@ def layer(steps: Sequence[Placed]) -> Layer:
     kind = max(repeated, key=lambda kind: (kind.alike > 1, kind.total))  # of equals the first, the outermost
     apart = set(kind.paths)
     outside = sublayer(OUTSIDE, (step for step, paths in steps if apart.isdisjoint(paths)))
-    return Layer(kind.chosen, tuple(inside[kind.chosen]), len(kind.paths), kind.alike, kind.total, outside)
+    return Layer(kind.typical, tuple(inside[kind.typical]), len(kind.paths), kind.alike, kind.total, outside)
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Blocks with the same operators: `chosen`, the first of those that take the times that most of them take, which
+    """Blocks with the same operators: `typical`, the first of those that take the times that most of them take, which
     `alike` of them do, and the seconds of all."""
 
     paths: Sequence[str]
-    chosen: str
+    typical: str
     alike: int
     total: float
 
     @classmethod
     def of(cls, paths: Sequence[str], inside: Mapping[str, Sequence[Timed]]) -> _Kind:
-        times = {path: tuple((step.name, step.forward, step.backward) for step in inside[path]) for path in paths}
+        times = {}
+        for path in paths:
+            times[path] = tuple((step.name, step.forward, step.backward) for step in inside[path])
         common, alike = Counter(times.values()).most_common(1)[0]
         total = sum(step.seconds for path in paths for step in inside[path])
         return cls(paths, next(path for path in paths if times[path] == common), alike, total)
@@ -84,7 +86,7 @@ class Steps:
     parts: Sequence[GraphPart]
     block: Mapping[fx.Node, int]
     place: BlockIndex
-    known: dict[Any, Timed] = field(default_factory=dict)
+    times: dict[Any, Timed] = field(default_factory=dict)
 
     def walk(self, sharded: Sharded) -> Iterator[Placed]:
         """Those that take time, in the order of the program.
@@ -96,22 +98,22 @@ class Steps:
 
     def each(self, sharded: Sharded) -> Iterator[tuple[fx.Node | None, Placed]]:
         """The same, each with its node in the program; None for an operator without a tensor as its result."""
-        left = dict.fromkeys(self.planned.ops)
+        operators = dict.fromkeys(self.planned.ops)
         for node in sharded.graph.nodes:
             origin = sharded.origin.get(node, (None, 0))[0]
             if mark(node).conversion is not None:
                 yield from ((node, placed) for placed in self._conversion(node, sharded.origin[node]))
-            elif origin in left:
-                del left[origin]
+            elif origin in operators:
+                del operators[origin]
                 yield from ((node, placed) for placed in self._operator(origin))
-        for node in left:
+        for node in operators:
             yield from ((None, placed) for placed in self._operator(node))
 
     def _operator(self, node: fx.Node) -> Iterator[Placed]:
         first = self.planned.same[node]
-        if first not in self.known:
-            self.known[first] = self._time(node)
-        timed = self.known[first]
+        if first not in self.times:
+            self.times[first] = self._time(node)
+        timed = self.times[first]
         if timed.seconds:
             path = module_path(node)
             part = self._part(self.block.get(node))
@@ -128,9 +130,9 @@ class Steps:
     def _conversion(self, node: fx.Node, value: tuple[fx.Node, int]) -> Iterator[Placed]:
         (origin, i), (a, b) = value, conversion_of(node)
         key = self.planned.same[origin], i, a, b
-        if key not in self.known:
-            self.known[key] = self._convert(origin, i, a, b)
-        timed = self.known[key]
+        if key not in self.times:
+            self.times[key] = self._convert(origin, i, a, b)
+        timed = self.times[key]
         if timed.seconds:
             index, path = self.place(node), moved_to(node)
             where = path[-1] if path else ""

@@ -24,8 +24,11 @@ def without_rule(planned: Planned) -> list[str]:
         whole = planned.tp > 1 and planned.rules[node] is None and op.slots and tensors(node)
         if whole and not writes and not draws(node):
             counts[short_name(node.target)] += 1
-    names = ", ".join(f"{name} ({times} times)" if times > 1 else name for name, times in counts.items())
-    return [f"operators without a rule run whole: {names} (autotp.register_rule gives one a rule)"] if counts else []
+    names = []
+    for name, times in counts.items():
+        names.append(f"{name} ({times} times)" if times > 1 else name)
+    whole = f"operators without a rule run whole: {', '.join(names)} (autotp.register_rule gives one a rule)"
+    return [whole] if counts else []
 
 
 def role(planned: Planned, node: fx.Node, dim: int) -> str:
@@ -116,7 +119,10 @@ def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
     # A transposed weight is split where the product behind the transpose splits it, so its readers are asked.
     readers = [_limit(planned, reader, at) for reader, at in _users(planned, user)]
     blamed = next((cause for dims, cause in readers if not dims), "")
-    dims = {d for d, out in carried.items() if out is None or all(out.dim in can for can, _ in readers)}
+    dims = set()
+    for d, out in carried.items():
+        if out is None or all(out.dim in can for can, _ in readers):
+            dims.add(d)
     return dims, blamed or f"{name} leads to operators that cannot split the same dimension"
 
 

@@ -29,12 +29,12 @@ def with_regathering(plan: Plan, planned: Planned, sharded: Sharded, builder: Bu
     """
     if plan.tp == 1 or not too_large(builder.objective, builder.cluster, plan.memory.peak):
         return plan
-    sent = exposed = 0.0
+    sent_bytes = exposed = 0.0
     for _, size, seconds in gathered_again(planned, sharded, builder):
-        sent += collective_bytes(CALL, size, plan.tp)
+        sent_bytes += collective_bytes(CALL, size, plan.tp)
         exposed += seconds
-    more = Cost(regathering=exposed, regathered_bytes=sent)
-    return replace(plan, totals=lengthened(plan.totals, more, builder.objective)) if sent else plan
+    more = Cost(regathering=exposed, regathered_bytes=sent_bytes)
+    return replace(plan, totals=lengthened(plan.totals, more, builder.objective)) if sent_bytes else plan
 
 
 def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iterator[tuple[fx.Node, float, float]]:

@@ -45,7 +45,7 @@ class Boundaries:
             leave its output split.
         alike: name of a module -> the name that it shares with those that must be treated like it.
         refused: by path with `*` for numbers, modules within which nothing may be split, and why.
-        kept: parameter -> why no module says its split.
+        without_style: parameter -> why no module says its split.
     """
 
     builder: Builder
@@ -54,12 +54,12 @@ class Boundaries:
     slices: bool = True
     alike: Callable[[str], str] = lambda name: name
     refused: Mapping[str, str] = field(default_factory=dict)
-    kept: dict[str, str] = field(default_factory=dict)
+    without_style: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         ops, self.regions = self.builder.ops, Regions(self.builder.tp)
         self.ends = outputs_of(self.builder.program)
-        self.sites = {n: found for n, op in ops.items() if (found := self._site(n, op)) is not None}
+        self.sites = {n: site for n, op in ops.items() if (site := self._site(n, op)) is not None}
         self.sums = Sums(ops, self.decisions, self.sites, self.ends)
         self.owners: dict[str, list[tuple[fx.Node, fx.Node]]] = defaultdict(list)  # module -> operator, parameter
         self.readers: dict[Value, list[str]] = defaultdict(list)  # value -> column-parallel modules that read it
@@ -70,7 +70,7 @@ class Boundaries:
         for node, op in self.builder.ops.items():
             self._operands(node, op)
         for value in map(resolve, self.ends):
-            layout = self.made(value)
+            layout = self.made_layout(value)
             if layout is not None and layout.sharded_dim is not None:
                 self.regions.refuse(self.port(value), "" if value[0] in self.sites else "the model's output is whole")
         for node in self.sums.loose:
@@ -89,41 +89,41 @@ class Boundaries:
                     self.regions.refuse(port, self.refused[path])
         self._level()
         why = self.regions.why
-        return [*self._said(why), *(b for port, b in wholes if self.regions.root(port) not in why)]
+        return [*self._of_styles(why), *(b for port, b in wholes if self.regions.root(port) not in why)]
 
-    def _said(self, why: Mapping[Port, str]) -> Iterator[Boundary]:
+    def _of_styles(self, why: Mapping[Port, str]) -> Iterator[Boundary]:
         for node, (module, kind) in self.sites.items():
             sides = []
             for port in (("in", node), ("out", node)):
                 lies = () if self.regions.root(port) in why else self.regions.dims.get(port, ())
                 sides.append(next(iter(lies), (None, False)))
-            (given, along), (left, off) = sides
-            yield Boundary(module, kind, node.target is aten.embedding.default, given, left, (along, off))
+            (in_dim, along), (out_dim, off) = sides
+            yield Boundary(module, kind, node.target is aten.embedding.default, in_dim, out_dim, (along, off))
 
     def _site(self, node: fx.Node, op: Op) -> tuple[str, str] | None:
         """The module and kind of an operator that is all of a linear layer or embedding with a split weight."""
-        known, weight, _ = SITES.get(node.target, ("", 0, 0))
+        kind, weight, _ = SITES.get(node.target, ("", 0, 0))
         path, made_by = innermost(node)
-        leaf = self.builder.leaves.get(op.slots[weight]) if known else None
-        if leaf is None or made_by != known:
+        leaf = self.builder.leaves.get(op.slots[weight]) if kind else None
+        if leaf is None or made_by != kind:
             return None
         layout, out = self.decisions[leaf.node.name].outs[0], self.decisions[node.name].outs[0]
         if layout.sharded_dim is None or (out.sharded_dim is None and not out.partial):
             return None
         tied = any(first == leaf.name and name != leaf.name for name, first in self.builder.program.aliases.items())
         if tied or leaf.name != f"{path}.weight" or len(leaf.node.users) != 1:
-            self.kept[leaf.name] = SHARED
+            self.without_style[leaf.name] = SHARED
             return None
         if generic(leaf.name) in self.refused:
-            self.kept[leaf.name] = self.refused[generic(leaf.name)]
+            self.without_style[leaf.name] = self.refused[generic(leaf.name)]
             return None
         return path, "row" if out.partial else "column"
 
-    def made(self, value: Value) -> Layout | None:
+    def made_layout(self, value: Value) -> Layout | None:
         """How a value lies where it is made, sums taken; None for whole."""
         return self._lies(value[0], self.decisions[value[0].name].outs[value[1]])
 
-    def wanted(self, node: fx.Node, slot: int) -> Layout | None:
+    def read_layout(self, node: fx.Node, slot: int) -> Layout | None:
         """How an operand is read; None for whole."""
         return self._lies(node, self.decisions[node.name].ins[slot])
 
@@ -137,7 +137,7 @@ class Boundaries:
 
     def _operands(self, node: fx.Node, op: Op) -> None:
         """Join what an operator reads and makes to a region, and refuse regions that modules cannot say."""
-        outs = [self.made((node, i)) for i in range(len(op.outs))]
+        outs = [self.made_layout((node, i)) for i in range(len(op.outs))]
         for i, x in enumerate(outs):
             if x is not None:
                 self.regions.lies(self.port((node, i)), x, op.outs[i])
@@ -153,13 +153,13 @@ class Boundaries:
             self.regions.refuse(("out", node), "an embedding gives whole vectors")
         if kind == "column" and value[0] in self.builder.grads:
             self.readers[value].append(self.sites[node][0])
-        if (have := self.made(value)) is not None:
+        if (have := self.made_layout(value)) is not None:
             self.regions.lies(("in", node), have, op.ins[slot])
             self.regions.join(self.port(value), ("in", node))
 
     def _read(self, node: fx.Node, slot: int, value: Value) -> None:
         """One operand of an operator between modules."""
-        have, want = self.made(value), self.wanted(node, slot)
+        have, want = self.made_layout(value), self.read_layout(node, slot)
         leaf = self.builder.leaves.get(value[0])
         if leaf is not None and leaf.kind.trained:
             self._read_parameter(node, leaf, have)
@@ -176,7 +176,7 @@ class Boundaries:
         """A parameter that is read outside of linear layers and embeddings."""
         if have is not None:
             # No style splits it, so it comes whole: what is computed with it would not fit a part.
-            self.kept.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
+            self.without_style.setdefault(leaf.name, f"{where(node)} reads it, and no style is for that")
             self.regions.refuse(("op", node), f"no style splits {leaf.name}")
         elif self._split(node):
             # A whole weight beside a part, as a norm's: its gradient is a sum over the ranks, which a module can say.
@@ -202,12 +202,12 @@ class Boundaries:
 
     def _alone(self, node: fx.Node, op: Op) -> None:
         """Refuse an operator with split results that would not compute its part by the arguments that it has."""
-        ins = [self.wanted(node, i) for i in range(len(op.slots))]
+        ins = [self.read_layout(node, i) for i in range(len(op.slots))]
         if all(x is None for x in ins):
             # As arange: nothing that it reads says that it should make a part.
             self.regions.refuse(("op", node), f"{where(node)} makes a whole value, and the plan's is split")
         first = ins[0] if ins else None
-        if not runs_on_part(op, self.builder.rules[node], first, self.made((node, 0))):
+        if not runs_on_part(op, self.builder.rules[node], first, self.made_layout((node, 0))):
             self.regions.refuse(("op", node), f"{where(node)} has a size as a number that is another on a rank")
 
     def _wholes(self, of_data: set[Port]) -> Iterator[tuple[Port, Boundary]]:
@@ -222,8 +222,8 @@ class Boundaries:
                 along = self.regions.root(port) in of_data
                 yield port, Boundary(path, "whole", False, dim, dim, (along, along))
             else:
-                listed = ", ".join(sorted(names))
-                self.regions.refuse(port, f"the gradient of {listed} is a sum over parts, and no style is for that")
+                parameters = ", ".join(sorted(names))
+                self.regions.refuse(port, f"the gradient of {parameters} is a sum over parts, and no style is for that")
 
     def _within(self) -> Mapping[str, dict[fx.Node, None]]:
         """Module -> the operators of its calls, in order."""
@@ -246,12 +246,14 @@ class Boundaries:
             for i, slot in enumerate(ops[node].slots):
                 source = resolve(slot)[0]
                 if source not in inside and source not in leaves:
-                    ins.add(self.wanted(node, i))
+                    ins.add(self.read_layout(node, i))
             if any(user in ops and user not in inside for user in node.users):
-                outs.add(self.made((node, 0)))
+                outs.add(self.made_layout((node, 0)))
         if len(ins) != 1 or len(outs) != 1:
             return None
-        dims = {None if x is None else x.sharded_dim for x in ins | outs}
+        dims = set()
+        for x in ins | outs:
+            dims.add(None if x is None else x.sharded_dim)
         return dims.pop() if len(dims) == 1 else None
 
     def _level(self) -> None:
@@ -274,7 +276,9 @@ def innermost(node: fx.Node) -> tuple[str, str]:
     """Path and class of the module that ran an operator."""
     path, stack = module_path(node), node.meta.get("nn_module_stack") or {}
     kind = next((kind for name, kind in reversed(list(stack.values())) if path and name == path[-1]), "")
-    return (path[-1] if path else ""), kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    if not isinstance(kind, str):
+        kind = f"{kind.__module__}.{kind.__qualname__}"
+    return (path[-1] if path else ""), kind
 
 
 def _words(layout: Layout | None) -> str:

@@ -14,7 +14,7 @@ class Boundary:
         kind: "column" or "row": the weight is split so; "whole": parameters are whole, activations split; "input": what
             modules within read is made whole once.
         lookup: whether it is an embedding.
-        given, left: dimension along which the input comes, and the output leaves, split; None for whole.
+        in_dim, out_dim: dimension along which the input comes, and the output leaves, split; None for whole.
         spread: whether those are dimensions of the batch or sequence, so that code reads sizes off them.
         place: of an "input", its name, or its number and that of all positional arguments.
     """
@@ -22,7 +22,7 @@ class Boundary:
     module: str
     kind: str
     lookup: bool = False
-    given: int | None = None
-    left: int | None = None
+    in_dim: int | None = None
+    out_dim: int | None = None
     spread: tuple[bool, bool] = (False, False)
     place: str | tuple[int, int] = ""

@@ -46,10 +46,10 @@ class FakeRun:
             hooks.append(module.register_forward_hook(lambda m, args, out: self._leave()))
         for b in boundaries:
             module: Any = self.model.get_submodule(b.module)
-            if b.kind == "row" and b.given is not None and not b.spread[0]:
+            if b.kind == "row" and b.in_dim is not None and not b.spread[0]:
                 width = module.in_features
                 hooks.append(module.register_forward_pre_hook(lambda m, args, w=width: (self._whole(args[0], w),)))
-            if b.kind == "column" and b.left is not None and not b.spread[1]:
+            if b.kind == "column" and b.out_dim is not None and not b.spread[1]:
                 hooks.append(module.register_forward_hook(lambda m, args, out: self._part(out)))
         try:
             self._run()
@@ -76,8 +76,12 @@ class FakeRun:
         self._run()
         for hook in hooks:
             hook.remove()
-        places = {name: _place(calls[name], [calls[m] for m in modules]) for name, modules in groups.items()}
-        return {name: place for name, place in places.items() if place is not None}
+        places = {}
+        for name, modules in groups.items():
+            place = _place(calls[name], [calls[m] for m in modules])
+            if place is not None:
+                places[name] = place
+        return places
 
     def _run(self) -> None:
         with self.mode, torch.no_grad():

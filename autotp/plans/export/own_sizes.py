@@ -34,8 +34,8 @@ def _open_dims(op: Op) -> set[int]:
     """
     start = op.dim() if "sizes" in op.args else 0
     names = [k for k in ("size", "shape", "sizes") if k in op.args]
-    written: Any = op.args[names[0]] if names else ()
-    return {start + d for d, n in enumerate(written) if isinstance(n, int) and n == -1}
+    sizes: Any = op.args[names[0]] if names else ()
+    return {start + d for d, n in enumerate(sizes) if isinstance(n, int) and n == -1}
 
 
 def _dims(op: Op) -> set[int]:

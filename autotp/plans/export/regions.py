@@ -79,7 +79,11 @@ class Regions(Joined):
 
     def of_data(self) -> set[Port]:
         """Roots of the regions that are split along batch or sequence."""
-        return {self.root(port) for port, lies in self.dims.items() if any(along for _, along in lies)}
+        roots = set()
+        for port, lies in self.dims.items():
+            if any(along for _, along in lies):
+                roots.add(self.root(port))
+        return roots
 
     def members(self) -> dict[Port, list[Port]]:
         """Root -> the ports of its region at which something is split."""
@@ -119,8 +123,8 @@ class Sums(Joined):
             wants[resolve(end)[0]].append(None)
         self.loose = [n for n in ops if n in partial and n not in modules and n not in self.passing]
         layouts: dict[fx.Node, set[Any]] = defaultdict(set)
-        for maker, asked in wants.items():
-            layouts[self.root(maker)] |= set(asked)
-        one = {root: next(iter(asked)) for root, asked in layouts.items() if len(asked) == 1}
+        for maker, reads in wants.items():
+            layouts[self.root(maker)] |= set(reads)
+        one = {root: next(iter(reads)) for root, reads in layouts.items() if len(reads) == 1}
         goals = {n: one.get(self.root(n)) for n in {*partial, *self.passing}}
         self.goals = {n: x for n, x in goals.items() if x is not None and x.sharded_dim is not None}

@@ -24,16 +24,17 @@ def once(of: Boundaries, boundaries: list[Boundary], trial: FakeRun | None) -> l
     """
     by = {b.module: b for b in boundaries}
     groups = dict(_groups(of, by))
-    places = trial.places({parent: modules for parent, (_, modules) in groups.items()}) if trial and groups else {}
+    modules = {parent: readers for parent, (_, readers) in groups.items()}
+    places = trial.places(modules) if trial and modules else {}
     out, around = dict(by), []
     for parent, place in places.items():
         value, modules = groups[parent]
         first = by[modules[0]]
-        around.append(Boundary(parent, "input", given=first.given, spread=first.spread, place=place))
+        around.append(Boundary(parent, "input", in_dim=first.in_dim, spread=first.spread, place=place))
         for m in modules:
             out[m] = replace(by[m], given=None, spread=(False, by[m].spread[1]))
-        left = [m for m in of.readers[value] if m not in modules]
-        of.readers[value] = [parent, *left] if left else []
+        others = [m for m in of.readers[value] if m not in modules]
+        of.readers[value] = [parent, *others] if others else []
     return [*around, *out.values()]
 
 
@@ -49,7 +50,7 @@ def _groups(of: Boundaries, by: Mapping[str, Boundary]) -> Iterator[tuple[str, t
             # The parent has a style of its own already, or one reader converts as often as its parent would.
             if not parent or parent in by or len(siblings) == 1:
                 continue
-            layouts = {(by[m].given, by[m].spread[0]) for m in siblings}
+            layouts = {(by[m].in_dim, by[m].spread[0]) for m in siblings}
             # Code of the parent that reads the value by itself, a gate or a residual, would get it whole as well.
             own = [n for n in users if parent in module_path(n)]
             inside = {of.sites.get(n, ("", ""))[0] for n in own}

@@ -43,9 +43,8 @@ class Styles(dict[str, Any]):
 def to_parallelize_plan(plan: Plan) -> Styles:
     """The plan for torch's `parallelize_module`; see `Plan.to_parallelize_plan`."""
     boundaries, cannot = _read(plan, "to_parallelize_plan", lambda name: name)
-    return Styles(
-        _starred({b.module: _style(b) for b in boundaries}, [p.name.split(".")[:-1] for p in plan.parameters]), cannot
-    )
+    styles = {b.module: _style(b) for b in boundaries}
+    return Styles(_starred(styles, [p.name.split(".")[:-1] for p in plan.parameters]), cannot)
 
 
 def to_tp_plan(plan: Plan) -> Styles:
@@ -53,9 +52,9 @@ def to_tp_plan(plan: Plan) -> Styles:
     # Its rules are looked up with a * for every number, and it knows no module that leaves the sequence split. It
     # lays them over the model's own rules, so what is whole is said too.
     boundaries, cannot = _read(plan, "to_tp_plan", generic, data=False, slices=False)
-    named = [name for p in plan.parameters for name in (p.name, *p.aliases)]
-    owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in named)
-    bare = dict.fromkeys(generic(name) for name in named if not name.endswith((".weight", ".bias")))
+    names = [name for p in plan.parameters for name in (p.name, *p.aliases)]
+    owners = dict.fromkeys(generic(name.rpartition(".")[0]) for name in names)
+    bare = dict.fromkeys(generic(name) for name in names if not name.endswith((".weight", ".bias")))
     whole = {name: "replicate" for name in (*owners, *bare) if name}
     return Styles(whole | {generic(b.module): _name(b) for b in boundaries}, cannot)
 
@@ -118,7 +117,7 @@ def _differ(boundaries: list[Boundary], plan: Plan) -> dict[str, str]:
 
 def _differences(of: Boundaries) -> Iterator[tuple[str, str]]:
     """Module, and what it does otherwise than the plan."""
-    for name, why in of.kept.items():
+    for name, why in of.without_style.items():
         yield name, f"whole, and split in the plan: {why}"
     yield from _converted(of)
     for modules in of.readers.values():
@@ -172,11 +171,14 @@ def _starred(styles: dict[str, Any], modules: list[list[str]]) -> dict[str, Any]
 def _one(key: str, styles: dict[str, Any], paths: list[tuple[str, ...]], style: str) -> bool:
     """Whether a key fits modules of one style only, and leads to one wherever it branches."""
     parts = key.split(".")
-    fits = [p for p in paths if all(a in ("*", b) for a, b in zip(parts, p, strict=False))]
+    fits = []
+    for p in paths:
+        if all(a in ("*", b) for a, b in zip(parts, p, strict=False)):
+            fits.append(p)
     ends = [p for p in fits if len(p) == len(parts)]
     branches = [p for p in fits if len(p) < len(parts) and parts[len(p) - 1] == "*"]
-    led = all(any(e[: len(b)] == b for e in ends) for b in branches)
-    return led and all(repr(styles.get(".".join(e))) == style for e in ends)
+    leads = {b for b in branches for e in ends if e[: len(b)] == b} == set(branches)
+    return leads and all(repr(styles.get(".".join(e))) == style for e in ends)
 
 
 def _style(b: Boundary) -> ParallelStyle:
@@ -184,22 +186,31 @@ def _style(b: Boundary) -> ParallelStyle:
     if b.kind == "input":
         return _input(b)
     if b.kind == "whole":
-        assert b.given is not None
-        return SequenceParallel(sequence_dim=b.given, use_local_output=not b.spread[1])
+        assert b.in_dim is not None
+        return SequenceParallel(sequence_dim=b.in_dim, use_local_output=not b.spread[1])
     kind = ColwiseParallel if b.kind == "column" else RowwiseParallel
-    layout_in = Replicate() if b.given is None else Shard(b.given if b.spread[0] else -1)
-    left = Replicate() if b.left is None else Shard(b.left if b.spread[1] else -1)
-    return kind(input_layouts=layout_in, output_layouts=left, use_local_output=not b.spread[1])
+    layout_in = _placement(b.in_dim, b.spread[0])
+    layout_out = _placement(b.out_dim, b.spread[1])
+    return kind(input_layouts=layout_in, output_layouts=layout_out, use_local_output=not b.spread[1])
+
+
+def _placement(dim: int | None, along: bool) -> Replicate | Shard:
+    """Whole, along batch or sequence, or by the last dimension, which the styles count from the end."""
+    if dim is None:
+        return Replicate()
+    return Shard(dim) if along else Shard(-1)
 
 
 def _input(b: Boundary) -> ParallelStyle:
     """One conversion for all that read an argument of a module; it is a DTensor within."""
-    layout_in, whole = Replicate() if b.given is None else Shard(b.given), Replicate()
+    layout_in, whole = Replicate() if b.in_dim is None else Shard(b.in_dim), Replicate()
     if isinstance(b.place, str):
         name = b.place
         return PrepareModuleInput(input_kwarg_layouts={name: layout_in}, desired_input_kwarg_layouts={name: whole})
     number, count = b.place
-    have, want = ([x if i == number else None for i in range(count)] for x in (layout_in, whole))
+    have: list[Any] = [None] * count
+    want: list[Any] = [None] * count
+    have[number], want[number] = layout_in, whole
     return PrepareModuleInput(input_layouts=tuple(have), desired_input_layouts=tuple(want))
 
 
@@ -210,5 +221,5 @@ def _name(b: Boundary) -> str:
     if b.lookup:
         return "embedding_rowwise" if b.kind == "row" else "embedding_colwise"
     if b.kind == "column":
-        return "colwise" if b.left is not None else "colwise_gather_output"
-    return "rowwise" if b.given is not None else "rowwise_split_input"
+        return "colwise" if b.out_dim is not None else "colwise_gather_output"
+    return "rowwise" if b.in_dim is not None else "rowwise_split_input"

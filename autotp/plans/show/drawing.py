@@ -32,7 +32,10 @@ def glued(text: str) -> str:
 
 def breaking(name: str) -> Markup:
     """A dotted name that may break after its dots and underscores."""
-    return Markup("").join(part + Markup("<wbr>") if part in "._" else part for part in re.split(r"([._])", name))
+    out = Markup("")
+    for part in re.split(r"([._])", name):
+        out += part + Markup("<wbr>") if part in "._" else part
+    return out
 
 
 def ticks(top: float, most: int = 5) -> list[float]:

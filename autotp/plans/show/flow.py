@@ -56,8 +56,8 @@ def _words(plan: Plan, steps: tuple[Timed, ...]) -> list[str]:
     for step in steps:
         if step.converts:
             if (step.forward_sends or step.backward_sends) and step.bytes >= least:
-                sent = ways(step.forward_sends, step.backward_sends, plan.objective == "training")
-                words.append((f"--{sent}-->", ""))
+                arrow = ways(step.forward_sends, step.backward_sends, plan.objective == "training")
+                words.append((f"--{arrow}-->", ""))
         elif any(name in step.name for name in ATTENTION):
             words.append(("attention", ""))
         elif step.module in roles and (last(step.module), roles[step.module]) not in words[-4:]:

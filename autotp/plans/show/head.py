@@ -30,8 +30,8 @@ def head(plan: Plan) -> Iterator[Text]:
     beside = f" x {plan.batch.name}={plan.batch.size}" if plan.batch.size > 1 else ""
     what = f"{plan.model}  tp={plan.tp}{beside} on {plan.cluster}"
     yield from wrapped(f"{what}  {_priced(plan)}", SCREEN, style="bold")
-    if said := rows.all_whole(plan):
-        yield from wrapped(said, SCREEN, then="  ", style="bold red")
+    if text := rows.all_whole(plan):
+        yield from wrapped(text, SCREEN, then="  ", style="bold red")
     yield from _fits(plan)
     yield from _step(plan)
     yield from _memory(plan)
@@ -58,9 +58,9 @@ def _fits(plan: Plan) -> Iterator[Text]:
     if not most:
         yield Text(f"memory  {amount(peak)} a rank; what a device of {plan.cluster} has is not known")
     elif peak <= most:
-        said, at = f": {amount(peak)} of {amount(most)} a device", f"at {_peak(plan)}"
-        short = len("FITS" + said + ", " + at) <= SCREEN
-        yield Text.assemble(("FITS", "bold green"), said + (f", {at}" if short else ""))
+        text, at = f": {amount(peak)} of {amount(most)} a device", f"at {_peak(plan)}"
+        short = len("FITS" + text + ", " + at) <= SCREEN
+        yield Text.assemble(("FITS", "bold green"), text + (f", {at}" if short else ""))
         if not short:
             yield Text(f"  {at}")
     else:
@@ -95,18 +95,18 @@ def _step(plan: Plan) -> Iterator[Text]:
     if behind:
         near = f"within {t.band:.3g} of"
         best = f"{near} optimal {rows.seconds(least)}" if proved else f"{best}, {near} the least {rows.seconds(least)}"
-    said = [f"step {rows.seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
+    phrases = [f"step {rows.seconds(t.seconds)} ({best})", f"{t.communication / t.seconds:.0%} communication over tp"]
     if t.examples:
-        done = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
+        units = t.examples * plan.batch.size * (t.length if t.length and plan.objective != "decode" else 1)
         unit, devices = "tokens" if t.length else "samples", plan.tp * plan.batch.size
-        each = f", {rows.number(done / t.seconds / devices)} a device" if devices > 1 else ""
-        said.append(f"{rows.number(done / t.seconds)} {unit}/s{each}")
+        each = f", {rows.number(units / t.seconds / devices)} a device" if devices > 1 else ""
+        phrases.append(f"{rows.number(units / t.seconds)} {unit}/s{each}")
     decoded = decoding(plan)
     if decoded is not None:
-        said.append(f"{decoded.share_of_limit:.0%} of the limit")
+        phrases.append(f"{decoded.share_of_limit:.0%} of the limit")
     if t.megatron_step:
-        said.append(rows.of_megatron(plan))
-    yield from wrapped("; ".join(x.replace(" ", HOLD) for x in said), SCREEN, then="  ")
+        phrases.append(rows.of_megatron(plan))
+    yield from wrapped("; ".join(x.replace(" ", HOLD) for x in phrases), SCREEN, then="  ")
     if decoded is not None:
         yield from _limit(decoded.limit, decoded.most_tokens_per_second)
 
@@ -114,11 +114,11 @@ def _step(plan: Plan) -> Iterator[Text]:
 def _limit(limit: DecodeLimit, tokens: float) -> Iterator[Text]:
     """What no step of decoding can be below, and what it is made of."""
     cache = f" and {amount(limit.cache)} of cache" if limit.cache else ""
-    read = f"{amount(limit.weights)} of weights{cache} at {limit.bandwidth / 1e12:.2f} TB/s"
-    said = [f"limit {rows.seconds(limit.seconds)}, {rows.number(tokens)} tokens/s: {read}"]
+    reads = f"{amount(limit.weights)} of weights{cache} at {limit.bandwidth / 1e12:.2f} TB/s"
+    phrases = [f"limit {rows.seconds(limit.seconds)}, {rows.number(tokens)} tokens/s: {reads}"]
     if limit.communication:
-        said.append(f"{rows.seconds(limit.communication)} of collectives")
-    yield from wrapped("; ".join(said), SCREEN, then="  ")
+        phrases.append(f"{rows.seconds(limit.communication)} of collectives")
+    yield from wrapped("; ".join(phrases), SCREEN, then="  ")
 
 
 def _memory(plan: Plan) -> Iterator[Text]:
@@ -138,24 +138,25 @@ def _time(plan: Plan) -> Iterator[Text]:
     if layer is None or not layer.seconds or not plan.totals.seconds:
         return
     scale = layer.total / layer.seconds
-    every = [(p, scale) for p in layer.sublayers] + ([(layer.outside, 1.0)] if layer.outside.seconds else [])
+    every = [(p, scale) for p in layer.sublayers]
+    every += [(layer.outside, 1.0)] if layer.outside.seconds else []
     parts = []
     for part, times in every:
-        sent = f" ({part.share:.0%} communication)" if part.communication else ""
-        parts.append((part.name[0], part.compute * times, f"{part.name} {rows.seconds(part.seconds * times)}{sent}"))
+        share = f" ({part.share:.0%} communication)" if part.communication else ""
+        parts.append((part.name[0], part.compute * times, f"{part.name} {rows.seconds(part.seconds * times)}{share}"))
         parts.append(("~", part.communication * times, ""))
     yield from _bar("time", parts, sum(size for _, size, _ in parts), "", "~ communication")
 
 
 def _bar(name: str, parts: Sequence[tuple[str, float, str]], most: float, end: str, more: str = "") -> Iterator[Text]:
     """A bar of letters, each part as long as its share of `most`, and below it what the letters stand for."""
-    drawn, before = "", 0.0
+    letters, before = "", 0.0
     for letter, size, _ in parts:
         before += size
-        drawn += letter * (round(BAR * before / most) - len(drawn))
-    yield Text.assemble(f"{name:{LABEL}}", (drawn.ljust(BAR if end else 0) + end, "cyan"))
-    said = ", ".join(text.replace(" ", HOLD) for text in [*(text for *_, text in parts), more] if text)
-    yield from wrapped(said, SCREEN, " " * LABEL)
+        letters += letter * (round(BAR * before / most) - len(letters))
+    yield Text.assemble(f"{name:{LABEL}}", (letters.ljust(BAR if end else 0) + end, "cyan"))
+    texts = [text for *_, text in parts] + [more]
+    yield from wrapped(", ".join(text.replace(" ", HOLD) for text in texts if text), SCREEN, " " * LABEL)
 
 
 def _avoidable(plan: Plan) -> Iterator[Text]:
@@ -171,12 +172,16 @@ def _costs(plan: Plan) -> Iterator[tuple[float, str]]:
     """Costs that are no part of tensor parallelism itself: seconds, and what they are spent on."""
     t, heads = plan.totals, {i for i, block in enumerate(plan.blocks) if block.kind == "head"}
     outputs = [c for c in plan.collectives if c.name == "gather" and c.forward and c.block in heads]
-    sent = sum(c.forward_bytes for c in outputs)
-    if sent:
-        part = t.communication * sent / (t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0))
+    sent_bytes = sum(c.forward_bytes for c in outputs)
+    if sent_bytes:
+        part = (
+            t.communication
+            * sent_bytes
+            / (t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0))
+        )
         names = ", ".join(dict.fromkeys(rows.last(c.source or c.module) for c in outputs))
         way = 'outputs="loss" or "sharded"' if plan.objective == "training" else 'outputs="sharded"'
-        yield part, f"go into gathering whole outputs ({names}, {amount(sent)}), which {way} leaves split"
+        yield part, f"go into gathering whole outputs ({names}, {amount(sent_bytes)}), which {way} leaves split"
     even = t.flops / plan.tp
     if t.local_flops > 1.05 * even:
         extra = (t.seconds - t.communication) * (1 - even / t.local_flops)

@@ -47,11 +47,11 @@ def columns(
     for row in rows:
         line, start = "", len(indent)
         for cell, size, side in zip(row, widths, sides, strict=True):
-            shown = cell.rjust(size) if side == "r" else cell
-            if line and (len(line) >= start or start + len(shown) > width):
+            text = cell.rjust(size) if side == "r" else cell
+            if line and (len(line) >= start or start + len(text) > width):
                 yield Text(line.rstrip(), style=style)
-                line, start = "", start if start + len(shown) <= width else len(indent) + 4
-            line = line.ljust(start) + shown
+                line, start = "", start if start + len(text) <= width else len(indent) + 4
+            line = line.ljust(start) + text
             start += size + 1
         yield Text(line.rstrip(), style=style)
 

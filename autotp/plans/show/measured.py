@@ -17,7 +17,7 @@ from autotp.text import seconds
 
 from .rows import primitive
 from .table import WIDTH, Columns
-from .timeline import named, rows_of, span
+from .timeline import name_event, rows_of, span
 
 FEW = 4  # blocks that are listed one by one
 NAMES = ("", "predicted", "measured", "of it", "fastest rank", "slowest rank")
@@ -95,8 +95,8 @@ class Profile:
         """
         rows = rows_of(self.plan)
         for rank, spans in enumerate(self.spans):
-            rows += [named("process_name", 0, f"rank {rank}, measured", 1 + rank)]
-            rows += [named("thread_name", i, track, 1 + rank) for i, track in enumerate(("blocks", "collectives"))]
+            rows += [name_event("process_name", 0, f"rank {rank}, measured", 1 + rank)]
+            rows += [name_event("thread_name", i, track, 1 + rank) for i, track in enumerate(("blocks", "collectives"))]
             rows += [_event(s, 1 + rank) for s in spans]
         Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
 
@@ -104,9 +104,9 @@ class Profile:
         table = Columns("lrrrrr", NAMES, SHORT)
         for row in (
             self.step,
-            *_shown(self.blocks),
+            *_rows_to_print(self.blocks),
             *((self.outside,) if self.outside else ()),
-            *_shown(self.collectives),
+            *_rows_to_print(self.collectives),
         ):
             table.add_row(*_cells(row))
         plan = self.plan
@@ -121,7 +121,7 @@ class Profile:
         return text.get()
 
 
-def _shown(rows: Sequence[Measured]) -> Iterator[Measured]:
+def _rows_to_print(rows: Sequence[Measured]) -> Iterator[Measured]:
     """All rows of a few blocks; of many, for each direction, the median block and the slowest one."""
     alike: dict[tuple[str, str, float | None], list[Measured]] = {}
     for row in rows:
@@ -130,14 +130,18 @@ def _shown(rows: Sequence[Measured]) -> Iterator[Measured]:
         if len(members) <= FEW:
             yield from members
             continue
-        middle = tuple(median(times) for times in zip(*(m.ranks for m in members), strict=True))
+        by_rank = zip(*(m.ranks for m in members), strict=True)
+        middle = tuple(map(median, by_rank))
         yield Measured(f"{name}, median of {len(members)}", direction, middle, predicted)
         worst = max(members, key=lambda m: m.seconds)
         yield Measured(f"{worst.name}, the slowest", direction, worst.ranks, predicted)
 
 
 def _starred(name: str) -> str:
-    return ".".join("*" if step.isdigit() else step for step in name.split("."))
+    steps = name.split(".")
+    for i, step in enumerate(steps):
+        steps[i] = "*" if step.isdigit() else step
+    return ".".join(steps)
 
 
 def _cells(row: Measured) -> tuple[str, ...]:

@@ -24,14 +24,14 @@ def write_svg(choice: MeshChoice, path: str | Path) -> None:
     marks = ticks(max(row.seconds for row in choice.rows))
     per_second = (WIDTH - LEFT - RIGHT) / marks[-1]
     bars = [_bar(row, TOP + i * LINE, per_second) for i, row in enumerate(choice.rows)]
-    drawn = template("meshes.svg.jinja").render(
+    svg = template("meshes.svg.jinja").render(
         title=f"{choice.model} on {choice.devices} devices",
         about=f"{choice.cluster}, {choice.examples} examples a step, {amount(choice.limit)} a rank: predicted",
         names=list(mesh_rows.TIMES.items()), bars=bars, left=LEFT, right=WIDTH - RIGHT, thick=BAR,
         size=(WIDTH, TOP + len(bars) * LINE + 30), bottom=TOP + len(bars) * LINE,
         marks=[(LEFT + x * per_second, round_seconds(x, marks[-1])) for x in marks],
     )  # fmt: skip
-    Path(path).write_text(drawn, encoding="utf-8")
+    Path(path).write_text(svg, encoding="utf-8")
 
 
 def _bar(row: MeshRow, top: float, per_second: float) -> dict[str, Any]:

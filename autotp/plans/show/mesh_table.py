@@ -47,6 +47,6 @@ def _last(choice: MeshChoice) -> list[Text]:
     row = choice.runs
     m, slower = row.mesh, row.seconds / choice.best.seconds - 1
     much = "" if row.mesh == choice.best.mesh else f", {slower:.1%} slower than the first"
-    kept = "" if m.keep == "all" else f", keeps {m.keep}"
-    counts = f"micro-batches: {m.microbatches} of {m.batch}{kept}"
+    keep = "" if m.keep == "all" else f", keeps {m.keep}"
+    counts = f"micro-batches: {m.microbatches} of {m.batch}{keep}"
     return [Text(f"autotp runs: {row.call}  {counts}: {mesh_rows.step(row)}{much}")]

@@ -62,26 +62,26 @@ def _below(plan: Plan) -> Iterator[Text]:
 def _table(plan: Plan, room: int) -> Iterator[Text]:
     """The blocks in their order; where they are too many, those that hold or send the most."""
     least = FEW * (plan.totals.forward_bytes + plan.totals.backward_bytes)
-    parts = [p for p in rows.parts(plan) if p.parameters or any(_bytes(c) >= least for c in p.collectives)]
-    drawn = [list(_part(part, plan, least)) for part in parts]
+    parts = [p for p in rows.parts(plan) if p.parameters or max(map(_bytes, p.collectives), default=-1.0) >= least]
+    part_lines = [list(_part(part, plan, least)) for part in parts]
     weight = [_weight(part, plan) for part in parts]
-    shown: set[int] = set()
+    places: set[int] = set()
     for i in sorted(range(len(parts)), key=lambda i: (-weight[i], i)):
-        taken = sum(len(drawn[j]) for j in shown)
-        if taken + len(drawn[i]) <= room - (len(shown) + 1 < len(parts)) or not shown:
-            shown.add(i)
-    for i in sorted(shown):
-        yield from drawn[i]
-    if len(shown) < len(parts):
-        yield Text(f"and {len(parts) - len(shown)} smaller parts", style="dim")
+        line_count = sum(len(part_lines[j]) for j in places)
+        if line_count + len(part_lines[i]) <= room - (len(places) + 1 < len(parts)) or not places:
+            places.add(i)
+    for i in sorted(places):
+        yield from part_lines[i]
+    if len(places) < len(parts):
+        yield Text(f"and {len(parts) - len(places)} smaller parts", style="dim")
 
 
 def _weight(part: EqualBlocks, plan: Plan) -> float:
     """The share of all parameters and bytes sent that a part and its equals have."""
     t = plan.totals
     parameters = sum(math.prod(p.shape) for p in part.parameters) * part.count / max(t.parameters, 1)
-    sent = sum(map(_bytes, part.collectives))
-    return parameters + sent / max(t.forward_bytes + t.backward_bytes, 1.0)
+    sent_bytes = sum(map(_bytes, part.collectives))
+    return parameters + sent_bytes / max(t.forward_bytes + t.backward_bytes, 1.0)
 
 
 def _bytes(equal: Sequence[Collective]) -> float:
@@ -101,11 +101,11 @@ def _part(part: EqualBlocks, plan: Plan, least: float) -> Iterator[Text]:
         yield from wrapped(f"limit: {part.limit}", SCREEN, "  ", style="yellow")
     if not whole:
         yield from columns(part.weights, (22, 26, 13, 13), "llrr", SCREEN)
-    sent = [_sent(equal, part.count, plan) for equal in part.collectives if _bytes(equal) >= least]
-    yield from columns(sent, (10, 12, 34, 18), "llll", SCREEN, style="cyan")
+    sends = [_cells(equal, part.count, plan) for equal in part.collectives if _bytes(equal) >= least]
+    yield from columns(sends, (10, 12, 34, 18), "llll", SCREEN, style="cyan")
 
 
-def _sent(equal: Sequence[Collective], members: int, plan: Plan) -> tuple[str, ...]:
+def _cells(equal: Sequence[Collective], members: int, plan: Plan) -> tuple[str, ...]:
     """Megatron's name, layouts, operator, and what one rank sends: `AG/RS 224.0 MiB`, each way."""
     c, trains = equal[0], plan.objective == "training"
     size = amount(max(c.forward_bytes, c.backward_bytes))

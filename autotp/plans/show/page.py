@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from autotp.cost.rank_memory import Memory
-from autotp.plans.estimates import NAMED, REST, Degree
+from autotp.plans.estimates import NAMES, REST, Degree
 from autotp.plans.plan import Parameter, Plan
 from autotp.text import amount, round_seconds
 
@@ -22,7 +22,7 @@ LETTER = 6.1  # width of a letter in the timeline's boxes, on the safe side
 BANDS, PIECES = 8, 4  # drawn of a split weight at most
 GLYPH = (30, 20)
 FITS, NO_FIT = "FITS", "does NOT fit"
-KINDS = {**{name: name for name in NAMED}, REST: "everything else", "communication": "communication"}
+KINDS = {**{name: name for name in NAMES}, REST: "everything else", "communication": "communication"}
 
 
 @dataclass(frozen=True)
@@ -49,6 +49,9 @@ def write_html(plan: Plan, path: str | Path) -> None:
 
 def html(plan: Plan) -> str:
     """The page as text."""
+    parts = []
+    for part in rows.parts(plan):
+        parts.append((part, [_glyph(p, plan.tp) for p in part.parameters]))
     return template("page.html.jinja").render(
         plan=plan,
         over=rows.over(plan),
@@ -57,7 +60,7 @@ def html(plan: Plan) -> str:
         memory=list(_memory(plan.memory)),
         timeline=_timeline(plan) if plan.layer is not None else None,
         sublayers=rows.sublayers(plan),
-        parts=[(part, [_glyph(p, plan.tp) for p in part.parameters]) for part in rows.parts(plan)],
+        parts=parts,
         whole=rows.left_whole(plan),
         degrees=[_degree(row) for row in plan.degrees],
         glyph=GLYPH,
@@ -74,7 +77,8 @@ def _figures(plan: Plan) -> Iterator[tuple[str, str, str]]:
     share = f"{t.local_parameters / t.parameters:.1%} of {rows.number(t.parameters)}" if t.parameters else ""
     yield "parameters per rank", rows.number(t.local_parameters), share
     fits = plan.memory.peak <= most
-    mark = f"{FITS if fits else NO_FIT} into the {amount(most)} of a device" if most else "at the peak"
+    verdict = FITS if fits else NO_FIT
+    mark = f"{verdict} into the {amount(most)} of a device" if most else "at the peak"
     yield "memory per rank", amount(plan.memory.peak), mark
 
 
@@ -113,12 +117,12 @@ def _glyph(p: Parameter, tp: int) -> dict[str, Any]:
         return {"own": [], "cuts": [], "across": False}
     across = dim > 0 or len(p.shape) == 1
     side, pieces = GLYPH[0 if across else 1], p.layout.pieces
-    shown = min(pieces, PIECES) if isinstance(pieces, int) else PIECES
-    size, bands = side / shown, min(tp, BANDS) if shown == 1 else 1
-    own = [(round(i * size, 2), round(size / min(tp, BANDS), 2)) for i in range(shown)]
+    runs = min(pieces, PIECES) if isinstance(pieces, int) else PIECES
+    size, bands = side / runs, min(tp, BANDS) if runs == 1 else 1
+    own = [(round(i * size, 2), round(size / min(tp, BANDS), 2)) for i in range(runs)]
     return {
         "own": own,
-        "cuts": [round(side * i / (shown * bands), 2) for i in range(1, shown * bands)],
+        "cuts": [round(side * i / (runs * bands), 2) for i in range(1, runs * bands)],
         "across": across,
     }
 
@@ -135,10 +139,11 @@ def _timeline(plan: Plan) -> dict[str, Any]:
         passes.append((direction, LEFT + scale * own[0].start, LEFT + scale * own[-1].end, own[-1].end - own[0].start))
     tracks = [(name, TOP + i * (HEIGHT + GAP)) for i, name in enumerate(TRACKS)]
     bottom = tracks[-1][1] + HEIGHT
+    present = set(map(_kind, events))
     return {
         "heading": heading(plan.layer),
         "events": events,
-        "kinds": [(kind, name) for kind, name in KINDS.items() if any(_kind(e) == kind for e in events)],
+        "kinds": [(kind, name) for kind, name in KINDS.items() if kind in present],
         "boxes": [_box(e, scale, dict(tracks)[e.track]) for e in events],
         "passes": [(name, x, end, rows.seconds(took)) for name, x, end, took in passes],
         "tracks": tracks,

@@ -86,8 +86,8 @@ def _panel(
     axis: PlotAxis, series: Sequence[tuple[str, Sequence[Degree]]], columns: dict[int, float], top: float, limit: float
 ) -> dict[str, Any]:
     """One panel: marks, lines with their points, and the limit where it lies within."""
-    drawn = [axis.value(row) for _, degrees in series for row in degrees]
-    marks = axis.marks([x for x in drawn if x > 0] or [1.0])
+    all_values = [axis.value(row) for _, degrees in series for row in degrees]
+    marks = axis.marks([x for x in all_values if x > 0] or [1.0])
 
     def height(x: float) -> float:
         return top + PANEL * (1 - axis.place(x, marks))
@@ -95,8 +95,8 @@ def _panel(
     lines = []
     for kind, degrees in series:
         values = [(row, axis.value(row)) for row in sorted(degrees, key=lambda row: row.tp)]
-        shown = [(row.tp, x) for row, x in values if x or not axis.factors]
-        points = [(columns[tp], height(x), f"tp={tp}, {kind}: {axis.words(x)}") for tp, x in shown]
+        heights = [(row.tp, x) for row, x in values if x or not axis.factors]
+        points = [(columns[tp], height(x), f"tp={tp}, {kind}: {axis.words(x)}") for tp, x in heights]
         lines.append((kind, points))
     inside = marks[0] < limit < marks[-1]
     return {

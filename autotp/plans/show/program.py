@@ -57,7 +57,9 @@ def _call(node: fx.Node) -> str:
 def _value(x: Any) -> str:
     if isinstance(x, list | tuple):
         inner = ", ".join(map(_value, x))
-        return f"[{inner}]" if isinstance(x, list) else f"({inner}{',' if len(x) == 1 else ''})"
+        if isinstance(x, list):
+            return f"[{inner}]"
+        return f"({inner}{',' if len(x) == 1 else ''})"
     if isinstance(x, dict):
         return "{" + ", ".join(f"{k}: {_value(v)}" for k, v in x.items()) + "}"
     return x.name if isinstance(x, fx.Node) else str(x)

@@ -46,8 +46,8 @@ def renderable(plan: Plan) -> RenderableType:
 def _body(plan: Plan, width: int) -> Iterator[Text]:
     head = f"{plan.model} over {rows.over(plan)} ({plan.cluster}, {plan.objective})"
     yield from wrapped(head, width, style="bold")
-    if said := rows.all_whole(plan):
-        yield from wrapped(said, width, style="bold red")
+    if text := rows.all_whole(plan):
+        yield from wrapped(text, width, style="bold red")
     for shape in plan.inputs:
         yield Text(f"captured with {shape}", style="dim")
     for part in rows.parts(plan):
@@ -76,8 +76,8 @@ def _part(part: EqualBlocks, width: int) -> Iterator[Text]:
     if part.limit:
         yield from wrapped(f"limit: {part.limit}", width, "  ", style="yellow")
     yield from columns(part.weights, fitted((42, 36, 13, 13), (22, 26, 13, 13), width), "llrr", width)
-    sent = fitted((10, 12, 32, 25, 25), (10, 12, 24, 20, 20), width)
-    yield from columns(part.sent, sent, "lllll", width, style="cyan")
+    widths = fitted((10, 12, 32, 25, 25), (10, 12, 24, 20, 20), width)
+    yield from columns(part.send_rows, widths, "lllll", width, style="cyan")
 
 
 def _labelled(pairs: Iterable[tuple[str, str]], width: int) -> Iterator[Text]:
@@ -91,9 +91,11 @@ def _layer(plan: Plan, width: int) -> Iterator[Text]:
     if sublayers := rows.sublayers(plan):
         assert plan.layer is not None
         pairs = [(f"one of {plan.layer.count} blocks", plan.layer.module)]
-        for name, compute, sent, share in sublayers:
+        for name, compute, communication, share in sublayers:
             label = "outside of these blocks" if name == OUTSIDE else f"  {name}"
-            pairs.append((label, f"compute {compute}" + (f", communication {sent} ({share})" if sent else "")))
+            pairs.append(
+                (label, f"compute {compute}" + (f", communication {communication} ({share})" if communication else ""))
+            )
         yield Text()
         yield from _labelled(pairs, width)
 
@@ -114,14 +116,19 @@ def sweep_table(degrees: Sequence[Degree], heading: str) -> RenderableType:
 
 
 def precisions_table(degrees: Sequence[Degree], own: Sequence[Degree], heading: str) -> RenderableType:
-    """The degrees of a sweep in another precision, beside the same in the model's own."""
+    """The degrees of a sweep in another precision, beside the same in the model's own.
+
+    Args:
+        degrees: in the other precision. own: the same degrees in the model's own. heading: of the table.
+    """
     names = ("tp", "step", "own", "", "sent", "own", "memory", "own", "")
     table = Columns("rrrlrrrrl", names, names)
     for r, other in zip(degrees, own, strict=True):
         ratio = f"{r.seconds / other.seconds:.2f}" if other.seconds else "-"
-        fit = " ".join(["" if r.fits else "too much", "" if other.fits else "(own: too much)"]).strip()
+        fit = "" if r.fits else "too much"
+        fit += "" if other.fits else " (own: too much)"
         pairs = amount(r.sent), amount(other.sent), amount(r.memory), amount(other.memory)
-        table.add_row(str(r.tp), rows.seconds(r.seconds), rows.seconds(other.seconds), ratio, *pairs, fit)
+        table.add_row(str(r.tp), rows.seconds(r.seconds), rows.seconds(other.seconds), ratio, *pairs, fit.strip())
     return Group(Text(heading, style="bold"), Padding(table, (0, 0, 0, 2)))
 
 

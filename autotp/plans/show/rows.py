@@ -33,8 +33,8 @@ class EqualBlocks:
         kind: of the block; `module`: its path; `count`: how many are equal.
         detail: what it is and what one rank has of it; `limit`: what the number of heads forbids.
         weights: name, role, whole shape, shape on the fullest rank; `parameters`: which they are.
-        sent: Megatron's name, layouts, operator, and what one rank sends forward and backward; `collectives`: of those
-            rows, the equal ones of each.
+        send_rows: Megatron's name, layouts, operator, and what one rank sends forward and backward; `collectives`: of
+            those rows, the equal ones of each.
     """
 
     kind: str
@@ -44,7 +44,7 @@ class EqualBlocks:
     limit: str
     parameters: Sequence[Parameter]
     weights: list[tuple[str, ...]]
-    sent: list[tuple[str, ...]]
+    send_rows: list[tuple[str, ...]]
     collectives: Sequence[Sequence[Collective]] = ()
 
     @property
@@ -56,39 +56,39 @@ class EqualBlocks:
 def parts(plan: Plan) -> Iterator[EqualBlocks]:
     """The blocks, equal ones folded, and then what is in none."""
     parameters: dict[str, Parameter] = {p.name: p for p in plan.parameters}
-    shown: set[str] = set()
+    names: set[str] = set()
     for i, block in enumerate(plan.blocks):
         if block.first == i:
-            yield _part(plan, i, block, parameters, shown)
-            shown.update(block.parameters)
+            yield _part(plan, i, block, parameters, names)
+            names.update(block.parameters)
     inside = {n for b in plan.blocks for n in b.parameters}
-    left = [p for p in plan.parameters if p.name not in inside]
+    others = [p for p in plan.parameters if p.name not in inside]
     outside = [c for c in plan.collectives if c.block is None]
-    if left or outside:
+    if others or outside:
         equal = _grouped(outside)
-        yield EqualBlocks("elsewhere", "", 1, "", "", left, _weights(left, "", shown), _sent(equal, 1), equal)
+        yield EqualBlocks("elsewhere", "", 1, "", "", others, _weights(others, "", names), _send_rows(equal, 1), equal)
 
 
-def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], shown: set[str]) -> EqualBlocks:
+def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], names: set[str]) -> EqualBlocks:
     members = {j for j, b in enumerate(plan.blocks) if b.first == index}
     detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
     own = [parameters[n] for n in block.parameters]
-    weights = _weights(own, block.module, shown)
+    weights = _weights(own, block.module, names)
     equal = _grouped([c for c in plan.collectives if c.block in members])
     kind = NAMES.get(block.kind, block.kind)
     return EqualBlocks(
-        kind, block.module, len(members), detail, block.limit, own, weights, _sent(equal, len(members)), equal
+        kind, block.module, len(members), detail, block.limit, own, weights, _send_rows(equal, len(members)), equal
     )
 
 
-def _weights(parameters: Sequence[Parameter], module: str, shown: set[str]) -> list[tuple[str, ...]]:
+def _weights(parameters: Sequence[Parameter], module: str, names: set[str]) -> list[tuple[str, ...]]:
     rows = []
     for p in parameters:
         name = p.name.removeprefix(module + ".") if module else p.name
         where = f", dim {p.layout.sharded_dim}" if p.layout.sharded_dim is not None else ""
         if (several := p.layout.pieces) != 1:
             where += f" in {several} pieces"
-        tied = " (tied)" if p.name in shown or p.aliases else ""
+        tied = " (tied)" if p.name in names or p.aliases else ""
         rows.append((f"{name}{tied}", f"{p.role}{where}", shape(p.shape), shape(p.local)))
     return rows
 
@@ -101,7 +101,7 @@ def _grouped(collectives: Sequence[Collective]) -> list[list[Collective]]:
     return list(groups.values())
 
 
-def _sent(groups: Sequence[Sequence[Collective]], members: int) -> list[tuple[str, ...]]:
+def _send_rows(groups: Sequence[Sequence[Collective]], members: int) -> list[tuple[str, ...]]:
     """One row for each place."""
     rows = []
     for equal in groups:
@@ -168,8 +168,8 @@ def against(plan: Plan) -> str:
 def of_megatron(plan: Plan, whose: str = "Megatron's") -> str:
     """Step and bytes as parts of those of Megatron's plan."""
     t = plan.totals
-    sent = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
-    ratio = f", {sent / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
+    sent_bytes = t.forward_bytes + (t.backward_bytes if plan.objective == "training" else 0.0)
+    ratio = f", {sent_bytes / t.megatron_bytes:.2f} of its bytes" if t.megatron_bytes else ""
     return f"{over_tp(plan) / t.megatron_step:.2f} of {whose} step{ratio}"
 
 
@@ -181,8 +181,10 @@ def over_tp(plan: Plan) -> float:
 def terms(plan: Plan) -> Iterator[str]:
     """The step's terms in seconds, a few in a line: those that there are, with their sign in the step."""
     there = {name: x for name, x in plan.totals.terms.items() if x and name in TERMS and TERMS[name].step}
-    signs = {name: "less " if TERMS[name].step < 0 else "" for name in TERMS}
-    words = [f"{signs[name]}{name} {seconds(there[name])}" for name in TERMS if name in there]
+    words = []
+    for name in TERMS:
+        sign = "less " if TERMS[name].step < 0 else ""
+        words += [f"{sign}{name} {seconds(there[name])}"] if name in there else []
     for i in range(0, len(words), TERMS_IN_A_LINE):
         yield ", ".join(words[i : i + TERMS_IN_A_LINE])
 
@@ -231,7 +233,9 @@ def cache(plan: Plan) -> str:
     if not plan.states:
         return ""
     counts = Counter(_placement(x, plan.tp) for x in plan.states.values())
-    tensors = [f"{n} tensor{'' if n == 1 else 's'}, {placed}" for placed, n in counts.items()]
+    tensors = []
+    for placed, n in counts.items():
+        tensors.append(f"{n} tensor{'' if n == 1 else 's'}, {placed}")
     m = plan.memory
     grows = [f"{amount(m.cache_token)} per token and rank"] if m.cache_token else []
     grows += [f"{amount(m.cache_sequence)} per sequence and rank"] if m.cache_sequence else []
@@ -272,8 +276,11 @@ def sublayers(plan: Plan) -> list[tuple[str, str, str, str]]:
         return []
     out = plan.layer.outside
     every = [*plan.sublayers, *([out] if out.seconds else [])]
-    sent = [(seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "") for p in every]
-    return [(p.name, seconds(p.compute), *ways) for p, ways in zip(every, sent, strict=True)]
+    out = []
+    for p in every:
+        communication = (seconds(p.communication), f"{p.share:.1%}") if p.communication else ("", "")
+        out.append((p.name, seconds(p.compute), *communication))
+    return out
 
 
 def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
@@ -282,10 +289,12 @@ def left_whole(plan: Plan) -> dict[str, list[tuple[str, str]]]:
     for p in plan.parameters:
         if p.role == "whole":
             reasons.setdefault(p.reason or "", {}).setdefault(p.first, []).append(p)
-    return {
-        reason: [(f"{first} x {len(x)}" if len(x) > 1 else first, shape(x[0].shape)) for first, x in groups.items()]
-        for reason, groups in reasons.items()
-    }
+    out: dict[str, list[tuple[str, str]]] = {reason: [] for reason in reasons}
+    for reason, groups in reasons.items():
+        for first, x in groups.items():
+            name = f"{first} x {len(x)}" if len(x) > 1 else first
+            out[reason].append((name, shape(x[0].shape)))
+    return out
 
 
 # words

@@ -110,8 +110,8 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     """The events of that trace, all in process 0."""
     layer, events = layer_of(plan), timeline(plan)
     title = f"{plan.model}, tp={plan.tp}, {plan.cluster}, {plan.objective}: {heading(layer)}"
-    rows = [named("process_name", 0, title)]
-    rows += [named("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
+    rows = [name_event("process_name", 0, title)]
+    rows += [name_event("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
     rows += [{"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": i, "args": {"sort_index": i}} for i in range(3)]
     for direction in dict.fromkeys(e.direction for e in events):
         own = [e for e in events if e.direction == direction]
@@ -121,7 +121,7 @@ def rows_of(plan: Plan) -> list[dict[str, Any]]:
     return rows
 
 
-def named(what: str, thread: int, name: str, process: int = 0) -> dict[str, Any]:
+def name_event(what: str, thread: int, name: str, process: int = 0) -> dict[str, Any]:
     """An event that names a process or a thread."""
     return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
 

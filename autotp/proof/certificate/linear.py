@@ -22,7 +22,12 @@ def _always(named: Values) -> bool:
 
 
 def _zero(name: str) -> Callable[[Values], bool]:
-    return lambda named: named.get(name) in (0, None)
+    return lambda named: _nothing(named.get(name))
+
+
+def _nothing(value: Any) -> bool:
+    """Whether an argument is no number but zero; a tensor's numbers are not known."""
+    return not isinstance(value, Tensor) and value in (0, None)
 
 
 def _sides(named: Values) -> tuple[Any, Any]:

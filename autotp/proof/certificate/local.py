@@ -54,7 +54,7 @@ class Typing:
 
     Attributes:
         planned, sharded: the program, and what it was made from. Of the plan's layouts those of leaves, of pending
-            sums and of states are read, and no others.
+            sums and of states are read, and no others; of a decision the split loop, where no operand has it.
         typed: whether types are inferred; without, the program is only run, so that shapes are checked.
     """
 
@@ -70,10 +70,7 @@ class Typing:
         Raises:
             RefusedError: at the first node that the checker refuses.
         """
-        if not self.typed:
-            self._walk()
-            return self.count
-        with checking(self.planned.tp, local=True):
+        with checking(self.planned.tp, local=True) if self.typed else nullcontext(), compat.all_nonzero():
             self._walk()
         return self.count
 
@@ -100,6 +97,9 @@ class Typing:
             self.values[node] = [self._call(node, rank) for rank in range(self.planned.tp)]
             if alike(self.planned, self.sharded, node):
                 self.values[node] = [self._known(x) for x in self.values[node]]
+            elif self.typed and new_loop(self.planned, self.sharded, node):
+                for x in self.values[node]:
+                    _varying(x)
 
     # Leaves.
 
@@ -201,9 +201,7 @@ class Typing:
             result = function()
         for y in tensors_in(result):
             type_by_rule(operands, (), y)
-            spmd = spmd_types()
-            if spmd.get_axis_local_type(y, AXIS) is not spmd.V:
-                spmd_types("rules").reinterpret(y, AXIS, src=spmd.R, dst=spmd.V, out=y)
+            _varying(y)
         return result
 
     def _factory(self, node: fx.Node, function: Any) -> Any:
@@ -252,6 +250,13 @@ class Typing:
             spmd.assert_type(loss, {AXIS: found}).backward()  # the checker refuses a loss that is R or V
 
 
+def _varying(x: Tensor) -> None:
+    """Have the checker type what every rank made for itself: V, of R, whose gradient is then a rank's summand."""
+    spmd = spmd_types()
+    if spmd.get_axis_local_type(x, AXIS) is not spmd.V:
+        spmd_types("rules").reinterpret(x, AXIS, src=spmd.R, dst=spmd.V, out=x)
+
+
 def alike(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
     """Whether the rule says that every rank has this result whole, whichever loop is split."""
     origin, i = sharded.origin.get(node, (node, 0))
@@ -260,6 +265,16 @@ def alike(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
         return False
     factor = rule.factors[decision.factor]
     return factor.outs[i] is None and i in factor.alike
+
+
+def new_loop(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
+    """Whether the split loop is one that no operand has, as of `expand`: a rank makes its own part of the result."""
+    origin, i = sharded.origin.get(node, (node, 0))
+    decision, rule = planned.decisions.get(origin), planned.rules.get(origin)
+    if rule is None or decision is None or decision.factor is None or mark(node).conversion is not None:
+        return False
+    factor = rule.factors[decision.factor]
+    return factor.outs[i] is not None and all(carry is None for carry in factor.ins)
 
 
 def sizes_of(value: torch.SymInt) -> Size:

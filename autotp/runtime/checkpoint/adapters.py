@@ -26,11 +26,12 @@ def names(shards: ShardState) -> dict[str, str]:
     """Name -> first name, of the tensors that are saved: PEFT picks them."""
     bare: Any = shards.bare
     pick = importlib.import_module("peft").get_peft_model_state_dict
-    given = {n: t for n, t in bare.state_dict().items() if isinstance(t, Tensor)}
-    picked = {id(t) for adapter in bare.peft_config for t in pick(bare, given, adapter).values()}
+    tensors = {n: t for n, t in bare.state_dict().items() if isinstance(t, Tensor)}
+    ids = {id(t) for adapter in bare.peft_config for t in pick(bare, tensors, adapter).values()}
     every = dict(state.named_tensors(shards))
-    known = {n: every[n] for n, t in given.items() if id(t) in picked}
-    return known if len({id(given[n]) for n in known}) == len(picked) else every  # some are made of others
+    own = {n: every[n] for n, t in tensors.items() if id(t) in ids}
+    saved_ids = {id(tensors[n]) for n in own}
+    return own if saved_ids == ids else every  # some are made of others
 
 
 def save(shards: ShardState, tensors: Mapping[str, Tensor], draft: Path) -> None:

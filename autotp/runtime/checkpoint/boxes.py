@@ -32,25 +32,25 @@ def whole(tensor: Tensor) -> list[Box]:
     return [Box((0,) * tensor.ndim, tensor.detach())]
 
 
-def boxes(storage: Storage, held: Sequence[Tensor]) -> list[Box]:
-    """The blocks of the original parameter that `held`, this rank's pieces of it, are.
+def boxes(storage: Storage, pieces: Sequence[Tensor]) -> list[Box]:
+    """The blocks of the original parameter that `pieces`, this rank's pieces of it, are.
 
     Args:
         storage: how the parameter is held.
-        held: a DTensor for each piece; in one plain process the whole pieces. What is shaped like the pieces, such as
+        pieces: a DTensor for each piece; in one plain process the whole pieces. What is shaped like the pieces, such as
             an optimizer's moments, may take their place.
 
     Returns: boxes in the parameter's own dimensions, each a view of its piece's memory; empty ones are left out, but
         for a parameter without elements.
     """
     if math.prod(storage.shape) == 0:
-        return whole(held[0].new_empty(storage.shape))
+        return whole(pieces[0].new_empty(storage.shape))
     dim = storage.layout.sharded_dim
     if dim is None or not storage.pieces:
-        start, local = _window(held[0], storage.shape, None)
+        start, local = _window(pieces[0], storage.shape, None)
         return [Box(start, local)] if local.numel() else []
     out: list[Box] = []
-    for t, piece in zip(held, storage.pieces, strict=True):
+    for t, piece in zip(pieces, storage.pieces, strict=True):
         start, local = _window(t, piece.shape, piece.dim)
         if local.numel():
             out += _unfold(storage, dim, piece, start, local)

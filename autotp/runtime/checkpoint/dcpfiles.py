@@ -108,26 +108,26 @@ class Files:
         """The file of a tensor's first chunk, for messages."""
         if not tensor.chunks:
             return self.path
-        found = self.reader.storage_data.get(MetadataIndex(name, tensor.chunks[0].offsets))
-        return self.path / found.relative_path if found else self.path
+        record = self.reader.storage_data.get(MetadataIndex(name, tensor.chunks[0].offsets))
+        return self.path / record.relative_path if record else self.path
 
     def _faults(self, tensors: Mapping[str, TensorStorageMetadata]) -> list[str]:
         faults, sizes = [], {}
         for name, tensor in tensors.items():
             for chunk in tensor.chunks:
-                found = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
-                if found is None:
+                record = self.reader.storage_data.get(MetadataIndex(name, chunk.offsets))
+                if record is None:
                     faults.append(f".metadata: says in no file where {name} from {list(chunk.offsets)} is")
                     continue
-                place = PurePosixPath(found.relative_path)
+                place = PurePosixPath(record.relative_path)
                 if place.is_absolute() or ".." in place.parts:
-                    faults.append(f".metadata: {name} lies outside of the folder, in {found.relative_path}")
+                    faults.append(f".metadata: {name} lies outside of the folder, in {record.relative_path}")
                     continue
                 file = self.path / place
                 size = sizes.setdefault(file, file.stat().st_size if file.is_file() else -1)
-                if found.offset + found.length > size:
+                if record.offset + record.length > size:
                     there = "is not there" if size < 0 else f"ends at byte {size}: cut off"
-                    faults.append(f"{place}: {name} ends at byte {found.offset + found.length}, and the file {there}")
+                    faults.append(f"{place}: {name} ends at byte {record.offset + record.length}, and the file {there}")
         return faults
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
@@ -147,8 +147,8 @@ class _Reads(DefaultLoadPlanner):
 
     def create_local_plan(self) -> LoadPlan:
         stored: Any = self.metadata.state_dict_metadata[self.name]  # type: ignore[union-attr]
-        wanted = [_chunk(at, t.shape) for at, t in self.targets.items()]
-        return LoadPlan(create_read_items_for_chunk_list(self.name, stored, wanted))
+        chunks = [_chunk(at, t.shape) for at, t in self.targets.items()]
+        return LoadPlan(create_read_items_for_chunk_list(self.name, stored, chunks))
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         return self.targets[index.offset]  # type: ignore[index]
@@ -162,14 +162,14 @@ class Reader(FileSystemReader):
         file = Path(self.path) / ".metadata"
         try:
             with opened(file, LARGEST_TABLE, error=StateError) as stream:
-                found = Records(stream).load()
+                records = Records(stream).load()
         except StateError:
             raise
         except Exception as error:  # whatever a damaged pickle makes of itself
             raise StateError(f"{file} cannot be read: {type(error).__name__}: {error}. Is it cut off?") from error
-        if not isinstance(found, Metadata):
-            raise StateError(f"{file} holds a {type(found).__name__} and no DCP metadata.")
-        return found
+        if not isinstance(records, Metadata):
+            raise StateError(f"{file} holds a {type(records).__name__} and no DCP metadata.")
+        return records
 
 
 class Records(pickle.Unpickler):
@@ -178,19 +178,19 @@ class Records(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         """One of the few classes that a table consists of."""
         if module == metadata.__name__:
-            found = getattr(metadata, name, None)
-            if isinstance(found, type) and found.__module__ == module:
-                return found
+            kind = getattr(metadata, name, None)
+            if isinstance(kind, type) and kind.__module__ == module:
+                return kind
         if module in ("pathlib", "pathlib._local") and name in ("PosixPath", "WindowsPath", "Path"):
             return pathlib.PurePosixPath
-        known = {
+        classes = {
             ("torch", "Size"): torch.Size,
             ("collections", "OrderedDict"): collections.OrderedDict,
             ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): _StorageInfo,
             ("torch.serialization", "_get_layout"): _layout,
         }
-        if (module, name) in known:
-            return known[module, name]
+        if (module, name) in classes:
+            return classes[module, name]
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
         raise StateError(
@@ -221,8 +221,9 @@ def _sound(table: Metadata) -> None:
 
 
 def _numbers(name: str, *sizes: Any) -> None:
-    if not all(isinstance(x, torch.Size) and all(0 <= n <= GREATEST for n in x) for x in sizes):
-        raise TypeError(f"the sizes of {name} are not sizes")
+    for x in sizes:
+        if not isinstance(x, torch.Size) or not all(0 <= n <= GREATEST for n in x):
+            raise TypeError(f"the sizes of {name} are not sizes")
 
 
 class _StorageInfo:
@@ -245,7 +246,7 @@ def _chunk(offset: Sequence[int], shape: Sequence[int]) -> ChunkStorageMetadata:
 
 
 def _notes(file: Path) -> dict[str, Any]:
-    found = read_json(file, LARGEST_NOTES, error=StateError) if file.exists() else {}
-    if not isinstance(found, dict) or not isinstance(found.get("extra", {}), dict):
+    notes = read_json(file, LARGEST_NOTES, error=StateError) if file.exists() else {}
+    if not isinstance(notes, dict) or not isinstance(notes.get("extra", {}), dict):
         raise StateError(f"{file} is not what a checkpoint of autotp holds there. Take it away, or save again.")
-    return found
+    return notes

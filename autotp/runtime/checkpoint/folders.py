@@ -56,7 +56,7 @@ def begin(path: Path) -> Path:
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StateError(f"{path} is a {'link' if path.is_symlink() else 'file'}: a checkpoint is saved as a folder.")
-    if path.exists() and any(path.iterdir()) and not any(found for w in (*WEIGHTS, OWN) for found in path.glob(w)):
+    if path.exists() and any(path.iterdir()) and not any(file for w in (*WEIGHTS, OWN) for file in path.glob(w)):
         raise StateError(
             f"{path} holds {next(path.iterdir()).name} and no checkpoint, and saving would replace the folder. "
             "Save into a folder of its own."

@@ -93,8 +93,8 @@ def _whole(shards: ShardState, first: str) -> Tensor:
 def _size(shards: ShardState, first: str) -> int:
     storage = shards.storage_of(first)
     if storage is None:
-        held = state.buffer_of(shards, first)
-        return held.numel() * held.element_size()
+        buffer = state.buffer_of(shards, first)
+        return buffer.numel() * buffer.element_size()
     return math.prod(storage.shape) * state.pieces(shards, first)[0].element_size()
 
 
@@ -104,7 +104,11 @@ def _stored(shards: ShardState) -> dict[str, str]:
     names: dict[str, list[str]] = {}
     for name, first in state.named_tensors(shards):
         names.setdefault(first, []).append(name)
-    return {next((n for n in own if n not in follows), own[0]): first for first, own in names.items()}
+    out = {}
+    for first, own in names.items():
+        name = next((n for n in own if n not in follows), own[0])
+        out[name] = first
+    return out
 
 
 def _files(shards: ShardState, max_file: int) -> dict[str, dict[str, str]]:

@@ -26,7 +26,7 @@ from autotp.runtime.storage import as_dtensor
 
 from . import dcpfiles, folders, optimizers, renaming
 from .boxes import Box, boxes, whole
-from .matching import Archive, Given, NameMatch, match
+from .matching import Archive, NameMatch, TensorArchive, match
 from .tensorfiles import INDEX, TensorFiles
 
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -68,27 +68,28 @@ def load(
 
     def prepare() -> tuple[Archive, NameMatch, optimizers.States | None]:
         archive = renaming.converted(shards, open_archive(source, trusted))
-        found = match(shards, archive, strict, cast) if weights else NameMatch({}, [], [])
-        wanted = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
-        return archive, found, wanted
+        matches = match(shards, archive, strict, cast) if weights else NameMatch({}, [], [])
+        states = optimizers.matching(shards, optimizer, archive) if optimizer is not None else None
+        return archive, matches, states
 
-    archive, found, wanted = together(ranks, "reading what the checkpoint holds", prepare)
-    values = {n: few(t) for n, t in archive.tensors.items()} if isinstance(archive, Given) else {}
+    archive, matches, states = together(ranks, "reading what the checkpoint holds", prepare)
+    tensors = archive.tensors if isinstance(archive, TensorArchive) else {}
+    values = {n: few(t) for n, t in tensors.items()}
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **values})
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    together(ranks, "checking the checkpoint", lambda: _check(shards, archive, found, check_finite))
-    together(ranks, "reading the tensors", lambda: _read(shards, archive, found))
-    if optimizer is not None and wanted is not None:
-        together(ranks, "reading the optimizer's state", lambda: wanted.load(shards, optimizer, archive))
-    return Loaded(found.missing, found.unexpected, archive.extra.get("extra", {}))
+    together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
+    together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
+    if optimizer is not None and states is not None:
+        together(ranks, "reading the optimizer's state", lambda: states.load(shards, optimizer, archive))
+    return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
     """What kind of checkpoint this is, by its files."""
     if isinstance(source, Mapping):
-        return Given(plain_state(source))
+        return TensorArchive(plain_state(source))
     if not isinstance(source, str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and this is {type(source).__name__}.")
     path = folders.present(Path(source))
@@ -100,7 +101,9 @@ def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bo
         path.is_dir() and any(p.name.endswith((".safetensors", INDEX)) for p in path.iterdir())
     ):
         return TensorFiles(path)
-    pickles = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.suffix in PICKLES)
+    pickles = [path]
+    if not path.is_file():
+        pickles = sorted(p for p in path.iterdir() if p.suffix in PICKLES)
     if not pickles or (path.is_file() and path.suffix not in PICKLES):
         raise StateError(
             f"{path} is no checkpoint that can be read: a folder needs *.safetensors (with an index where there are "
@@ -109,25 +112,25 @@ def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bo
     return _pickled(pickles, trusted)
 
 
-def _pickled(files: Sequence[Path], trusted: bool) -> Given:
-    told = ", ".join(f.name for f in files)
+def _pickled(files: Sequence[Path], trusted: bool) -> TensorArchive:
+    names = ", ".join(f.name for f in files)
     if not trusted:
         raise StateError(
-            f"{files[0].parent} holds its weights as pickles ({told}), which can run code when they are opened. If you "
-            "know where they are from, pass trusted=True; better, save them as safetensors."
+            f"{files[0].parent} holds its weights as pickles ({names}), which can run code when they are opened. If "
+            "you know where they are from, pass trusted=True; better, save them as safetensors."
         )
     tensors: dict[str, Any] = {}
     for file in files:
         with opened(file, error=StateError):
             pass  # a regular file
         try:
-            found = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+            state_dict = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:  # whatever a damaged file makes of itself
             raise StateError(f"{file} cannot be read: {type(error).__name__}: {error}") from error
-        if not isinstance(found, Mapping):
-            raise StateError(f"{file} holds a {type(found).__name__} and no state dict.")
-        tensors |= found
-    return Given(tensors, files[0])
+        if not isinstance(state_dict, Mapping):
+            raise StateError(f"{file} holds a {type(state_dict).__name__} and no state dict.")
+        tensors |= state_dict
+    return TensorArchive(tensors, files[0])
 
 
 def _digest(archive: Archive) -> str:
@@ -143,18 +146,18 @@ def _targets(shards: ShardState, first: str) -> list[Box]:
     return boxes(storage, state.pieces(shards, first))
 
 
-def _check(shards: ShardState, archive: Archive, found: NameMatch, check_finite: bool) -> None:
+def _check(shards: ShardState, archive: Archive, matches: NameMatch, check_finite: bool) -> None:
     """Read what must be known of the values before any is loaded: ties hold, and where asked all is finite."""
     faults = []
-    for first, keys in found.stored.items():
+    for first, keys in matches.stored.items():
         if len(keys) < 2 and not check_finite:
             continue
         ones = [_scratch(shards, archive, first, key) for key in keys]
         if any(not torch.equal(_bits(a), _bits(b)) for other in ones[1:] for a, b in zip(ones[0], other, strict=True)):
             faults.append(f"{' and '.join(keys)} differ, and in the model they are one tied tensor")
         if check_finite:
-            named = zip(keys, ones, strict=True)
-            bad = [k for k, values in named if not all(map(_finite, values))]
+            pairs = zip(keys, ones, strict=True)
+            bad = [k for k, values in pairs if not all(map(_finite, values))]
             faults += [f"{archive.entries[k].file.name}: {k} holds NaN or an infinity" for k in bad]
     if faults:
         raise StateError(f"{archive.path} was not loaded:\n" + "".join(f"  {fault}\n" for fault in faults))
@@ -172,26 +175,32 @@ def _scratch(shards: ShardState, archive: Archive, first: str, key: str) -> list
 def _finite(x: Tensor) -> bool:
     eight_bits = x.is_floating_point() and x.element_size() == 1  # torch has no isfinite for those
     parts = x.reshape(-1).split(1 << 18)  # what is compared takes memory too
-    return all(bool((part.float() if eight_bits else part).isfinite().all()) for part in parts)
+    for part in parts:
+        part = part.float() if eight_bits else part
+        if not bool(part.isfinite().all()):
+            return False
+    return True
 
 
 def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _read(shards: ShardState, archive: Archive, found: NameMatch) -> None:
+def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> None:
     """Read every tensor; those that were on the meta device are put in place only when all are read."""
-    made: dict[Tensor, Tensor] = {}
-    for first, keys in found.stored.items():
+    replacements: dict[Tensor, Tensor] = {}
+    for first, keys in matches.stored.items():
         storage = shards.storage_of(first)
-        held: list[Tensor] = [*state.pieces(shards, first)] if storage is not None else [state.buffer_of(shards, first)]
-        for old in held:
+        tensors: list[Tensor] = (
+            [*state.pieces(shards, first)] if storage is not None else [state.buffer_of(shards, first)]
+        )
+        for old in tensors:
             if old.is_meta:
-                made[old] = materialise(old, shards.device)
-        now = [made.get(old, old) for old in held]
+                replacements[old] = materialise(old, shards.device)
+        now = [replacements.get(old, old) for old in tensors]
         archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
-    if made:
-        state.install(shards, made)
+    if replacements:
+        state.install(shards, replacements)
 
 
 def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

@@ -39,7 +39,7 @@ class Archive(Protocol):
         ...
 
 
-class Given:
+class TensorArchive:
     """A full state dict in memory, or in a pickled file that the user trusts."""
 
     shared = False
@@ -98,21 +98,23 @@ def match(shards: ShardState, archive: Archive, strict: bool, cast: bool) -> Nam
     }  # those not persistent may come too
     rename, within = _naming(shards, names, archive)
     stored: dict[str, list[str]] = {}
-    used = set()
+    names_read = set()
     for name, first in (buffers | names).items():
         if rename(name) in archive.entries:
-            used.add(rename(name))
+            names_read.add(rename(name))
             if rename(name) not in stored.setdefault(first, []):
                 stored[first].append(rename(name))
     missing = [n for n, first in names.items() if first not in stored]
     ignored = [re.compile(p) for p in getattr(shards.bare, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    used |= {rename(n) for n in shards.elsewhere}  # other stages of a pipeline look for those
+    names_read |= {rename(n) for n in shards.elsewhere}  # other stages of a pipeline look for those
     unexpected = [
-        n for n in archive.entries if n not in used and n.startswith(within) and not any(p.search(n) for p in ignored)
+        n
+        for n in archive.entries
+        if n not in names_read and n.startswith(within) and not any(p.search(n) for p in ignored)
     ]
     wrong = [text for first, keys in stored.items() for k in keys if (text := _odd(shards, first, k, archive, cast))]
     if wrong or (strict and (missing or unexpected)):
-        raise StateError(_told(archive, missing, unexpected, wrong, cast))
+        raise StateError(_faults_text(archive, missing, unexpected, wrong, cast))
     return NameMatch(stored, missing, unexpected)
 
 
@@ -126,26 +128,27 @@ def _naming(shards: ShardState, names: Mapping[str, str], archive: Archive) -> t
     longest = max(names, key=len, default="")
     outer = sorted({key[: -len(longest)] for key in archive.entries if longest and key.endswith("." + longest)})
     ways: list[tuple[Rename, str]] = [(lambda n: n, "")]
-    ways += [((lambda n, p=p: p + n), p if archive.shared else "") for p in [f"{base}.", *outer]]
+    for prefix in [f"{base}.", *outer]:
+        ways.append(((lambda n, p=prefix: p + n), prefix if archive.shared else ""))
     ways += [((lambda n: n.removeprefix(base + ".")), "")] if isinstance(base, str) and base else []
     return max(ways, key=lambda way: len({first for n, first in names.items() if way[0](n) in archive.entries}))
 
 
 def _odd(shards: ShardState, first: str, key: str, archive: Archive, cast: bool) -> str:
     entry, storage = archive.entries[key], shards.storage_of(first)
-    held = state.pieces(shards, first)[0] if storage is not None else state.buffer_of(shards, first)
-    shape = storage.shape if storage is not None else tuple(held.shape)
+    tensor = state.pieces(shards, first)[0] if storage is not None else state.buffer_of(shards, first)
+    shape = storage.shape if storage is not None else tuple(tensor.shape)
     what = f"{entry.file.name}: {key} is"
     if entry.shape != shape:
         return f"{what} {list(entry.shape)}, the model has {list(shape)}"
     if isinstance(entry.dtype, str):
         return f"{what} {entry.dtype}, a type that torch does not have"
-    if entry.dtype != held.dtype and not cast:
-        return f"{what} {_short(entry.dtype)}, the model has {_short(held.dtype)}"
+    if entry.dtype != tensor.dtype and not cast:
+        return f"{what} {_short(entry.dtype)}, the model has {_short(tensor.dtype)}"
     return ""
 
 
-def _told(archive: Archive, missing: list[str], unexpected: list[str], wrong: list[str], cast: bool) -> str:
+def _faults_text(archive: Archive, missing: list[str], unexpected: list[str], wrong: list[str], cast: bool) -> str:
     lines = [f"{archive.path} does not fit the model, and nothing was loaded."]
     lines += [f"  missing: {name}" for name in missing]
     lines += [f"  unknown: {archive.entries[name].file.name}: {name}" for name in unexpected]

@@ -31,14 +31,14 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[t
     numbers: dict[str, dict[str, Any]] = {}
     elements: dict[str, list[str]] = {}
     for name, storage in shards.storages.items():
-        held = state.pieces(shards, name)
-        states = [optimizer.state.get(p, {}) for p in held]
+        parameters = state.pieces(shards, name)
+        states = [optimizer.state.get(p, {}) for p in parameters]
         if not any(states):
             continue
         numbers[name], elements[name] = {}, []
         for key in states[0]:
             values = [s[key] for s in states]
-            if _by_element(name, key, held, values):
+            if _by_element(name, key, parameters, values):
                 tensors[f"{PREFIX}{name}.{key}"] = storage.shape, boxes(storage, values)
                 elements[name].append(key)
             else:
@@ -46,35 +46,38 @@ def collect(shards: ShardState, optimizer: Optimizer) -> tuple[dict[str, tuple[t
     return tensors, {"groups": _groups(shards, optimizer), "numbers": numbers, "elements": elements}
 
 
-def joined(told: Sequence[Any]) -> Any:
+def joined(notes: Sequence[Any]) -> Any:
     """What ranks say of their optimizers, each over parameters of its own, as of one optimizer; None where none is.
 
     Raises:
         StateError: some have none, or other groups.
     """
-    if all(one is None for one in told):
+    if all(one is None for one in notes):
         return None
-    if any(one is None for one in told) or len({len(one["groups"]) for one in told}) > 1:
+    lengths = {len(one["groups"]) for one in notes if one is not None}
+    if None in notes or len(lengths) > 1:
         raise StateError(
             "the stages' optimizers have other groups on some ranks. Give each rank's parameters the same."
         )
     groups = []
-    for each in zip(*(one["groups"] for one in told), strict=True):
-        options = [{k: v for k, v in group.items() if k != "params"} for group in each]
+    for each in zip(*(one["groups"] for one in notes), strict=True):
+        options = []
+        for group in each:
+            options.append({k: v for k, v in group.items() if k != "params"})
         if any(other != options[0] for other in options):
             raise StateError(f"the stages' optimizers have other options on some ranks: {options[0]} on the first.")
         groups.append({**options[0], "params": list(dict.fromkeys(name for group in each for name in group["params"]))})
-    found: dict[str, Any] = {"groups": groups}
+    whole: dict[str, Any] = {"groups": groups}
     for key in ("numbers", "elements"):
-        found[key] = {name: value for one in told for name, value in one[key].items()}
-    return found
+        whole[key] = {name: value for one in notes for name, value in one[key].items()}
+    return whole
 
 
-def _by_element(name: str, key: str, held: Sequence[Tensor], values: Sequence[Any]) -> bool:
+def _by_element(name: str, key: str, parameters: Sequence[Tensor], values: Sequence[Any]) -> bool:
     """Whether a state has one value for each element of its parameter, rather than one number."""
     like = [
         isinstance(v, Tensor) and type(v) is type(p.data) and v.shape == p.shape
-        for p, v in zip(held, values, strict=True)
+        for p, v in zip(parameters, values, strict=True)
     ]
     if all(like):
         return True
@@ -88,7 +91,9 @@ def _by_element(name: str, key: str, held: Sequence[Tensor], values: Sequence[An
 
 def _number(name: str, key: str, values: Sequence[Any]) -> Any:
     """One number that all pieces of a parameter agree on, as data for JSON."""
-    plain = [{"value": v.item(), "dtype": str(v.dtype)[6:]} if isinstance(v, Tensor) else v for v in values]
+    plain: list[Any] = []
+    for v in values:
+        plain.append({"value": v.item(), "dtype": str(v.dtype)[6:]} if isinstance(v, Tensor) else v)
     if any(v != plain[0] for v in plain) or not isinstance(plain[0], int | float | str | dict | None):
         raise StateError(f"the optimizer's state {key} of {name} is {plain}: one plain number can be saved.")
     return plain[0]
@@ -96,29 +101,30 @@ def _number(name: str, key: str, values: Sequence[Any]) -> Any:
 
 def _names(shards: ShardState, optimizer: Optimizer) -> dict[Tensor, str]:
     """The original's name of every tensor that the optimizer updates."""
-    known: dict[Tensor, str] = {p: name for name, _ in shards.storages.items() for p in state.pieces(shards, name)}
-    strange = [p for g in optimizer.param_groups for p in g["params"] if p not in known]
+    names: dict[Tensor, str] = {p: name for name, _ in shards.storages.items() for p in state.pieces(shards, name)}
+    strange = [p for g in optimizer.param_groups for p in g["params"] if p not in names]
     if strange:
         raise StateError(
             f"the optimizer updates {len(strange)} tensors that are not this module's parameters, the first of shape "
             f"{tuple(strange[0].shape)}. Make it from sharded.parameters(), after the weights are loaded where the "
             "model was built on the meta device."
         )
-    return known
+    return names
 
 
 def _groups(shards: ShardState, optimizer: Optimizer) -> list[dict[str, Any]]:
     """The groups' options and the original names in each, as data for JSON."""
-    known = _names(shards, optimizer)
+    names = _names(shards, optimizer)
     out = []
     for group in optimizer.param_groups:
-        options = {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+        options = {k: v for k, v in group.items() if k != "params"}
+        options |= {k: v.item() for k, v in options.items() if isinstance(v, Tensor)}
         wrong = [k for k, v in options.items() if not isinstance(v, int | float | str | list | tuple | None)]
         if wrong:
             raise StateError(
                 f"the optimizer's option {wrong[0]} is a {type(options[wrong[0]]).__name__}, no number or text."
             )
-        out.append({**options, "params": list(dict.fromkeys(known[p] for p in group["params"]))})
+        out.append({**options, "params": list(dict.fromkeys(names[p] for p in group["params"]))})
     return out
 
 
@@ -138,15 +144,15 @@ class States:
         """
         filled: dict[Tensor, dict[str, Any]] = {}
         for name, storage in shards.storages.items():
-            held = state.pieces(shards, name)
+            parameters = state.pieces(shards, name)
             if name not in self.numbers:
                 continue
-            for p in held:
+            for p in parameters:
                 filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
             for key in self.elements[name]:
-                new = [torch.zeros_like(p, requires_grad=False) for p in held]
+                new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
                 archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
-                for p, t in zip(held, new, strict=True):
+                for p, t in zip(parameters, new, strict=True):
                     filled[p][key] = t
         order = [p for group in optimizer.param_groups for p in group["params"]]
         groups, at = [], 0
@@ -191,10 +197,11 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
     mine = _groups(shards, optimizer)
     there = [set(g["params"]) - shards.elsewhere for g in saved["groups"]]
     if [set(g["params"]) for g in mine] != there:
-        told = [[len(g["params"]) for g in groups] for groups in (saved["groups"], mine)]
+        counts = [len(g["params"]) for g in saved["groups"]]
+        own_counts = [len(g["params"]) for g in mine]
         raise StateError(
-            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {told[0]} of them there, "
-            f"{told[1]} here. Make it with the same groups."
+            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {counts} of them there, "
+            f"{own_counts} here. Make it with the same groups."
         )
     elements: dict[str, list[str]] = {}
     faults = []

@@ -43,10 +43,10 @@ def _size(limit: int | str, options: Mapping[str, Any]) -> int:
             f"save_pretrained({(odd or ['safe_serialization=False'])[0]}): a sharded module writes safetensors files "
             "and the config, nothing else. Do the rest on rank 0 afterwards."
         )
-    found = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", str(limit).strip().upper())
-    if found is None or found[2] not in UNITS:
+    match = re.fullmatch(r"([\d.]+)\s*([A-Z]*)", str(limit).strip().upper())
+    if match is None or match[2] not in UNITS:
         raise InputError(f"max_shard_size={limit!r}: give bytes, or a text such as '5GB'.")
-    return int(float(found[1]) * UNITS[found[2]])
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 def _move(draft: Path, into: Path) -> None:

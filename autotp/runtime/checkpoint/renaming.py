@@ -27,7 +27,9 @@ def converted(shards: ShardState, archive: Archive) -> Archive:
     if archive.shared or not _mapped(bare):
         return archive
     mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(bare)
-    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)}) if mapping else archive
+    if not mapping:
+        return archive
+    return Converted(bare, archive, mapping, {n for n, _ in state.named_tensors(shards)})
 
 
 def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -36,14 +38,16 @@ def reverted(bare: Any, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         return tensors
     loading = importlib.import_module("transformers.core_model_loading")
     back: dict[str, Tensor] = loading.revert_weight_conversion(bare, tensors)
-    return {n: t if t is tensors.get(n) else t.clone(memory_format=torch.contiguous_format) for n, t in back.items()}
+    for n, t in back.items():  # a view of another tensor cannot be written as it is
+        back[n] = t if t is tensors.get(n) else t.clone(memory_format=torch.contiguous_format)
+    return back
 
 
 def _mapped(bare: Any) -> bool:
     """Whether this is a transformers model, and that library has what is needed here."""
     loading = sys.modules.get("transformers.core_model_loading")
-    needed = ("rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming", "dot_natural_key")
-    return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in needed)
+    members = ("rename_source_key", "revert_weight_conversion", "WeightConverter", "WeightRenaming", "dot_natural_key")
+    return hasattr(bare, "base_model_prefix") and all(hasattr(loading, name) for name in members)
 
 
 class Converted:
@@ -59,15 +63,15 @@ class Converted:
         loading = importlib.import_module("transformers.core_model_loading")
         renamings = [m for m in mapping if isinstance(m, loading.WeightRenaming)]
         converters = [m for m in mapping if isinstance(m, loading.WeightConverter)]
-        found: dict[str, tuple[Any, Sources]] = {}
+        groups: dict[str, tuple[Any, Sources]] = {}
         for key in sorted(archive.entries, key=loading.dot_natural_key):
             name, pattern = (key, None) if key in names else loading.rename_source_key(key, renamings, converters)
             if pattern is None or isinstance(archive.entries[key].dtype, str):
                 self._keep(key, name if pattern is None else key)
                 continue
             converter = next(c for c in converters if pattern in c.source_patterns)
-            found.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(key)
-        for name, (converter, sources) in found.items():
+            groups.setdefault(name, (converter, {}))[1].setdefault(pattern, []).append(key)
+        for name, (converter, sources) in groups.items():
             self._add(name, converter, sources)
 
     @property
@@ -82,12 +86,12 @@ class Converted:
         """The tensors that a mapping makes of these, by their shapes; where it cannot, they stay what they are."""
         keys = [key for own in sources.values() for key in own]
         try:
-            made = self._convert(name, converter, sources, self._empty)
+            tensors = self._convert(name, converter, sources, self._empty)
         except Exception:  # then they are reported as missing and unknown
             for key in keys:
                 self._keep(key, key)
             return
-        for target, t in made.items():
+        for target, t in tensors.items():
             self.entries[target] = Entry(tuple(t.shape), t.dtype, self.archive.entries[keys[0]].file)
             self.groups[target] = name, converter, sources
 
@@ -108,14 +112,14 @@ class Converted:
         for pattern, keys in sources.items():
             for key in keys:
                 one.add_tensor(name, key, pattern, tensor(key))
-        made = one.convert(name, model=self.bare, config=self.bare.config)
-        return {n: t[0] if isinstance(t, list) else t for n, t in made.items()}
+        tensors = one.convert(name, model=self.bare, config=self.bare.config)
+        return tensors | {n: t[0] for n, t in tensors.items() if isinstance(t, list)}
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the tensor `name` of the running model."""
         if name in self.stored:
             self.archive.read(self.stored[name], boxes)
             return
-        made = self._convert(*self.groups[name], self._full)[name]
+        tensor = self._convert(*self.groups[name], self._full)[name]
         for box in boxes:
-            box.tensor.copy_(made[box.slices])
+            box.tensor.copy_(tensor[box.slices])

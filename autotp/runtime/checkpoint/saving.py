@@ -60,10 +60,11 @@ def save(
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
         huggingface.save(shards, ranks, place, max_file)
         return None
-    tensors, told = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
+    tensors, own = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
     if shards.elsewhere and ranks is not None:  # each stage of a pipeline has an optimizer of its own
-        told["optimizer"] = optimizers.joined([one.get("optimizer") for one in from_all(ranks, told, "what is saved")])
-    notes = together(ranks, "reading the state", lambda: _as_json(told))
+        of_stages = from_all(ranks, own, "what is saved")
+        own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
+    notes = together(ranks, "reading the state", lambda: _as_json(own))
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     pending = _dcp(ranks, place, tensors, notes, background)
     return pending.start() if background else pending.result()
@@ -96,20 +97,20 @@ def _collect(
     shards: ShardState, optimizer: Optimizer | None, extra: Mapping[str, Any] | None, weights: bool
 ) -> tuple[Tensors, dict[str, Any]]:
     """What this rank writes: stored name -> (the whole's shape, its boxes), and our own notes."""
-    found: Tensors = {}
-    names = [first for _, first in state.named_tensors(shards)] if weights else []
-    for first in dict.fromkeys(names):  # what is tied once
+    tensors: Tensors = {}
+    names = state.named_tensors(shards) if weights else ()
+    for first in dict.fromkeys(first for _, first in names):  # what is tied once
         storage = shards.storage_of(first)
         if storage is not None:
-            found["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))
+            tensors["model." + first] = storage.shape, boxes(storage, state.pieces(shards, first))
         else:
             buffer = state.buffer_of(shards, first)
-            found["model." + first] = tuple(buffer.shape), whole(buffer)
+            tensors["model." + first] = tuple(buffer.shape), whole(buffer)
     notes: dict[str, Any] = {"autotp": __version__, "extra": dict(extra or {})}
     if optimizer is not None:
         states, notes["optimizer"] = optimizers.collect(shards, optimizer)
-        found |= states
-    return found, notes
+        tensors |= states
+    return tensors, notes
 
 
 def _as_json(notes: Mapping[str, Any]) -> str:
@@ -122,8 +123,8 @@ def _as_json(notes: Mapping[str, Any]) -> str:
 def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
     staged: dict[str, torch.Tensor] = {}
     places: dict[str, BoxPlace] = {}
-    for name, (shape, held) in tensors.items():
-        for i, box in enumerate(held):
+    for name, (shape, own) in tensors.items():
+        for i, box in enumerate(own):
             key = f"{name}@{i}"
             staged[key] = box.tensor.to("cpu", copy=True) if background else box.tensor
             places[key] = name, box.offset, shape
@@ -138,11 +139,13 @@ class Pending:
     ) -> None:
         self.ranks, self.place, self.writer, self.planner = ranks, place, writer, planner
         self.first = ranks is None or ranks.rank == 0
-        self.written: Future[Any] | None = None
+        self.write_future: Future[Any] | None = None
         self.finished = False
         plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)))
-        made = together(ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None)
-        plans, self.metadata = broadcast(ranks, made) or ([], None)
+        global_plan = together(
+            ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None
+        )
+        plans, self.metadata = broadcast(ranks, global_plan) or ([], None)
         self.mine = planner.finish_plan(writer.prepare_global_plan(plans)[ranks.rank if ranks is not None else 0])
 
     def _plan(self, staged: dict[str, torch.Tensor]) -> SavePlan:
@@ -153,7 +156,7 @@ class Pending:
     def start(self) -> Pending:
         """Write in a thread, without any collective."""
         _saving.add(self.place)
-        self.written = _thread.submit(self._write)
+        self.write_future = _thread.submit(self._write)
         return self
 
     def _write(self) -> Any:
@@ -161,7 +164,7 @@ class Pending:
 
     def done(self) -> bool:
         """Whether this rank's files are written."""
-        return self.written is not None and self.written.done()
+        return self.write_future is not None and self.write_future.done()
 
     def result(self) -> None:
         """Wait for the files of all ranks, and put the folder in its place. A collective call.
@@ -174,7 +177,9 @@ class Pending:
             return
         self.finished = True
         try:
-            mine = together(self.ranks, "writing", self.written.result if self.written is not None else self._write)
+            mine = together(
+                self.ranks, "writing", self.write_future.result if self.write_future is not None else self._write
+            )
             results: Any = _gather(self.ranks, mine)
             together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
         finally:
@@ -189,6 +194,6 @@ def _gather(ranks: Ranks | None, mine: Any) -> list[Any]:
     """What every rank has, by rank."""
     if ranks is None:
         return [mine]
-    found: list[Any] = [None] * ranks.tp
-    dist.all_gather_object(found, mine, group=ranks.group)
-    return found
+    objects: list[Any] = [None] * ranks.tp
+    dist.all_gather_object(objects, mine, group=ranks.group)
+    return objects

@@ -91,9 +91,9 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
     """The tensors of a folder: `model.safetensors`, else by the index, else of the one file there is."""
     files = sorted(folder.glob("*.safetensors"))
     indices = sorted(folder.glob("*" + INDEX))
-    named = folder / "model.safetensors"
-    if named in files:
-        return _header(named, faults)
+    file = folder / "model.safetensors"
+    if file in files:
+        return _header(file, faults)
     if len(indices) == 1:
         return _of_index(indices[0], faults)
     if len(files) == 1 and not indices:
@@ -107,26 +107,26 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
     try:
         weight_map = read_json(index, LARGEST_INDEX, error=StateError)["weight_map"]
-        named = {str(name): str(file) for name, file in weight_map.items()}
+        file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (StateError, KeyError, TypeError, AttributeError) as error:
         faults.append(f"{index.name}: no index of tensors: {type(error).__name__} {error}")
         return {}
-    held: dict[str, dict[str, Entry]] = {}
-    for file in dict.fromkeys(named.values()):
+    headers: dict[str, dict[str, Entry]] = {}
+    for file in dict.fromkeys(file_of.values()):
         place = PurePosixPath(file)
         if place.is_absolute() or ".." in place.parts or "\\" in file or ":" in file:
             faults += [
-                f"{index.name}: {n} lies outside of the folder, in {file}" for n, f in named.items() if f == file
+                f"{index.name}: {n} lies outside of the folder, in {file}" for n, f in file_of.items() if f == file
             ]
         else:
-            held[file] = _header(index.parent / file, faults)
+            headers[file] = _header(index.parent / file, faults)
     entries: dict[str, Entry] = {}
-    for name, file in named.items():
-        if name in held.get(file, {}):
-            entries[name] = held[file][name]
-        elif held.get(file):
+    for name, file in file_of.items():
+        if name in headers.get(file, {}):
+            entries[name] = headers[file][name]
+        elif headers.get(file):
             faults.append(f"{file}: does not hold {name}, which {index.name} says it does")
-    for tensors in held.values():  # what the index does not name is left to the comparison with the model
+    for tensors in headers.values():  # what the index does not name is left to the comparison with the model
         entries = tensors | entries
     return entries
 
@@ -145,17 +145,17 @@ def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
             table = json.loads(file.read(length), object_pairs_hook=_once)
         bounded(table, path.name, error=StateError)
         table.pop("__metadata__", None)
-        found = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in table.items()}
-        return _checked(path, found, size - 8 - length, faults)
+        records = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in table.items()}
+        return _checked(path, records, size - 8 - length, faults)
     except (StateError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         faults.append(f"{path.name}: the header cannot be read: {type(error).__name__}: {error}")
         return {}
 
 
-def _checked(path: Path, found: dict[str, Any], size: int, faults: list[str]) -> dict[str, Entry]:
+def _checked(path: Path, records: dict[str, Any], size: int, faults: list[str]) -> dict[str, Entry]:
     """The entries of a header, where every tensor lies in the file, has its shape's bytes, and overlaps no other."""
     end = 0
-    for name, (kind, shape, start, stop) in sorted(found.items(), key=lambda x: (x[1][2], x[1][3])):
+    for name, (kind, shape, start, stop) in sorted(records.items(), key=lambda x: (x[1][2], x[1][3])):
         itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
         numbers = (*shape, start, stop)
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) or stop < start:
@@ -172,7 +172,7 @@ def _checked(path: Path, found: dict[str, Any], size: int, faults: list[str]) ->
         faults.append(f"{path.name}: {size - end} bytes belong to no tensor")
     return {
         name: Entry(shape, DTYPES[kind] if kind in DTYPES else str(kind), path)
-        for name, (kind, shape, *_) in found.items()
+        for name, (kind, shape, *_) in records.items()
     }
 
 

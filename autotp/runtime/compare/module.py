@@ -50,25 +50,26 @@ class ComparedModule(ShardedModule):
         if arguments.given or kwargs.get("use_cache"):
             raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
         call = _before(self, args, kwargs)
-        with _listening(self) as call.heard:
+        with _listening(self) as call.part_values:
             outputs = super().forward(*args, **kwargs)
-        found = self._match(arguments)
-        assert found is not None  # it has just run
+        match = self._match(arguments)
+        assert match is not None  # it has just run
         original: Any = self._compared_with
-        trial = Trial(self._shards, self._source, self._order, *found, original, call, self._note)
+        trial = Trial(self._shards, self._source, self._order, *match, original, call, self._note)
         with call.undisturbed():
             self._note(trial.forward(compat.tree_leaves(outputs)))
         if not torch.is_grad_enabled():
             return outputs
         leaves, spec = compat.tree_flatten(outputs)
         # Where an output is read within the model too, its own gradient is that of both: the user gets another name.
-        leaves = [x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x for x in leaves]
+        for i, x in enumerate(leaves):
+            leaves[i] = x.view_as(x) if isinstance(x, Tensor) and x.requires_grad else x
         trial.await_backward(leaves)
         return compat.tree_unflatten(leaves, spec)
 
-    def _note(self, told: str) -> None:
-        self.compared = (*self.compared, told)
-        log.info("%s", told)
+    def _note(self, text: str) -> None:
+        self.compared = (*self.compared, text)
+        log.info("%s", text)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         memo[id(self._compared_with)] = self._compared_with
@@ -106,9 +107,9 @@ def _before(module: ShardedModule, args: Any, kwargs: Any) -> Call:
     shards = module._shards
     flat, spec = compat.tree_flatten((args, kwargs))
     if shards.ranks is not None or module._source.tp == 1:
-        told = state.input_text(flat, spec, True)
-        agree(shards.ranks, "the inputs of this call, with which compare= runs the original", told)
-    call = Call(flat, spec, {name: getattr(*held[0]) for name, held in shards.holders.items()}, shards.device)
+        facts = state.input_text(flat, spec, True)
+        agree(shards.ranks, "the inputs of this call, with which compare= runs the original", facts)
+    call = Call(flat, spec, {name: getattr(*holder[0]) for name, holder in shards.holders.items()}, shards.device)
     call.random = broadcast(shards.ranks, call.random)  # as the call's own are rank 0's
     return call
 
@@ -117,18 +118,18 @@ def _before(module: ShardedModule, args: Any, kwargs: Any) -> Call:
 def _listening(module: ShardedModule) -> Iterator[list[tuple[str, list[Tensor]]]]:
     """What each part gives in a call, after the user's own hooks, in order; not where a hook would keep it from being
     compiled."""
-    heard: list[tuple[str, list[Tensor]]] = []
+    values: list[tuple[str, list[Tensor]]] = []
     parts = {id(part): (path, part) for path, part in reversed(module._shards.parts.items()) if path}
     if module._source.lowering.name != "eager":
         parts = {}
 
     def hear(part: nn.Module, args: Any, outputs: Any) -> None:
         leaves = [t.detach() for t in compat.tree_leaves(outputs) if isinstance(t, Tensor)]
-        heard.append((parts[id(part)][0], leaves))
+        values.append((parts[id(part)][0], leaves))
 
     handles = [part.register_forward_hook(hear) for _, part in parts.values()]
     try:
-        yield heard
+        yield values
     finally:
         for handle in handles:
             handle.remove()

@@ -37,13 +37,13 @@ class Replay:
     def read_weights(self) -> None:
         """The weights of now: this rank's, and all of them, rank 0's where each rank has them whole."""
         for name, storage in self.shards.storages.items():
-            held = state.pieces(self.shards, name)
-            wanted = torch.is_grad_enabled() and any(p.requires_grad for p in held)
-            local = storage.local([compat.part_of(p).detach() for p in held])
-            whole = storage.full([p.detach() for p in held])
+            parameters = state.pieces(self.shards, name)
+            needs_grad = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+            local = storage.local([compat.part_of(p).detach() for p in parameters])
+            whole = storage.full([p.detach() for p in parameters])
             whole = whole if storage.pieces else self._first_ranks(whole)
-            self.here.leaves[name] = local.detach().requires_grad_(wanted)
-            self.whole.leaves[name] = whole.detach().requires_grad_(wanted)
+            self.here.leaves[name] = local.detach().requires_grad_(needs_grad)
+            self.whole.leaves[name] = whole.detach().requires_grad_(needs_grad)
         self.buffers = {name: self._first_ranks(b) for name, b in self.call.buffers.items()}
 
     def _first_ranks(self, value: Tensor) -> Tensor:
@@ -63,13 +63,13 @@ class Replay:
         self.call.rewind()
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
         values = self._placeholder_values(run)
-        given = dict(zip(placeholders, values, strict=True))
-        self.given = {leaf.node: value for leaf, value in zip(self.capture.leaves, values, strict=True)}
+        value_of = dict(zip(placeholders, values, strict=True))
+        self.leaf_values = {leaf.node: value for leaf, value in zip(self.capture.leaves, values, strict=True)}
         # The graph holds its casts: under autocast they would be made again.
         cast = self.capture.state[-1] is not None
         quiet = torch.autocast(self.call.device.type, enabled=False) if cast else nullcontext()
         with quiet:
-            return compat.tree_leaves(reference(graph, given, observe))
+            return compat.tree_leaves(reference(graph, value_of, observe))
 
     def _placeholder_values(self, run: Run) -> list[Any]:
         """What each placeholder holds, in the order of the leaves, which the ranks' program has too."""

@@ -22,13 +22,13 @@ Random = tuple[Tensor, Tensor | None]
 
 @dataclass
 class Call:
-    """What a call starts from: its flat inputs and the buffers; `heard`: what each part gave, in order."""
+    """What a call starts from: its flat inputs and the buffers; `part_values`: what each part gave, in order."""
 
     flat: list[Any]
     spec: Any
     buffers: dict[str, Tensor]
     device: torch.device
-    heard: list[tuple[str, list[Tensor]]] = field(default_factory=list)
+    part_values: list[tuple[str, list[Tensor]]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.flat = again(self.flat, clone=True)  # a call may write to its inputs
@@ -58,8 +58,11 @@ def again(values: Sequence[Any], clone: bool = False) -> list[Any]:
     """The values as leaves of another autograd graph."""
     out = []
     for x in values:
-        made = (x.detach().clone() if clone else x.detach()) if isinstance(x, Tensor) else x
-        out.append(made.requires_grad_(x.requires_grad) if isinstance(x, Tensor) else made)
+        if isinstance(x, Tensor):
+            leaf = x.detach().clone() if clone else x.detach()
+            out.append(leaf.requires_grad_(x.requires_grad))
+        else:
+            out.append(x)
     return out
 
 
@@ -82,7 +85,8 @@ class Run:
         """Fill the gradients, from those of the outputs at these positions."""
         pairs = [(self.outputs[i], g) for i, g in grads.items() if self.outputs[i].requires_grad]
         if pairs:
-            torch.autograd.backward([o for o, _ in pairs], [g.to(o.dtype) for o, g in pairs])
+            outputs, gradients = zip(*pairs, strict=True)
+            torch.autograd.backward(outputs, [g.to(o.dtype) for o, g in pairs])
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,13 @@ def verdict(ranks: Ranks | None, mine: Gap | None, what: str, advice: str, round
     if ranks is not None:
         every = [None] * ranks.tp
         dist.all_gather_object(every, mine, group=ranks.group)
-    found = [gap for gap in every if gap is not None]
-    if not found:
+    gaps = [gap for gap in every if gap is not None]
+    if not gaps:
         return
-    first = min(found, key=lambda gap: gap.order)
-    here = [f"off by {gap.error:.1e}" if gap is not None and gap.order == first.order else "equal" for gap in every]
+    first = min(gaps, key=lambda gap: gap.order)
+    here = []
+    for gap in every:
+        here.append(f"off by {gap.error:.1e}" if gap is not None and gap.order == first.order else "equal")
     raise CompareError(
         f"compare: {what} {first.what} are not the original's ({by_value(here)}, as a part of the largest; rounding in "
         f"{rounding.name} allows {rounding.allowed:.1e}), and all before them are. {advice}."
@@ -153,13 +159,16 @@ def tensors_of(outputs: Any) -> list[Tensor]:
 
 def by_shape(values: Any) -> dict[Any, list[tuple[set[str], Tensor]]]:
     """The values by their shapes, each with the modules that it was made in."""
-    found: dict[Any, list[tuple[set[str], Tensor]]] = defaultdict(list)
+    groups: dict[Any, list[tuple[set[str], Tensor]]] = defaultdict(list)
     for modules, value in values:
-        found[tuple(value.shape)].append((modules, value.detach()))
-    return found
+        groups[tuple(value.shape)].append((modules, value.detach()))
+    return groups
 
 
-def nearest(values: Sequence[Tensor], known: Mapping[Any, list[tuple[set[str], Tensor]]]) -> float:
+def nearest(values: Sequence[Tensor], candidates: Mapping[Any, list[tuple[set[str], Tensor]]]) -> float:
     """How far the farthest of these is from what is most like it."""
-    gaps = [[relative(wide(k), wide(v)) for _, k in known.get(tuple(v.shape), [])] for v in values]
-    return max((min(each) for each in gaps if each), default=0.0)
+    gaps = [0.0]
+    for v in values:
+        own = [relative(wide(k), wide(v)) for _, k in candidates.get(tuple(v.shape), [])]
+        gaps += [min(own)] if own else []
+    return max(gaps)

@@ -44,7 +44,7 @@ from .runs import (  # fmt: skip
     wide,
 )
 
-SENT = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
+CAUSE = "Ranks hold other values of what is whole on each, or a collective gave other numbers there"
 AROUND = (
     "Run operator by operator the program agrees: look at what stands around the modules (hooks, wrappers, modules and "
     "attributes that were replaced), or leave out the compiler and the optimisations (backend='eager', optimise=False)"
@@ -67,7 +67,7 @@ class Trial(Replay):
         self.own = Run()
         self.arrived: dict[int, Tensor] = {}
         self.were: dict[str, list[Tensor | None]] = {}
-        self.done = False
+        self.finished = False
         kinds = [p.dtype for p in shards.root.parameters() if p.is_floating_point()]
         kinds += [self.capture.state[-1]] if self.capture.state[-1] is not None else []
         self.rounding = Rounding(max(kinds, key=lambda d: torch.finfo(d).eps, default=torch.float32))
@@ -84,13 +84,15 @@ class Trial(Replay):
         self.here.outputs = self.run(graph, self.here, lambda n, v: self.here.keep(olds[n], v))
         original = next(iter(self.sharded.origin.values()))[0].graph
         self._together(lambda: setattr(self.whole, "outputs", self.run(original, self.whole, self._keep_whole)))
-        self.kept = [i for i in range(len(self.whole.outputs)) if i not in self.capture.mutations]
-        self._verdict(self._program(), SENT)
+        self.positions = [i for i in range(len(self.whole.outputs)) if i not in self.capture.mutations]
+        self._verdict(self._program(), CAUSE)
         self._verdict(self._outputs(outputs), AROUND)
-        drawn = self.program.seeds > 0
-        if not drawn:
+        random = self.program.seeds > 0
+        if not random:
             self._verdict(self._together(self._users), STALE)
-        unlike = " (the original's own random numbers are others: its graph was run with the module's)" if drawn else ""
+        unlike = (
+            " (the original's own random numbers are others: its graph was run with the module's)" if random else ""
+        )
         return self._equal(f"{self.compared} values") + unlike
 
     def _keep_whole(self, node: fx.Node, value: Any) -> None:
@@ -104,11 +106,13 @@ class Trial(Replay):
             whole = self.whole.values.get(origin) if origin is not None else None
             if local is None or whole is None or origin is None:
                 continue
-            read = [self.whole.values[n, 0] for n in origin[0].all_input_nodes if (n, 0) in self.whole.values]
-            scale = max((largest(x) for x in read if x.is_floating_point()), default=0.0)  # a sum of these may be zero
+            operands = [self.whole.values[n, 0] for n in origin[0].all_input_nodes if (n, 0) in self.whole.values]
+            scale = max(
+                (largest(x) for x in operands if x.is_floating_point()), default=0.0
+            )  # a sum of these may be zero
             error = self._error(node, local.detach(), whole.detach(), self.sharded.layouts[node], scale)
             if not error <= self.tolerance:
-                return Gap(at, self._told(node), error)
+                return Gap(at, self._value_name(node), error)
         return None
 
     def _error(self, node: fx.Node, local: Tensor, whole: Tensor, layout: Layout, scale: float) -> float:
@@ -127,10 +131,10 @@ class Trial(Replay):
             return size
         if isinstance(size, Groups):
             return self.whole.values[self.sharded.origin[self.sharded.ends[node]]]
-        sizes = {str(s): self.given[owner].shape[dim] for s, (owner, dim) in self.capture.symbols.items()}
+        sizes = {str(s): self.leaf_values[owner].shape[dim] for s, (owner, dim) in self.capture.symbols.items()}
         return int(size.subs({s: sizes[str(s)] for s in size.free_symbols}))
 
-    def _told(self, node: fx.Node) -> str:
+    def _value_name(self, node: fx.Node) -> str:
         """A value by the module that makes it."""
         origin = self.sharded.origin[node][0]
         leaf = next((x for x in self.capture.leaves if x.node.name == origin.name), None)
@@ -144,22 +148,24 @@ class Trial(Replay):
 
     def _outputs(self, outputs: Sequence[Any]) -> Gap | None:
         """An output of the call that is not the original's; by the first part that gave what its program does not."""
-        for i, (position, found) in enumerate(zip(self.kept, outputs, strict=True)):
-            wanted = self.whole.outputs[position]
-            if not isinstance(found, Tensor) or not isinstance(wanted, Tensor):
+        for i, (position, output) in enumerate(zip(self.positions, outputs, strict=True)):
+            expected = self.whole.outputs[position]
+            if not isinstance(output, Tensor) or not isinstance(expected, Tensor):
                 continue
-            error = relative(wide(found.detach()), wide(wanted.detach()))
+            error = relative(wide(output.detach()), wide(expected.detach()))
             if not error <= self.tolerance:
-                known = by_shape((set(), v) for v in self.here.values.values())
-                for at, (path, values) in enumerate(self.call.heard):
-                    if any(not self._found(v, known, None) for v in values):
+                candidates = by_shape((set(), v) for v in self.here.values.values())
+                for at, (path, values) in enumerate(self.call.part_values):
+                    if any(not self._has_like(v, candidates, None) for v in values):
                         return Gap(at, f"{module_name(path)} (by what it gives; so output {i})", error)
-                return Gap(len(self.call.heard) + i, f"the model (its output {i})", error)
+                return Gap(len(self.call.part_values) + i, f"the model (its output {i})", error)
         return None
 
-    def _found(self, value: Tensor, known: Mapping[Any, list[tuple[set[str], Tensor]]], module: str | None) -> bool:
+    def _has_like(
+        self, value: Tensor, candidates: Mapping[Any, list[tuple[set[str], Tensor]]], module: str | None
+    ) -> bool:
         """Whether this is one of the values of its shape: those that were made in this module, if any were."""
-        alike = known.get(tuple(value.shape), [])
+        alike = candidates.get(tuple(value.shape), [])
         alike = [x for x in alike if module in x[0]] or alike
         return not alike or any(relative(wide(v), wide(value.detach())) <= self.tolerance for _, v in alike)
 
@@ -184,24 +190,24 @@ class Trial(Replay):
         inputs = without_cache(model, Inputs(*args, **kwargs))[0]
         self.call.rewind()
         self.own.outputs = compat.tree_leaves(model(*inputs.args, **inputs.kwargs))
-        known = by_shape(
+        candidates = by_shape(
             ({module_of(p) for p in module_path(n)}, v.detach()) for (n, _), v in self.whole.values.items()
         )
         for at, (name, values) in enumerate(gave):
-            if any(not self._found(v, known, name) for v in values):
-                return Gap(at, module_name(name), nearest(values, known))
+            if any(not self._has_like(v, candidates, name) for v in values):
+                return Gap(at, module_name(name), nearest(values, candidates))
         return None
 
     # ---- the backward ----------------------------------------------------------------------------------------------
 
     def await_backward(self, outputs: Sequence[Any]) -> None:
         """Compare the gradients when a backward reaches these outputs."""
-        for position, output in zip(self.kept, outputs, strict=True):
+        for position, output in zip(self.positions, outputs, strict=True):
             if isinstance(output, Tensor) and output.requires_grad:
                 output.register_hook(partial(self._arrive, position))
 
     def _arrive(self, position: int, grad: Tensor) -> None:
-        if self.done:
+        if self.finished:
             return
         if not self.arrived:
             self.were = {n: self._grads(n, clone=True) for n in self.shards.storages}
@@ -209,20 +215,23 @@ class Trial(Replay):
         self.arrived[position] = grad.detach().clone()
 
     def _grads(self, name: str, clone: bool = False) -> list[Tensor | None]:
-        held = [None if p.grad is None else compat.part_of(p.grad) for p in state.pieces(self.shards, name)]
-        return [g.clone() if clone and g is not None else g for g in held]
+        gradients: list[Tensor | None] = []
+        for p in state.pieces(self.shards, name):
+            gradient = None if p.grad is None else compat.part_of(p.grad)
+            gradients.append(gradient.clone() if clone and gradient is not None else gradient)
+        return gradients
 
     def _backward(self) -> None:
-        self.done, self.compared = True, 0
+        self.finished, self.compared = True, 0
         with self.call.undisturbed(), torch.autograd.set_multithreading_enabled(False):
             self.here.backward(self.arrived)
             self._together(lambda: self.whole.backward(self.arrived))
             grads = [x.grad for x in self.whole.values.values() if x.grad is not None]
             self.most = SUMMED * max(map(largest, grads), default=0.0)
-            self._verdict(self._gradients(), SENT, "the gradients of")
+            self._verdict(self._gradients(), CAUSE, "the gradients of")
             self._verdict(self._parameters(self._gained, self.here), AROUND, "the gradients of")
-            if len(self.own.outputs) == len(self.kept):
-                mine = {self.kept.index(i): g for i, g in self.arrived.items()}
+            if len(self.own.outputs) == len(self.positions):
+                mine = {self.positions.index(i): g for i, g in self.arrived.items()}
                 self._together(lambda: self.own.backward(mine))
                 own = self._parameters(lambda n: self.own.leaves[n].grad, self.whole)
                 self._verdict(own, STALE, "the gradients of")
@@ -240,29 +249,30 @@ class Trial(Replay):
             mine = local.grad if local.grad is not None else torch.zeros_like(local)
             error = self._error(node, mine, whole.grad, self.sharded.layouts[node].dual, self.most)
             if not error <= self.tolerance:
-                return Gap(-at, self._told(node), error)
+                return Gap(-at, self._value_name(node), error)
         return None
 
-    def _parameters(self, found: Callable[[str], Tensor | None], run: Run) -> Gap | None:
+    def _parameters(self, gradient_of: Callable[[str], Tensor | None], run: Run) -> Gap | None:
         """The last parameter whose gradient is not that of a run."""
         for at, name in enumerate(reversed(run.leaves)):
-            mine, wanted = found(name), run.leaves[name].grad
+            mine, expected = gradient_of(name), run.leaves[name].grad
             if mine is None:
                 continue
-            error = relative(wide(mine), wide(torch.zeros_like(mine) if wanted is None else wanted), self.most)
+            error = relative(wide(mine), wide(torch.zeros_like(mine) if expected is None else expected), self.most)
             if not error <= self.tolerance:
                 return Gap(at, f"{module_name(name.rpartition('.')[0])} (its parameter {name})", error)
         return None
 
     def _gained(self, name: str) -> Tensor | None:
         """What the user's backward has added to a parameter's gradient on this rank; None where nothing."""
-        gained = [
-            None if now is None else now if was is None else now - was
-            for was, now in zip(self.were[name], self._grads(name), strict=True)
-        ]
-        pieces = [torch.zeros_like(compat.part_of(p)) if g is None else g
-                  for g, p in zip(gained, state.pieces(self.shards, name), strict=True)]  # fmt: skip
-        return None if all(g is None for g in gained) else self.shards.storages[name].local(pieces)
+        now = self._grads(name)
+        if all(g is None for g in now):
+            return None
+        pieces: list[Tensor] = []
+        for p, before, after in zip(state.pieces(self.shards, name), self.were[name], now, strict=True):
+            gain = torch.zeros_like(compat.part_of(p)) if after is None else after
+            pieces.append(gain if after is None or before is None else gain - before)
+        return self.shards.storages[name].local(pieces)
 
     # ---- the verdict -----------------------------------------------------------------------------------------------
 
@@ -270,7 +280,7 @@ class Trial(Replay):
         return together(self.shards.ranks, "running the original (compare=)", run)
 
     def _verdict(self, mine: Gap | None, advice: str, what: str = "the values of") -> None:
-        self.done = self.done or mine is not None
+        self.finished = self.finished or mine is not None
         verdict(self.shards.ranks, mine, what, advice, self.rounding)
 
     def _equal(self, what: str) -> str:

@@ -63,7 +63,7 @@ class Generates:
         if kind is not None:
             kind.learn(program, order)
         elif program.capture.conditions is None:  # else every call is asked whether it meets them
-            self._known[key] = program, order
+            self._programs_by_call[key] = program, order
 
     def _captured(self, call: Arguments) -> Capture:
         """The graph for a call; captured again while it shows more of what changes from call to call.

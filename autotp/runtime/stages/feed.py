@@ -49,13 +49,13 @@ class Feed:
             InputError: the model was captured for another kind of call.
         """
         flat, spec = compat.tree_flatten((inputs.args, dict(inputs.kwargs)))
-        called = form(self.bare, flat, spec)[0]
-        if called.key != self._form.key:
+        call_form = form(self.bare, flat, spec)[0]
+        if call_form.key != self._form.key:
             raise InputError(
                 "this call has other arguments than the example inputs: stages run the one program that they were cut "
                 f"from. The program takes {', '.join(self.names)}."
             )
-        order = [flat[i] for i in called.order]
+        order = [flat[i] for i in call_form.order]
         place = dict(zip(self._form.order, order, strict=True))
         tensors = [i for i, x in enumerate(self.capture.inputs) if isinstance(x.node.meta.get("val"), Tensor)]
         return {name: place[i] for name, i in zip(self.names, tensors, strict=True)}

@@ -15,7 +15,7 @@ from autotp.capture.capture import aliases, skeleton
 from autotp.comm.ranks import Ranks, agree, check_degree, together
 from autotp.cost import Cluster
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
-from autotp.driver.pipeline import applied, mode_of, needed, prepare
+from autotp.driver.pipeline import applied, mode_of, prepare, required_inputs
 from autotp.driver.staging import Staging, found_units, staging
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
@@ -89,23 +89,27 @@ def stages(
     steering.refuse_beside(plan)
     grid, ranks = _grid(pp, tp, dp, chunks, order, mesh)
     model = with_loss(model, loss) if loss is not None else model
-    inputs = together(grid.world, "reading the example inputs", lambda: needed(model, example_inputs, "autotp.stages"))
+    inputs = together(
+        grid.world, "reading the example inputs", lambda: required_inputs(model, example_inputs, "autotp.stages")
+    )
     lowering, request = Lowering.read(backend, options, optimise), CaptureRequest.read(dp, outputs, "counter")
-    chosen = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axis)
+    settings = Options.of_plan(plan) if plan is not None else Options.read(tp, steering, axis)
     if plan is not None and (plan.tp, plan.batch.size) != (tp, dp):
         raise PlanError(f"the plan is for tp={plan.tp} and dp={plan.batch.size}, and tp={tp}, dp={dp} are asked for.")
-    build = Build(model, grid.world, chosen, request, lowering, plan, check, check_capture)
+    build = Build(model, grid.world, settings, request, lowering, plan, check, check_capture)
     limit = Options.read(tp, Steering(memory=memory)).memory
-    return _made(build, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
+    return _staged_pipe(build, inputs, grid, ranks, limit, outputs == "loss" or loss is not None)
 
 
-def _made(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool) -> Pipe:
+def _staged_pipe(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: float | None, loss: bool) -> Pipe:
     """Capture, plan, cut, and of the stages those of this rank."""
     captured, notes = build.capture(inputs)
     plan = build.decided(captured, notes, inputs)
-    found, pieces = together(grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit))
+    division, pieces = together(
+        grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit)
+    )
     agree(grid.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
-    return _pipe(build, captured, plan, found, pieces, grid, ranks, inputs, loss)
+    return _pipe(build, captured, plan, division, pieces, grid, ranks, inputs, loss)
 
 
 def _read(pp: int, tp: int, dp: int, chunks: int, order: str) -> Any:
@@ -156,21 +160,21 @@ def _cut(
             "run: there is no form of it that draws by counters. Leave it out, or use tensor parallelism alone."
         )
     planned, sharded, builder = applied(captured, plan, options)
-    found = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
+    division = staging(planned, sharded, builder, plan.model, grid.size, grid.chunks, limit)
     units = found_units(sharded, plan.model, grid.size, grid.chunks)
-    return found, cut(planned, sharded, stage_starts(units, found.division.sizes))
+    return division, cut(planned, sharded, stage_starts(units, division.division.sizes))
 
 
 def _pipe(
-    build: Build, captured: Capture, plan: Plan, found: Staging, pieces: list[Piece], grid: Grid, ranks: Ranks,
+    build: Build, captured: Capture, plan: Plan, division: Staging, pieces: list[Piece], grid: Grid, ranks: Ranks,
     inputs: Inputs, loss: bool,
 ) -> Pipe:  # fmt: skip
     """This rank's modules."""
     model, first = build.model, aliases(build.model)
     own = [i for i, place in enumerate(grid.places) if place == grid.rank]
     names = [_first(piece.names, first) for piece in pieces]
-    placed = [place for place, size in zip(grid.places, found.division.sizes, strict=True) for _ in range(size)]
-    blocks = tuple(f"{u}." for u, place in zip(found.units, placed, strict=True) if place == grid.rank)
+    placed = [place for place, size in zip(grid.places, division.division.sizes, strict=True) for _ in range(size)]
+    blocks = tuple(f"{u}." for u, place in zip(division.units, placed, strict=True) if place == grid.rank)
     names[0] |= unread(model, set().union(*names))
     mine = set().union(*(names[i] for i in own))
     paths = set().union(*(pieces[i].paths for i in own))
@@ -194,22 +198,22 @@ def _pipe(
     def again(training: bool) -> tuple[Feed, list[Piece]]:
         bare.train(training)
         other = prepare(bare, inputs, ranks.device, mode_of(bare.modules(), ranks.device), request=request)
-        return Feed(bare, other), _pieces(other, plan, options, grid, found)
+        return Feed(bare, other), _pieces(other, plan, options, grid, division)
 
     modes = Modes(module, tuple(own), loss and grid.stages - 1 in own, grid.world, again)
     modes.add(captured.training, Feed(bare, captured), pieces)
-    return Pipe(plan, module, modes, found, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
+    return Pipe(plan, module, modes, division, grid, sums, modes[captured.training].feed.tensors(inputs), loss)
 
 
 def _first(names: set[str], first: Mapping[str, str]) -> set[str]:
     return {first.get(n, n) for n in names}
 
 
-def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, found: Staging) -> list[Piece]:
+def _pieces(captured: Capture, plan: Plan, options: Options, grid: Grid, division: Staging) -> list[Piece]:
     """The stages of another program of the model, cut before the same blocks."""
     planned, sharded, _ = applied(captured, plan, options)
     units = found_units(sharded, plan.model, grid.size, grid.chunks)
-    return cut(planned, sharded, stage_starts(units, found.division.sizes))
+    return cut(planned, sharded, stage_starts(units, division.division.sizes))
 
 
 def _no_other(*args: Any) -> Any:

@@ -37,23 +37,23 @@ class Modes:
     loss: bool
     world: Ranks
     again: Callable[[bool], tuple[Feed, list[Piece]]]
-    made: dict[bool, Running] = field(default_factory=dict)
+    by_mode: dict[bool, Running] = field(default_factory=dict)
 
     def add(self, training: bool, feed: Feed, pieces: Sequence[Piece]) -> None:
         """Make the stages of this rank."""
         last = len(pieces) - 1
         stages = {i: Stage(self.module, pieces[i], i, self.loss and i == last) for i in self.own}
-        self.made[training] = Running(feed, stages)
+        self.by_mode[training] = Running(feed, stages)
 
     @property
     def now(self) -> Running:
         """The stages of the present mode, of which there is a schedule."""
-        return self.made[self.module.training]
+        return self.by_mode[self.module.training]
 
     def __getitem__(self, training: bool) -> Running:
         """The stages of a mode. A collective call of all ranks where it is the first."""
-        if training not in self.made:
+        if training not in self.by_mode:
             feed, pieces = together(self.world, "cutting the model", lambda: self.again(training))
             agree(self.world, "the stages", {f"stage {i}": p.capture.digest() for i, p in enumerate(pieces)})
             self.add(training, feed, pieces)
-        return self.made[training]
+        return self.by_mode[training]

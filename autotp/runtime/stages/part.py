@@ -14,7 +14,7 @@ from autotp.ir.leaves import CONSTANT
 from autotp.passes.stages.cut import Piece
 from autotp.runtime import state
 from autotp.runtime.module import ShardedModule
-from autotp.runtime.programs import Program, taken
+from autotp.runtime.programs import Program, readings
 from autotp.runtime.tree import Assembler
 
 ALONE = (
@@ -39,13 +39,13 @@ class StagedModule(ShardedModule):
         judges = source.lowering.judges(source.ranks, source.tp, shards.place)
         peak = self._plan.memory.peak
         graph, fired = source.lowering.program(piece.sharded, source.places(), shards.place, peak, judges)
-        inputs, reads, count = taken(piece.capture, graph, shards)
+        inputs, reads, count = readings(piece.capture, graph, shards)
         constants = {x.name: piece.capture.constants[x.name] for x in piece.capture.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         Assembler(shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
         none: Any = None  # of a call: a stage is called by position
         program = Program(piece.capture, piece.sharded, graph, key, none, count, False, fired, compiler)
-        self._programs_made.add(program, self._order, self._known)
+        self._programs_made.add(program, self._order, self._programs_by_call)
         return program
 
     def run(self, program: Program, values: Sequence[Tensor], base: int) -> list[Any]:
@@ -57,15 +57,15 @@ class StagedModule(ShardedModule):
         cast = program.capture.state[-1] is not None
         plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
         with plain:
-            outputs = self._programs[program.key](*values, *program.random(self._shards, base))
-        kept = []
-        for i, value in enumerate(outputs):
+            results = self._programs[program.key](*values, *program.random(self._shards, base))
+        outputs = []
+        for i, value in enumerate(results):
             taker = program.capture.mutations.get(i)
             if isinstance(taker, str):
                 state.write(self._shards, taker, value)
             else:
-                kept.append(value)
-        return kept
+                outputs.append(value)
+        return outputs
 
     def own(self, names: Mapping[str, Any] | set[str]) -> list[tuple[str, torch.nn.Parameter]]:
         """The parameters, by name, that hold these of the original's."""

@@ -76,7 +76,7 @@ class Pipe:
     ) -> None:  # fmt: skip
         self.plan, self.module, self.staging = plan, module, staging
         self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
-        self._made: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
+        self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -133,23 +133,23 @@ class Pipe:
         if not self._example:
             raise InputError("the model takes no tensors.")
         of: Any = parts[0] if single else parts
-        made = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
-        self._made[made] = microbatches, stages
-        return made
+        torch_schedule = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
+        self._schedules[torch_schedule] = microbatches, stages
+        return torch_schedule
 
     def _pipeline_stage(self, stage: Stage) -> PipelineStage:
         ranks, piece = self._grid.world, stage.piece
         tp = self.module._source.ranks
         assert tp is not None
         sizes = self._now.feed.sizes(self._example)
-        received = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.received)
-        sent = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.sent)
-        if not sent:
-            sent = tuple(
+        inputs = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.wires_in)
+        outputs = tuple(local_example(w, sizes, tp.rank, tp.tp) for w in piece.wires_out)
+        if not outputs:
+            outputs = tuple(
                 torch.empty(1, device="meta") for _ in outputs_of(piece.capture)
             )  # of the last: their number counts
         return PipelineStage(
-            stage, stage.index, self._grid.stages, ranks.device, input_args=received, output_args=sent,
+            stage, stage.index, self._grid.stages, ranks.device, input_args=inputs, output_args=outputs,
             group=self._grid.pipeline,
         )  # fmt: skip
 
@@ -159,35 +159,37 @@ class Pipe:
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
-        fed = together(self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches))
-        return fed | self._base(microbatches)
+        tensors = together(
+            self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches)
+        )
+        return tensors | self._base(microbatches)
 
     def _own(self, now: Running, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
         """The inputs that this rank's stages read, moved to its device."""
         tensors = now.feed.tensors(inputs)
-        shapes, wanted = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
-        if shapes != wanted:
+        shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
+        if shapes != expected:
             raise InputError(
-                f"micro-batches of {shapes} were given, and the stages were made for {wanted}: what they send each "
+                f"micro-batches of {shapes} were given, and the stages were made for {expected}: what they send each "
                 "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
             )
-        read = {name for stage in now.stages.values() for name in stage.piece.inputs}
+        names = {name for stage in now.stages.values() for name in stage.piece.inputs}
         device = self._grid.world.device
-        return {name: t.to(device) for name, t in tensors.items() if name in read}
+        return {name: t.to(device) for name, t in tensors.items() if name in names}
 
     def _base(self, microbatches: int) -> dict[str, Tensor]:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
         if not any(x.kind is SEEDS for x in self._modes.now.feed.capture.leaves):
             return {}
-        drawn = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
-        dist.broadcast(drawn, group=self._grid.world.group, group_src=0)
-        return {BASE: drawn.cpu()}
+        seeds = torch.tensor([base_seed() for _ in range(microbatches)]).to(self._grid.world.device)
+        dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
+        return {BASE: seeds.cpu()}
 
     def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, dict[str, Tensor]]:
         """How many micro-batches a schedule runs, and this rank's inputs; or why it cannot run them."""
-        if schedule is None or schedule not in self._made:
+        if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
-        count, stages = self._made[schedule]
+        count, stages = self._schedules[schedule]
         for stage in stages:
             stage.check_mode()
         return count, self._own(self._modes.now, inputs, count)
@@ -210,16 +212,16 @@ class Pipe:
 
     def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None, around: Any) -> Tensor:
         grid = self._grid
-        count, fed = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
-        fed |= self._base(count)
+        count, tensors = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+        tensors |= self._base(count)
         losses: list[Tensor] = []
-        told: dict[str, Any] = {}
+        options: dict[str, Any] = {}
         device = grid.world.device
         if grid.rank == grid.last:
             target = torch.zeros(count) if target is None else target
-            told = {"target": target.to(device), "losses": losses}
+            options = {"target": target.to(device), "losses": losses}
         with around:
-            getattr(schedule, method)(**fed, **told)
+            getattr(schedule, method)(**tensors, **options)
         total = torch.zeros((), dtype=torch.double)
         for loss in losses:
             total += loss.detach().double().cpu()

@@ -18,32 +18,32 @@ def pruned(model: nn.Module, names: Collection[str], paths: Collection[str]) -> 
         paths: of the modules that it has beside those that hold something.
     """
     first = aliases(model)
-    wanted = {first.get(n, n) for n in names}
-    tensors = {n for n, f in first.items() if f in wanted}
-    kept = {*paths, *(n.rpartition(".")[0] for n in tensors)}
-    homes = set(kept)
-    for path in kept:
+    first_names = {first.get(n, n) for n in names}
+    tensors = {n for n, f in first.items() if f in first_names}
+    module_paths = {*paths, *(n.rpartition(".")[0] for n in tensors)}
+    homes = set(module_paths)
+    for path in module_paths:
         homes |= {".".join(path.split(".")[:i]) for i in range(1, path.count(".") + 1)}
-    made: dict[int, nn.Module] = {}
+    copies: dict[int, nn.Module] = {}
 
     def part(module: nn.Module, path: str) -> nn.Module:
-        if id(module) not in made:
+        if id(module) not in copies:
             new: Any = object.__new__(type(module))
-            made[id(module)] = new
+            copies[id(module)] = new
             new.__dict__ = dict(vars(module))
             inside = f"{path}." if path else ""
-            for held in ("_parameters", "_buffers"):
-                old = vars(module)[held]
+            for table in ("_parameters", "_buffers"):
+                old = vars(module)[table]
                 # None, which forwards and descriptions ask for, in the place of what is held elsewhere.
-                new.__dict__[held] = dict.fromkeys(old) | {k: t for k, t in old.items() if inside + k in tensors}
+                new.__dict__[table] = dict.fromkeys(old) | {k: t for k, t in old.items() if inside + k in tensors}
             children = {k: m for k, m in module._modules.items() if m is None or inside + k in homes}
             new.__dict__["_modules"] = {k: m and part(m, inside + k) for k, m in children.items()}
-        return made[id(module)]
+        return copies[id(module)]
 
     return part(model, "")
 
 
-def unread(model: nn.Module, read: Collection[str]) -> set[str]:
+def unread(model: nn.Module, names: Collection[str]) -> set[str]:
     """First names of the tensors of a model that no stage reads: the first stage holds them, for checkpoints."""
     first = aliases(model)
-    return set(first.values()) - {first.get(n, n) for n in read}
+    return set(first.values()) - {first.get(n, n) for n in names}

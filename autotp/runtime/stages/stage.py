@@ -36,20 +36,20 @@ class Stage(nn.Module):
 
     module: StagedModule
 
-    def forward(self, *received: Tensor, **inputs: Any) -> Any:
+    def forward(self, *values_in: Tensor, **inputs: Any) -> Any:
         """The values for the next stage, or the model's outputs: a tensor, or a tuple of some."""
         names = [n for n in self.piece.inputs if n not in inputs]
-        if names or len(received) != len(self.piece.received):
+        if names or len(values_in) != len(self.piece.wires_in):
             raise InputError(
-                f"stage {self.index} takes {len(self.piece.received)} values of the stage before and the inputs "
-                f"{', '.join(self.piece.inputs) or 'none'}; it got {len(received)}, and lacks {names}. "
+                f"stage {self.index} takes {len(self.piece.wires_in)} values of the stage before and the inputs "
+                f"{', '.join(self.piece.inputs) or 'none'}; it got {len(values_in)}, and lacks {names}. "
                 "Pass what pipe.feed(...) gives to the schedule's step."
             )
         self.check_mode()
         base = int(inputs[BASE]) if BASE in inputs else 0
-        values = [*map(_received, received), *(inputs[n] for n in self.piece.inputs)]
+        values = [*map(_contiguous_gradient, values_in), *(inputs[n] for n in self.piece.inputs)]
         outputs = self.module.run(self.program, values, base)
-        if self.piece.sent:
+        if self.piece.wires_out:
             return tuple(x.contiguous() for x in outputs)
         if self.loss:
             return outputs[0].reshape(1)  # so that a schedule can join those of its micro-batches
@@ -79,7 +79,7 @@ class Stage(nn.Module):
         return super().train(mode)
 
 
-def _received(value: Tensor) -> Tensor:
+def _contiguous_gradient(value: Tensor) -> Tensor:
     """A value of the stage before, whose gradient can be sent back as it lies in memory."""
     if not value.requires_grad:
         return value

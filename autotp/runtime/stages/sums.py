@@ -40,7 +40,7 @@ class Sums:
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
         """Around the backwards of one step: afterwards gradients are those of one device."""
-        for p in self._held(self.tied):  # what a step before has summed must not be summed again
+        for p in self._parameters(self.tied):  # what a step before has summed must not be summed again
             self.before[p], p.grad = p.grad, None
         yield
         for name, holders in self.tied.items():
@@ -89,14 +89,14 @@ class Sums:
             for g, part in zip(grads, flat.split([g.numel() for g in grads]), strict=True):
                 g.copy_(part.view_as(g))
 
-    def _held(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
+    def _parameters(self, names: Iterable[str]) -> Iterator[nn.Parameter]:
         for name in names:
             yield from state.pieces(self.shards, name)
 
     @torch.no_grad()
     def clip(self, max_norm: float, norm_type: float) -> Tensor:
         """Scale all gradients so that their norm over the whole model is at most this; the norm before."""
-        own = [p.grad for p in self._held(sorted(self.counted)) if p.grad is not None]
+        own = [p.grad for p in self._parameters(sorted(self.counted)) if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         if norm_type == float("inf"):

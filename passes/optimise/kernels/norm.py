@@ -54,22 +54,22 @@ class FoundNorm:
 
 def norm(node: fx.Node) -> fx.Node | None:
     """LayerNorm or RMSNorm over the last dimension."""
-    found = _found(node)
-    return None if found is None else put(OPS.norm.default, (found.x, *found.options), found.nodes, node, None)
+    match = _match(node)
+    return None if match is None else put(OPS.norm.default, (match.x, *match.options), match.nodes, node, None)
 
 
 def norm_of_sum(node: fx.Node) -> fx.Node | None:
     """The same, with the addition before it where the module that calls the norm makes it."""
-    found = _found(node)
-    if found is None or not _added(found, node):
+    match = _match(node)
+    if match is None or not _added(match, node):
         return None
-    x, residual = found.x.args[:2]
-    return put(OPS.add_norm.default, (x, residual, *found.options), (found.x, *found.nodes), node, found.x)
+    x, residual = match.x.args[:2]
+    return put(OPS.add_norm.default, (x, residual, *match.options), (match.x, *match.nodes), node, match.x)
 
 
-def _found(node: fx.Node) -> FoundNorm | None:
-    found = _operator(node) or _written_out(node)
-    return found if found is not None and _fits(found, node) else None
+def _match(node: fx.Node) -> FoundNorm | None:
+    match = _operator(node) or _written_out(node)
+    return match if match is not None and _fits(match, node) else None
 
 
 def _operator(node: fx.Node) -> FoundNorm | None:
@@ -83,37 +83,37 @@ def _operator(node: fx.Node) -> FoundNorm | None:
 
 def _written_out(node: fx.Node) -> FoundNorm | None:
     for pattern in WRITTEN_OUT:
-        found = find(pattern, node)
-        if found is not None:
-            weight = found.named.get("weight")
-            return FoundNorm(found["x"], weight, None, float(found["eps"]), False, found.nodes)
+        match = find(pattern, node)
+        if match is not None:
+            weight = match.names.get("weight")
+            return FoundNorm(match["x"], weight, None, float(match["eps"]), False, match.nodes)
     return None
 
 
-def _fits(found: FoundNorm, node: fx.Node) -> bool:
+def _fits(match: FoundNorm, node: fx.Node) -> bool:
     """Whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
-    x, out = value_of(found.x), value_of(node)
-    vectors = [value_of(v) for v in (found.weight, found.bias) if v is not None]
+    x, out = value_of(match.x), value_of(node)
+    vectors = [value_of(v) for v in (match.weight, match.bias) if v is not None]
     return (
         x.dtype in DTYPES
         and x.dtype == out.dtype
         and sizes(x) == sizes(out)
         and all(v.dtype in DTYPES and sizes(v) == sizes(x)[-1:] for v in vectors)
-        and whole_along(found.x, -1)
-        and summable(found.x)
+        and whole_along(match.x, -1)
+        and summable(match.x)
     )
 
 
-def _added(found: FoundNorm, node: fx.Node) -> bool:
+def _added(match: FoundNorm, node: fx.Node) -> bool:
     """Whether what is normalised is a sum of two values of its own shape, made where the norm is called.
 
     A sum that another module makes stays there: it may be that module's output.
     """
-    add = found.x
+    add = match.x
     if not calls(add, aten.add) or add.kwargs or not all(is_tensor(a) for a in add.args):
         return False
     total = value_of(add)
     alike = all(sizes(v) == sizes(total) and v.dtype == total.dtype for v in map(value_of, add.all_input_nodes))
-    later = all(user > node for user in add.users if user not in found.nodes)
-    nodes = [add, *found.nodes]
+    later = all(user > node for user in add.users if user not in match.nodes)
+    nodes = [add, *match.nodes]
     return alike and later and one_region(nodes) and scope_of(nodes) == scope_path(add)

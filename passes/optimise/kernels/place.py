@@ -69,7 +69,7 @@ class Kernels(Optimisation):
         judged = Judged(program, self, applied)
         fired = Counter(x.name for x in applied(program.graph, judged.refused))
         program.graph.eliminate_dead_code()
-        return Changes(sum(fired.values()), ", ".join(judged.told(fired)) or "nowhere: no pattern was found")
+        return Changes(sum(fired.values()), ", ".join(judged.summary(fired)) or "nowhere: no pattern was found")
 
 
 def applied(graph: fx.Graph, refused: Container[Position] = ()) -> Iterator[Change]:

@@ -47,17 +47,17 @@ ACTIVATIONS = {**GELU, "silu": Either((Call(aten.silu, (X,)), Call(aten.mul, (X,
 
 def gate(node: fx.Node) -> fx.Node | None:
     """`activation(x) * y`, x and y being of one shape."""
-    for activation, found in _gates(node):
-        return put(OPS.gated.default, (found["x"], found["y"], activation), found.nodes, node)
+    for activation, match in _gates(node):
+        return put(OPS.gated.default, (match["x"], match["y"], activation), match.nodes, node)
     return None
 
 
 def gate_of_halves(node: fx.Node) -> fx.Node | None:
     """The same where x and y are the halves of one value, and nothing else reads them."""
-    for activation, found in _gates(node):
-        x, y = found["x"], found["y"]
+    for activation, match in _gates(node):
+        x, y = match["x"], match["y"]
         split = _halved(x, y)
-        if split is not None and closed(nodes := (split, x, y, *found.nodes), [node]):
+        if split is not None and closed(nodes := (split, x, y, *match.nodes), [node]):
             return put(OPS.gated_halves.default, (split.args[0], activation, x.args[1] == 0), nodes, node)
     return None
 
@@ -65,10 +65,10 @@ def gate_of_halves(node: fx.Node) -> fx.Node | None:
 def _gates(node: fx.Node) -> Iterator[tuple[str, Match]]:
     if calls(node, aten.mul) and value_of(node).dtype in DTYPES:
         for activation, pattern in ACTIVATIONS.items():
-            found = find(Call(aten.mul, (pattern, Name("y"))), node)
-            given = [] if found is None else [found["x"], found["y"]]
-            if found is not None and given[0] is not given[1] and all(_alike(x, node) for x in given):
-                yield activation, found
+            match = find(Call(aten.mul, (pattern, Name("y"))), node)
+            factors = [] if match is None else [match["x"], match["y"]]
+            if match is not None and factors[0] is not factors[1] and all(_alike(x, node) for x in factors):
+                yield activation, match
 
 
 def _halved(x: fx.Node, y: fx.Node) -> fx.Node | None:
@@ -94,13 +94,13 @@ def _alike(x: fx.Node, like: fx.Node) -> bool:
 def bias_then_gelu(node: fx.Node) -> fx.Node | None:
     """GeLU of a product with a bias; the product goes on without it, and the kernel adds it in float32."""
     for activation, pattern in GELU.items():
-        found = find(pattern, node)
-        if found is not None and value_of(node).dtype in DTYPES and summable(node):
-            product = found["x"]
+        match = find(pattern, node)
+        if match is not None and value_of(node).dtype in DTYPES and summable(node):
+            product = match["x"]
             between = (product,) if calls(product, aten.reshape, aten.view) else ()
             product = product.args[0] if between else product
-            if _biased(product) and closed([product, *between, *found.nodes], [node]):
-                return _split(product, between, found.nodes, activation == "gelu_tanh")
+            if _biased(product) and closed([product, *between, *match.nodes], [node]):
+                return _split(product, between, match.nodes, activation == "gelu_tanh")
     return None
 
 
@@ -123,8 +123,8 @@ def _split(product: fx.Node, between: tuple[fx.Node, ...], nodes: tuple[fx.Node,
     else:
         bias, x, weight = product.args[:3]
         product.target, product.args = aten.mm.default, (x, weight)
-    for kept in (product, *between):
-        write(kept, scope=scope)
+    for node in (product, *between):
+        write(node, scope=scope)
     new = put(OPS.bias_gelu.default, ((between or (product,))[-1], bias, tanh), nodes, out)
     write(new, scope=scope)
     return new

@@ -58,10 +58,10 @@ def rotate(node: fx.Node) -> fx.Node | None:
 def rotate_pairs(node: fx.Node) -> fx.Node | None:
     """The first and the second elements of all pairs, rotated apart and put together."""
     joined, casts = _before(node, narrowing=True)
-    found = _joined(joined)
-    if found is None or not calls(found[0][0], aten.sub) or not calls(found[0][1], aten.add):
+    pair = _joined(joined)
+    if pair is None or not calls(pair[0][0], aten.sub) or not calls(pair[0][1], aten.add):
         return None
-    (first, second), interleaved, nodes = found
+    (first, second), interleaved, nodes = pair
     if any(len(total.args) != 2 or total.kwargs for total in (first, second)):
         return None
     part = _neighbour if interleaved else _half
@@ -111,10 +111,10 @@ def _fits(x: fx.Node, cos: fx.Node, sin: fx.Node, out: fx.Node, each: int = 1) -
 
 def _turned(node: Any) -> _Turned | None:
     """A value that is another one turned: by its halves, or by neighbours."""
-    found = _joined(node)
-    if found is None or not calls(found[0][0], aten.neg):
+    pair = _joined(node)
+    if pair is None or not calls(pair[0][0], aten.neg):
         return None
-    (minus, same), interleaved, nodes = found
+    (minus, same), interleaved, nodes = pair
     part = _neighbour if interleaved else _half
     other, one = part(minus.args[0]), part(same)
     if one is None or not _pair(one, other) or sizes(value_of(node)) != sizes(value_of(one.x)):
@@ -141,10 +141,10 @@ def _pair(one: Any, other: Any) -> bool:
 
 def _half(node: Any) -> _Part | None:
     """One half of the last dimension."""
-    found = _piece(node)
-    if found is None or found[3] != 1:
+    piece = _piece(node)
+    if piece is None or piece[3] != 1:
         return None
-    x, start, end, _ = found
+    x, start, end, _ = piece
     width = sizes(value_of(x))[-1]
     if (2 * start, 2 * end) not in ((0, width), (width, 2 * width)):
         return None
@@ -153,10 +153,10 @@ def _half(node: Any) -> _Part | None:
 
 def _neighbour(node: Any) -> _Part | None:
     """Every other element of the last dimension, from the first or the second on."""
-    found = _piece(node)
-    if found is None or found[1] not in (0, 1) or found[3] != 2:
+    piece = _piece(node)
+    if piece is None or piece[1] not in (0, 1) or piece[3] != 2:
         return None
-    x, start, end, _ = found
+    x, start, end, _ = piece
     width = sizes(value_of(x))[-1]
     return _Part(x, start == 1) if width % 2 == 0 and end == width else None
 
@@ -191,8 +191,8 @@ def _is_item(node: Any) -> bool:
 def _between(into: Any, place: int, width: Any, chunks: bool) -> tuple[Any, Any]:
     """Where a piece of a dimension starts and ends, cut into pieces of these sizes, of this size, or into so many."""
     if isinstance(into, list | tuple):
-        known = all(isinstance(n, int) for n in into)
-        return (sum(into[:place]), sum(into[: place + 1])) if known else (-1, -1)
+        constant = all(isinstance(n, int) for n in into)
+        return (sum(into[:place]), sum(into[: place + 1])) if constant else (-1, -1)
     if not isinstance(width, int):
         return -1, -1
     length = -(-width // into) if chunks else into

@@ -27,8 +27,8 @@ def look_up(node: fx.Node) -> fx.Node | None:
     """An embedding whose vocabulary is dealt out, where this rank's rows are one run of ids."""
     if node.target is not vocabulary_embedding:
         return None
-    given: Any = node.args
-    weight, ids, runs, padding = given
+    operands: Any = node.args
+    weight, ids, runs, padding = operands
     numbers = [runs.repeat, padding, *(n for segment in runs.segments for n in segment)]
     if value_of(weight).dtype not in DTYPES or not all(isinstance(n, int) for n in numbers):
         return None
@@ -48,8 +48,8 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
     """
     if node.target is not OPS.class_sums.default:
         return None
-    given: Any = node.args
-    scores, most, target, total = given
+    operands: Any = node.args
+    scores, most, target, total = operands
     chain = _maximum(scores, most, node)
     if chain is None or value_of(scores).dtype not in DTYPES:
         return None
@@ -61,11 +61,11 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
         terms = graph.call_function(OPS.class_terms.default, (cut, target, total))
         value = value_of(node)
         _unlaid(terms, node, scope, value.new_empty((value.shape[0] + 1, value.shape[1])))
-        found = graph.call_function(aten.select.int, (terms, 0, 0))
-        _unlaid(found, most, scope, value.new_empty(value.shape[1:]))
+        maximum = graph.call_function(aten.select.int, (terms, 0, 0))
+        _unlaid(maximum, most, scope, value.new_empty(value.shape[1:]))
         for old in reversed(chain):
-            found = _again(old, found, scope)
-        new = graph.call_function(OPS.class_sums_of.default, (scores, found, target, terms, total))
+            maximum = _again(old, maximum, scope)
+        new = graph.call_function(OPS.class_sums_of.default, (scores, maximum, target, terms, total))
     inherit(new, node, scope=scope)
     node.replace_all_uses_with(new)
     erase([node])
@@ -106,15 +106,15 @@ def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx
     inside = {reader, node, *views}
     if any(u not in inside and not calls(u, aten.detach) for n in (node, *views) for u in n.users):
         return scores
-    found = node.args[0]
+    half = node.args[0]
     for old in reversed(views):
         value = value_of(old)
         with scores.graph.inserting_before(reader):
-            new = scores.graph.call_function(old.target, (found, *old.args[1:]), old.kwargs)
+            new = scores.graph.call_function(old.target, (half, *old.args[1:]), old.kwargs)
         inherit(new, old, scope=scope)
-        new.meta["val"] = value.new_empty(value.shape, dtype=value_of(found).dtype)
-        found = new
-    return found
+        new.meta["val"] = value.new_empty(value.shape, dtype=value_of(half).dtype)
+        half = new
+    return half
 
 
 def _again(old: Any, value: fx.Node, scope: tuple[str, ...]) -> fx.Node:

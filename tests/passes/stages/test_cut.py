@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autotp.driver.options import CaptureRequest, Options, Steering
-from autotp.driver.pipeline import capture_model, needed, plan_stages
+from autotp.driver.pipeline import capture_model, plan_stages, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import PlanError
 from autotp.ir.layouts import I, Layout, P, R
@@ -34,7 +34,11 @@ def test_a_plan_is_cut_between_blocks() -> None:
     model, ids = Tower(4, tied=False), torch.zeros(2, 8, dtype=torch.int64)
     for sequence in (False, True):
         captured, notes = capture_model(
-            model, needed(model, ids, "test"), torch.device("cpu"), False, CaptureRequest.read(1, "full", "counter")
+            model,
+            required_inputs(model, ids, "test"),
+            torch.device("cpu"),
+            False,
+            CaptureRequest.read(1, "full", "counter"),
         )
         made = plan_stages(captured, notes, Options.read(2, Steering(sequence_parallel=sequence)), "Tower")
         units = units_of(made.sharded.graph.nodes)
@@ -44,8 +48,8 @@ def test_a_plan_is_cut_between_blocks() -> None:
         total = sum(w.seconds for w in found.weights)
         assert total == pytest.approx(made.plan.totals.alone, rel=1e-6)
         pieces = cut(made.planned, made.sharded, stage_starts(units, (1, 2, 1)))
-        assert [len(p.sent) for p in pieces] == [1, 1, 0] and pieces[1].received == pieces[0].sent
-        layout = pieces[0].sent[0].layout
+        assert [len(p.wires_out) for p in pieces] == [1, 1, 0] and pieces[1].wires_in == pieces[0].wires_out
+        layout = pieces[0].wires_out[0].layout
         assert layout == I if not sequence else layout.mark == "S"
         names = [p.names for p in pieces]
         assert not any(a & b for a, b in itertools.combinations(names, 2))
@@ -55,7 +59,7 @@ def test_a_plan_is_cut_between_blocks() -> None:
 @pytest.mark.parametrize("chunks", [1, 2])
 def test_stages_are_divided_as_the_best_of_all_divisions(chunks: int) -> None:
     times = torch.rand(9, generator=torch.Generator().manual_seed(chunks)).tolist()
-    weights = [Weight(t, steady=1 + i, kept=2.0) for i, t in enumerate(times)]
+    weights = [Weight(t, steady=1 + i, kept_bytes=2.0) for i, t in enumerate(times)]
     stages = 2 * chunks
 
     def cost(ends: tuple[int, ...]) -> tuple[float, float]:
