@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.capture.histories import with_histories
+from autotp.capture.copies import with_histories
 from autotp.cost import Cluster
 from autotp.driver.options import CaptureRequest, Options, Steering
 from autotp.driver.pipeline import capture_model, plan_stages
