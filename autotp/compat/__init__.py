@@ -38,6 +38,7 @@ from .operators import (
     is_composite,
     operator,
     operators_named,
+    overload_of,
     sym_size,
     wraps_tensors,
 )
@@ -93,7 +94,7 @@ __all__ = [
     "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "is_composite", "is_node",
     "is_user_node", "know_records",
     "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
-    "operator_handlers", "operators_named", "packed_graph", "part_of", "quiet_export", "read_shape_env",
+    "operator_handlers", "operators_named", "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env",
     "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
     "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
     "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided",
