@@ -3,45 +3,46 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.utils import recursively_apply
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
+from autotp.runtime.interop.shown import LOADED
 from autotp.runtime.module import ShardedModule
 
-from .deal import Parallelism, each_once, sizes_of
+from .deal import each_once, sizes_of
+
+HOW = "Compile it over all ranks, with tp ranks that follow each other: autotp.compile(model, tp=..., dp=...)."
+DP = (
+    "The module has dp={}, by which transformers' Trainer would multiply its loss: ShardedParallelism is for tp alone. "
+    "Take ShardedTrainer or ShardedAccelerator, both of autotp.integrations."
+)
 
 
-class ShardedAccelerator(Accelerator):
-    """accelerate's `Accelerator` for a sharded module: used like that one.
+class GroupAccelerator(Accelerator):
+    """accelerate's `Accelerator` where the ranks of a tp group do the same; any one that is given a `Parallelism`.
 
-    The module is not wrapped; the ranks of a tp group get the same batches; `gather` counts each row once; a schedule
-    takes one step for each step of the optimizer; `save_state` writes of the module and its optimizer what each rank
-    holds, and `load_state` reads that at any number of ranks.
-
-    Args:
-        model: the sharded module, over all ranks of the process group.
-        kwargs: those of accelerate; `parallelism_config` is made here, and `cpu` follows the module.
-
-    Raises:
-        InputError: `model` is no sharded module, or not over all ranks.
+    The module is not wrapped; the ranks of a tp group get the same batches; `gather_for_metrics` has each row once; a
+    schedule takes one step for each step of the optimizer; `save_state` writes of the module and its optimizer what
+    each rank holds, and `load_state` reads that at any number of ranks.
     """
 
-    def __init__(self, model: ShardedModule, **kwargs: Any) -> None:
-        if "parallelism_config" in kwargs:
-            raise InputError("parallelism_config=: ShardedAccelerator makes it from the sharded module. Leave it out.")
-        self._tp, self._dp = sizes_of(model)
-        kwargs.setdefault("cpu", model._shards.device.type == "cpu")
-        super().__init__(parallelism_config=Parallelism(model), **kwargs)
-        self.register_save_state_pre_hook(self._save_sharded)
-        self.register_load_state_pre_hook(self._load_sharded)
+    @property
+    def _degrees(self) -> tuple[int, int]:
+        config: Any = self.parallelism_config
+        return config.tp_size, config.dp_shard_size
 
     # ---- what is prepared ------------------------------------------------------------------------------------------
 
@@ -65,9 +66,24 @@ class ShardedAccelerator(Accelerator):
 
     # ---- what is gathered ------------------------------------------------------------------------------------------
 
-    def gather(self, tensor: Any) -> Any:
-        """The values of all ranks that have batches of their own; without dp the rank's own."""
-        return tensor if self._dp == 1 else each_once(super().gather(tensor), self._tp)
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """The rows of all batches, each once and without those that fill up the last batch; of objects, lists.
+
+        Args:
+            input_data, use_gather_object: see `accelerate.Accelerator.gather_for_metrics`.
+        """
+        rows, left = each_once(input_data, *self._degrees), self.gradient_state.remainder
+        if not self.gradient_state.end_of_dataloader or left <= 0:
+            return rows
+        return rows[:left] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:left], rows)
+
+    def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
+        """As accelerate's; a sharded module as an object of its original's class, which trainers ask for."""
+        return (
+            in_the_class_of_its_original(model)
+            if isinstance(model, ShardedModule)
+            else super().unwrap_model(model, *args, **kwargs)
+        )
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors under the original's names. A collective call."""
@@ -79,12 +95,12 @@ class ShardedAccelerator(Accelerator):
 
     def save_state(self, output_dir: str | None = None, **kwargs: Any) -> Any:  # type: ignore[override]
         """As accelerate's, with what each rank holds of the module in `sharded_model_0`. A collective call."""
-        with self._apart():
+        with self._apart(), _hook(self.register_save_state_pre_hook(self._save_sharded)):
             return super().save_state(output_dir, **kwargs)
 
     def load_state(self, input_dir: str | None = None, **kwargs: Any) -> None:  # type: ignore[override]
         """Load what `save_state` wrote, at any number of ranks. A collective call."""
-        with self._apart():
+        with self._apart(), _hook(self.register_load_state_pre_hook(self._load_sharded)):
             super().load_state(input_dir, **kwargs)
 
     @contextlib.contextmanager
@@ -119,5 +135,125 @@ class ShardedAccelerator(Accelerator):
             checkpoint.load(model._shards, place, optimizer=optimizer, weights=optimizer is None)
 
 
+class ShardedAccelerator(GroupAccelerator):
+    """accelerate's `Accelerator` for a sharded module: used like that one, also with dp.
+
+    It does what `GroupAccelerator` says, and `gather` too has each row once.
+
+    Args:
+        model: the sharded module, over all ranks of the process group.
+        kwargs: those of accelerate; `parallelism_config` is made here, and `cpu` follows the module.
+
+    Raises:
+        InputError: `model` is no sharded module, or not over all ranks.
+    """
+
+    def __init__(self, model: ShardedModule, **kwargs: Any) -> None:
+        if "parallelism_config" in kwargs:
+            raise InputError("parallelism_config=: ShardedAccelerator makes it from the sharded module. Leave it out.")
+        config = Parallelism(model)
+        kwargs.setdefault("cpu", model._shards.device.type == "cpu")
+        super().__init__(parallelism_config=config, **kwargs)
+
+    def gather(self, tensor: Any) -> Any:
+        """The values of all ranks that have batches of their own; without dp the rank's own."""
+        return each_once(tensor, *self._degrees)
+
+
+class Parallelism(ParallelismConfig):
+    """Says to accelerate which ranks share a sharded module's batches, on every device.
+
+    An `Accelerator` that it is given to is a `GroupAccelerator` from then on.
+
+    Args:
+        model: the sharded module.
+
+    Raises:
+        InputError: it is none, or its ranks are not all there are in the order in which accelerate counts them.
+    """
+
+    def __init__(self, model: ShardedModule) -> None:
+        tp, dp = sizes_of(model)
+        super().__init__(tp_size=tp, dp_shard_size=dp)
+        ranks = model._shards.ranks
+        world = dist.get_world_size() if ranks is not None else 1
+        place = divmod(dist.get_rank(), tp) if ranks is not None else (0, 0)
+        own = (ranks.batch.rank if ranks.batch is not None else 0, ranks.rank) if ranks is not None else (0, 0)
+        if world != tp * dp or place != own:
+            raise InputError(
+                f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
+                f"is at place {own} of {dp} x {tp} on rank {place[0] * tp + place[1]}. {HOW}"
+            )
+        vars(model)[LOADED] = True  # a trainer that is told of the ranks neither moves nor wraps it, and saves on all
+
+    def get_device_mesh(self, device_type: str | None = None) -> Any:
+        """The mesh of the module's ranks; None of a single one."""
+        if self.device_mesh is None and device_type is not None and self.total_size > 1:
+            names = {"dp_shard": self.dp_shard_size, "tp": self.tp_size}
+            used = {name: int(size or 1) for name, size in names.items() if size != 1}
+            self.device_mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+        return self.device_mesh
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the mesh, which is of these processes: a trainer pickles its arguments with this in them."""
+        return {name: value for name, value in vars(self).items() if name != "device_mesh"}
+
+    def _validate_accelerator(self, accelerator: Any) -> None:
+        """Asked by each `Accelerator` that is made with this.
+
+        accelerate's own would refuse the CPU here: it allows meshes on accelerators alone.
+        """
+        kind = type(accelerator)
+        if not issubclass(kind, GroupAccelerator):
+            accelerator.__class__ = (
+                GroupAccelerator if kind is Accelerator else type(kind.__name__, (GroupAccelerator, kind), {})
+            )
+
+
+class ShardedParallelism(Parallelism):
+    """`parallelism_config=` of accelerate's `Accelerator` and transformers' `TrainingArguments` for a sharded module.
+
+    Args:
+        model: the sharded module, over all ranks of the process group, without dp.
+
+    Raises:
+        InputError: it is none, or its ranks are not all there are, or it has dp.
+    """
+
+    def __init__(self, model: ShardedModule) -> None:
+        super().__init__(model)
+        if self.data_parallel_size > 1:
+            raise InputError(DP.format(self.data_parallel_size))
+
+
+def in_the_class_of_its_original(model: ShardedModule) -> Any:
+    """An object that is a sharded module in all but its class, which is the original's.
+
+    transformers writes a model by `save_pretrained` where it is a `PreTrainedModel`, else what it finds in tensors.
+    """
+    view = object.__new__(_view(type(model._shards.bare)))
+    object.__setattr__(view, "_sharded", model)
+    return view
+
+
+@functools.lru_cache(64)
+def _view(original: type[nn.Module]) -> Any:
+    def get(self: Any, name: str) -> Any:
+        return getattr(object.__getattribute__(self, "_sharded"), name)
+
+    def put(self: Any, name: str, value: Any) -> None:
+        setattr(object.__getattribute__(self, "_sharded"), name, value)
+
+    return type(original.__name__, (original,), {"__getattribute__": get, "__setattr__": put})
+
+
 def _parameters(optimizer: Any) -> list[torch.Tensor]:
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@contextlib.contextmanager
+def _hook(handle: Any) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        handle.remove()

@@ -13,7 +13,8 @@ from transformers import Trainer
 from autotp.errors import InputError
 from autotp.runtime.checkpoint import load, save
 
-from .deal import Parallelism, each_once, sizes_of
+from .accelerator import Parallelism
+from .deal import sizes_of
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "sharded_optimizer", "scheduler.pt", "training_args.bin"
 
@@ -26,13 +27,24 @@ class ShardedTrainer(Trainer):
     `class Mine(ShardedTrainer, SFTTrainer)`.
     """
 
-    _tp, _dp = 1, 1
+    _tp, _dp, _ready = 1, 1, False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        # As if transformers had sharded it at load time: then it is neither wrapped nor moved. Said after the
-        # constructor, which would refuse checkpoints.
-        self.is_distributed_loading_by_transformers = True
+        self._ready = True
+
+    @property
+    def is_distributed_loading_by_transformers(self) -> bool:
+        """As if transformers had sharded the model at load time: then it is neither wrapped nor moved.
+
+        Not in the constructor, which refuses checkpoints of such models, since transformers saves no state of their
+        optimizers: here it is saved.
+        """
+        return self._ready
+
+    @is_distributed_loading_by_transformers.setter
+    def is_distributed_loading_by_transformers(self, value: bool) -> None:
+        """Set by the constructor, from what the model says of itself."""
 
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         model: Any = self.model
@@ -42,11 +54,7 @@ class ShardedTrainer(Trainer):
                 "average_tokens_across_devices=False: with dp the loss of a sharded module is over the rows of all "
                 "ranks and is divided by the tokens of all. Leave it at True."
             )
-        self.model = None  # type: ignore[assignment]  # else accelerate is told of meshes of accelerators alone
-        try:
-            return {**super()._build_accelerator_args(**kwargs), "parallelism_config": Parallelism(model)}
-        finally:
-            self.model = model
+        return {**super()._build_accelerator_args(**kwargs), "parallelism_config": Parallelism(model)}
 
     def compute_loss(
         self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -66,17 +74,6 @@ class ShardedTrainer(Trainer):
         return (loss / self._dp, outputs) if return_outputs else loss / self._dp
 
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------
-
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """As transformers' own, with every row counted once."""
-        self.gather_function = self._gathered
-        return super().evaluation_loop(*args, **kwargs)
-
-    def _gathered(self, values: Any, **_: Any) -> Any:
-        """The rows of all batches, without those that fill up the last one."""
-        state = self.accelerator.gradient_state
-        whole = values if self._dp == 1 else each_once(self.accelerator.gather(values), self._tp)
-        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
     def floating_point_ops(self, inputs: Any) -> int:
         """A rank's share, for they are summed over all."""

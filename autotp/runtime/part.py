@@ -13,9 +13,11 @@ from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
 from autotp.runtime.interop.methods import refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused
+from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
+from .storage import Storage
 
 
 class Part(nn.Module):
@@ -42,6 +44,7 @@ class Part(nn.Module):
         self._boundaries: dict[Any, Boundary] = {}  # what hooks see of a call
         self._calls_made: dict[Any, Boundary] = {}  # likewise hooks on the backward, of those that may be to come
         self._backward_ran = False
+        self._storages: dict[str, Storage] = {}  # how its parameters are held, by the original's names of them
         self._late = False  # a weight is no parameter: a hook makes it at this part's turn
         self.training = original.training
 
@@ -97,9 +100,10 @@ class Part(nn.Module):
         try:
             return nn.Module.__getattr__(self, name)  # never the original's own, which may ask for more
         except AttributeError:
-            if watched is None or not watched.fused(self, name):
+            advice = "" if watched is None else watched.in_parts(self, name)
+            if not advice:
                 raise
-        raise FusedError(watched.in_pieces(self, name))
+        raise FusedError(advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:
@@ -166,7 +170,7 @@ def class_of(original: type[nn.Module]) -> type[Part]:
     meta = Standing if issubclass(Standing, kind) else type("Standing", (Standing, kind), {})
     body = {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
     body |= {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"_class": original}
-    body |= refusing(original)
+    body |= on_whole_weights(original) | refusing(original)
     try:
         return meta(original.__name__, (Part, original), body)
     except TypeError:

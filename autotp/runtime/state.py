@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from autotp import compat
 from autotp.capture.subclasses.weights import plain_state
@@ -23,7 +23,7 @@ from .meta import fresh_buffer
 from .part import part_of
 from .samples import few
 from .shard_state import ShardState
-from .storage import Storage
+from .storage import Storage, laid_like
 
 
 def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: Mapping[str, Layout]) -> None:
@@ -56,6 +56,7 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
             parts[id(parameter)] = _pieces_of(shards, parameter, storage)
         for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
             shards.parts[owner].register_parameter(n, p)
+        shards.parts[owner]._storages[leaf] = storage  # type: ignore[index, operator]
     # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
         part = shards.parts[path]
@@ -243,13 +244,6 @@ def _load_one(shards: ShardState, name: str, first: str, value: Tensor) -> None:
 def same_layout(old: Tensor, new: DTensor) -> bool:
     """Whether what is held lies over the ranks as the other does."""
     return isinstance(old, DTensor) and old.device_mesh == new.device_mesh and old.placements == new.placements
-
-
-def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
-    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
-    if not isinstance(old, DTensor):
-        return whole
-    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
 
 
 def install(shards: ShardState, replacements: Mapping[Tensor, Tensor]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.distributed.tensor import Partial as Summand
 from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Split
@@ -157,6 +157,13 @@ def strides(shape: Sequence[int]) -> tuple[int, ...]:
     """Strides of a contiguous tensor of this shape."""
     sizes = [max(s, 1) for s in shape]  # as torch: a dimension of size 0 counts as one of 1
     return tuple(math.prod(sizes[i + 1 :]) for i in range(len(sizes)))
+
+
+def laid_like(old: Tensor, whole: Tensor, device: torch.device) -> Tensor:
+    """A whole piece, laid out as the one that is there (over further mesh dimensions too, once FSDP has them)."""
+    if not isinstance(old, DTensor):
+        return whole
+    return distribute_tensor(whole.to(device), old.device_mesh, old.placements, src_data_rank=None)
 
 
 class Unwrap(torch.autograd.Function):

@@ -1,7 +1,7 @@
-"""Adapters in a captured graph: trained operators beside a frozen product of activations and a weight.
+"""Adapters in a captured graph: trained operators beside a frozen product of activations and a weight, or before it.
 
-A low-rank pair is one form of it: `W x + B A x`, W frozen. What is read is which weights train, and that both sides of
-a sum are made of the same value; no name, and no library.
+A low-rank pair is one form of it: `W x + B A x`, W frozen; a rotation another: `W (R x)`, R made of trained weights.
+What is read is which weights train, and that both sides of a sum are made of the same value; no name, and no library.
 """
 
 from __future__ import annotations
@@ -12,7 +12,11 @@ from typing import Protocol
 
 from torch import fx
 
+from autotp.ir.graph import short_name
+from autotp.ir.layouts import Size
 from autotp.ir.op import Op
+
+LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
 
 
 class Flow(Protocol):
@@ -23,7 +27,9 @@ class Flow(Protocol):
     @property
     def order(self) -> Mapping[fx.Node, int]: ...
     @property
-    def weights(self) -> Collection[fx.Node]: ...
+    def weights(self) -> Mapping[fx.Node, fx.Node]: ...
+    @property
+    def own(self) -> Collection[fx.Node]: ...
     @property
     def adapted(self) -> Collection[fx.Node]: ...
     @property
@@ -33,22 +39,27 @@ class Flow(Protocol):
     def passes(self, node: fx.Node) -> bool: ...
     def together(self, node: fx.Node) -> bool: ...
     def weighted(self, node: fx.Node) -> bool: ...
+    def contraction(self, node: fx.Node) -> bool: ...
+    def width(self, node: fx.Node) -> Size: ...
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """What is trained beside a frozen product.
+    """What is trained beside a frozen product, or before it.
 
     Attributes:
-        base: the frozen product.
+        base: the frozen product, or the frozen lookup.
         nodes: the adapter's operators, in the order of the graph; none that the product's own result passes through,
             but for one that scales it.
-        products: those of `nodes` that multiply activations by a trained matrix.
+        where: "beside" where its result is added to that of `base`, "scales" where it multiplies that, and "before"
+            where it multiplies what `base` reads.
+        rank: the least width of its products, where it has several.
     """
 
     base: fx.Node
     nodes: tuple[fx.Node, ...]
-    products: tuple[fx.Node, ...]
+    where: str
+    rank: Size | None = None
 
 
 def added(flow: Flow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | None:
@@ -68,8 +79,41 @@ def added(flow: Flow, node: fx.Node, made_of: Iterable[fx.Node]) -> Adapter | No
     for n in region or ():  # what reads the base product itself is behind the sum, not beside it
         if base not in {r for r, _ in flow.roots.get(n, ())}:
             nodes.append(n)
-    products = [n for n in nodes if flow.weighted(n) and any(map(_trained, flow.parameters(n)))]
-    return Adapter(base, tuple(nodes), tuple(products)) if products else None
+    widths = _widths(flow, nodes)
+    rank = min(widths, key=int) if len(widths) > 1 else None
+    return Adapter(base, tuple(nodes), "beside", rank) if widths else None
+
+
+def looked_up(flow: Flow, node: fx.Node) -> Adapter | None:
+    """The adapter whose result a sum adds to rows of a frozen table, both looked up by the same indices; or None."""
+    op = flow.ops[node]
+    tables = [s for s in op.slots if frozen_table(flow, s)]
+    others = [s for s in op.slots if s not in tables]
+    if len(tables) != 1 or len(others) != 1 or any(shape != op.outs[0] for shape in op.ins):
+        return None
+    indices = {s for s in flow.ops[tables[0]].slots if s not in flow.weights}
+    nodes = _of_weights(flow, others[0], indices)
+    if nodes is None or tables[0] in nodes or not any(indices & {*n.all_input_nodes} for n in nodes):
+        return None  # what is made of the rows themselves is a layer behind the table
+    return Adapter(tables[0], tuple(nodes), "beside", min(_widths(flow, nodes), key=int, default=None))
+
+
+def turned(flow: Flow, base: fx.Node) -> Adapter | None:
+    """The adapter that multiplies what a frozen product reads, with nothing but views between them; or None.
+
+    The last of its operators is that product; it is of what the weights alone make, and of what comes in.
+    """
+    read = flow.inputs(base) if frozen(flow, base) else []
+    if len(read) != 1:
+        return None
+    node = read[0]
+    while node in flow.ops and flow.passes(node) and len(flow.ops[node].slots) == 1:
+        node = flow.ops[node].slots[0]
+    if node not in flow.ops or not flow.contraction(node) or len(flow.ops[node].slots) != 2:
+        return None
+    sides = [_of_weights(flow, s, set()) for s in flow.ops[node].slots]
+    matrix = [nodes for nodes in sides if nodes]  # a weight by itself would be a layer's
+    return Adapter(base, (*matrix[0], node), "before") if len(matrix) == 1 else None
 
 
 def scaled(flow: Flow, node: fx.Node) -> Adapter | None:
@@ -80,13 +124,45 @@ def scaled(flow: Flow, node: fx.Node) -> Adapter | None:
         return None
     made_of = {n for n, _ in flow.roots[sides[0]]}
     base = next(iter(made_of))
-    return Adapter(base, (node,), ()) if len(made_of) == 1 and frozen(flow, base) else None
+    return Adapter(base, (node,), "scales") if len(made_of) == 1 and frozen(flow, base) else None
 
 
 def frozen(flow: Flow, node: fx.Node) -> bool:
     """Whether an operator multiplies activations by a matrix that is not trained."""
     matrices = [p for p in flow.parameters(node) if p.meta["val"].ndim > 1]
     return bool(matrices) and not any(map(_trained, matrices)) and flow.weighted(node)
+
+
+def frozen_table(flow: Flow, node: fx.Node) -> bool:
+    """Whether an operator looks rows up in a matrix that is not trained."""
+    read = flow.parameters(node)
+    return node in flow.ops and short_name(node.target) in LOOKUPS and bool(read) and not any(map(_trained, read))
+
+
+def _widths(flow: Flow, nodes: Iterable[fx.Node]) -> list[Size]:
+    """Of those that multiply activations by a trained matrix."""
+    return [flow.width(n) for n in nodes if flow.weighted(n) and any(map(_trained, flow.parameters(n)))]
+
+
+def _of_weights(flow: Flow, start: fx.Node, others: Collection[fx.Node]) -> list[fx.Node] | None:
+    """The operators that make a value of trained weights, the module's own tensors, and `others`.
+
+    None where it is made of more than these, or of nothing that is trained.
+    """
+    passed: set[fx.Node] = set()
+    work, trained = [start], False
+    while work:
+        n = work.pop()
+        if n in flow.weights:
+            trained |= _trained(flow.weights[n])
+        elif n in passed or n in others or n in flow.own or n.op == "get_attr":
+            continue
+        elif n.op != "call_function":
+            return None
+        else:
+            passed.add(n)
+            work += n.all_input_nodes
+    return sorted(passed, key=flow.order.__getitem__) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:

@@ -19,11 +19,11 @@ from autotp.ir.op import Op, Rule, Shape
 from autotp.ir.parts import GraphPart, HeadDims, Heads
 from autotp.ir.scopes import module_path
 
+from .adapters import LOOKUPS
 from .dataflow import Dataflow, Root, names
 
 SOFTMAX = {"aten.softmax.int", "aten._softmax", "aten._safe_softmax"}
 FUSED = ("aten.scaled_dot_product_attention", "dealt_attention")
-LOOKUPS = {"aten.embedding", "aten.index_select", "aten.gather", "aten.index.Tensor"}
 
 
 def find_blocks(
@@ -80,7 +80,7 @@ class _Finder:
     # adapters
 
     def _adapters(self) -> None:
-        """Claim what is trained beside a frozen product, with its rank, the least width of its products."""
+        """Claim what is trained beside or before a frozen product, with its rank."""
         flow = self.flow
         for adapter in flow.adapted.values():
             nodes = [n for n in adapter.nodes if n not in self.owner]
@@ -90,9 +90,8 @@ class _Finder:
             name = flow.names[flow.parameters(adapter.base)[0]]
             inside = name.startswith(f"{module}.")
             target = name.removeprefix(f"{module}.") if inside else ".".join(name.split(".")[-2:])
-            widths = [flow.width(n) for n in adapter.products]
-            rank = f"rank {min(widths, key=int)} " if len(widths) > 1 else ""
-            self._claim("adapter", f"{rank}beside {target}" if widths else f"scales {target}", nodes)
+            rank = f"rank {adapter.rank} " if adapter.rank is not None else ""
+            self._claim("adapter", f"{rank}{adapter.where} {target}", nodes)
             self.beside[nodes[0]] = adapter.base
 
     # attention

@@ -18,7 +18,7 @@ from autotp.ir.layouts import Size, simplify
 from autotp.ir.op import Op, Rule, Shape, is_tensor
 from autotp.rules.core import rule_of
 
-from .adapters import Adapter, added, scaled
+from .adapters import Adapter, added, looked_up, scaled, turned
 
 Root = tuple[fx.Node, tuple]  # an operator that is not pointwise, and which pieces of its result
 
@@ -29,11 +29,12 @@ class Dataflow:
 
     Attributes:
         ops, rules: of every call that makes tensors.
-        weights: value -> the parameter that it is, seen through views and casts.
+        weights: value -> the parameter that it is, seen through views and casts; `own`: all tensors of the module.
         roots: value with a gradient -> what it is made of, by pointwise operators and views only.
         junctions: sums of two independent branches, such as a residual's.
         products: products of independent branches, with the roots of each.
-        adapted: sum or product -> the adapter that it joins to a frozen product; its roots are those of that product.
+        adapted: sum or product -> the adapter that it joins to a frozen product, whose roots it has; one before such a
+            product has those of what comes in.
         apart: operators of adapters, which no walk enters.
     """
 
@@ -45,6 +46,7 @@ class Dataflow:
         self.order = {n: i for i, n in enumerate(self.program.graph.nodes)}
         self.ops: dict[fx.Node, Op] = {}
         self.weights = {leaf.node: leaf.node for leaf in self.program.leaves if leaf.kind.weight}
+        self.own = {leaf.node for leaf in self.program.leaves if leaf.kind.steady}
         self.names = {leaf.node: leaf.name for leaf in self.program.leaves}
         self.roots: dict[fx.Node, frozenset[Root]] = {}
         self.junctions: set[fx.Node] = set()
@@ -75,6 +77,20 @@ class Dataflow:
             self.weights[node] = self.weights[op.slots[0]]
         elif node in self.grads:
             self.roots[node] = self._roots(node)
+            if (adapter := turned(self, node)) is not None:
+                self._pass_through(adapter)
+
+    def _pass_through(self, adapter: Adapter) -> None:
+        """From now on what an adapter before a product makes of a value is that value, as a view of it would be."""
+        turn = adapter.nodes[-1]
+        self.adapted[turn] = adapter
+        self.apart.update(adapter.nodes[:-1])
+        self.products_of_two[turn] = False
+        (value,) = (s for s in self.ops[turn].slots if s not in self.apart)
+        node = self.inputs(adapter.base)[0]
+        while node is not value:
+            self.roots[node] = self.roots.get(value, frozenset())
+            node = self.ops[node].slots[0] if node is not turn else value
 
     def _roots(self, node: fx.Node) -> frozenset[Root]:
         """The roots of a value; notes sums and products of independent branches on the way."""
@@ -107,7 +123,8 @@ class Dataflow:
 
     def _adapts(self, node: fx.Node, made_of: set[fx.Node]) -> bool:
         """Whether an adapter's result comes in here; notes it."""
-        adapter = added(self, node, made_of) if self.together(node) else scaled(self, node)
+        forms = (added(self, node, made_of), looked_up(self, node)) if self.together(node) else (scaled(self, node),)
+        adapter = next((form for form in forms if form is not None), None)
         if adapter is None:
             return False
         self.adapted[node] = adapter

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 import typer
-from torch import nn
+from torch import Tensor, nn
 
 import autotp
 from autotp.cli.app import app
@@ -133,7 +134,7 @@ KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
 
 FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
     "torch": "create_graph foreach fullgraph fused weights_only",
-    "transformers": "cache_implementation tp_plan use_cache",
+    "transformers, accelerate": "cache_implementation parallelism_config save_only_model tp_plan use_cache",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",
     "models of other libraries": "is_causal lstm",
@@ -160,6 +161,22 @@ def test_every_keyword_on_a_page_exists():
     assert {name: unknown(page) for name, page in PAGES.items() if unknown(page)} == {}
     assert sum(len(KEYWORD.findall(page)) for page in PAGES.values()) > 100  # they are read at all
     assert unknown('`check=True`, `outputs="loss"`, `chekc=True`, `output="loss"`') == {"chekc", "output"}
+
+
+# ---- what a page shows ----------------------------------------------------------------------------------------------
+
+
+def shown(page: str) -> dict[str, int]:
+    """Lines of Python of each section of a page."""
+    sections = {text.partition("\n")[0]: text for text in page.split("\n## ")[1:]}
+    return {title: sum(b.count("\n") - 1 for b in PYTHON.findall(text)) for title, text in sections.items()}
+
+
+def test_an_integration_takes_at_most_twenty_lines():
+    found = shown(PAGES["docs/integrations.md"])
+    assert len(found) > 8 and max(found.values()) > 9
+    assert {title: lines for title, lines in found.items() if lines > 20} == {}
+    assert shown("\n## A\n```python quoted\none\ntwo\n```\n\n## B\ntext") == {"A": 2, "B": 0}
 
 
 # ---- not yet ---------------------------------------------------------------------------------------------------------
@@ -191,6 +208,24 @@ def no_batching() -> bool:
     return not hasattr(autotp.ShardedModule, "generate_batch")
 
 
+def decoder() -> tuple[Any, Tensor]:
+    sizes = {"vocab_size": 16, "n_positions": 8, "n_embd": 8, "n_layer": 1, "n_head": 2}
+    config = transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0)  # type: ignore[arg-type]
+    return transformers.GPT2LMHeadModel(config).eval(), torch.arange(4)[None]
+
+
+def no_compared_cache() -> bool:
+    model, ids = decoder()
+    sharded = autotp.compile(model, 1, example_inputs={"input_ids": ids}, compare="first")
+    return raises(lambda: sharded(input_ids=ids, use_cache=True))
+
+
+def no_generation_with_loss_alone() -> bool:
+    model, ids = decoder()
+    sharded: Any = autotp.compile(model, 1, example_inputs={"input_ids": ids, "labels": ids}, outputs="loss")
+    return raises(lambda: sharded.generate(ids, max_new_tokens=1))
+
+
 def no_sharded_stages() -> bool:
     return lacks(autotp.stages, "fully_shard", "carried", "cp")
 
@@ -220,12 +255,12 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "without a rule": "tests/rules/test_rule_table.py::test_operators_without_a_rule_are_still_without",
     "[Pipeline stages](pipeline.md) have fixed sizes": no_sharded_stages,
     "`DistributedDataParallel` on a sharded module is refused": REFUSALS,
-    "by themselves: the classes of [integrations]": TRAINER,
+    "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,
     "Continuous batching (`generate_batch`)": no_batching,
     "Caches that move between devices": None,
-    "`compare=` of a call with a cache": None,
-    '`outputs="loss"` and `dp`: a module': None,
+    "`compare=` of a call with a cache": no_compared_cache,
+    '`outputs="loss"` and `dp`: a module': no_generation_with_loss_alone,
 }
 
 

@@ -15,18 +15,14 @@ from torch.distributed.tensor import DTensor
 
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
-from autotp.runtime.storage import Storage
+from autotp.runtime.storage import Storage, laid_like
 
 
 def load_by_original(shards: ShardState) -> None:
     """Let every module take the original's whole tensors, and those of its `state_dict`, when it is loaded alone."""
-    held: dict[str, dict[str, Storage]] = {}
-    for name, first in shards.aliases.items():
-        if first in shards.storages:
-            owner, _, leaf = name.rpartition(".")
-            held.setdefault(owner, {})[leaf] = shards.storages[first]
-    for path, storages in held.items():
-        shards.parts[path].register_load_state_dict_pre_hook(partial(_translate, storages))
+    for part in dict.fromkeys(shards.parts.values()):
+        if part._storages:
+            part.register_load_state_dict_pre_hook(partial(_translate, part._storages))  # type: ignore[arg-type]
 
 
 def _translate(
@@ -76,4 +72,4 @@ def _cut(storage: Storage, held: list[nn.Parameter], value: Tensor) -> list[Tens
             return [value]
         value = value.full_tensor()
     cut = storage.cut(value.to(held[0].dtype))
-    return [state.laid_like(old, new, old.device) for old, new in zip(held, cut, strict=True)]
+    return [laid_like(old, new, old.device) for old, new in zip(held, cut, strict=True)]

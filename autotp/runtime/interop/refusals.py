@@ -28,8 +28,9 @@ JIT = (
 DDP = (
     "DistributedDataParallel averages gradients of plain tensors, and a sharded module's are split over tp. Give "
     "autotp.compile dp=..., which averages them over a second mesh axis, or wrap layers in fully_shard. In Lightning "
-    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model; with accelerate take "
-    "autotp.integrations.accelerator.ShardedAccelerator."
+    "take ModelParallelStrategy instead of 'ddp', and compile in configure_model. accelerate and transformers' Trainer "
+    "wrap modules that they were not told of: give them parallelism_config=ShardedParallelism(sharded), or take "
+    "ShardedAccelerator and ShardedTrainer, all of autotp.integrations."
 )
 TRANSFORM = (
     "a sharded module takes no part in transforms of torch.func ({}): a rank's program has no rule for them. Gradients "

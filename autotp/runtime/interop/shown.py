@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from typing import Any
 
 from torch import nn
@@ -18,9 +17,14 @@ ASKED = (
     "device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name",  # by pipelines
     "accepts_loss_kwargs", "base_model_prefix", "is_gradient_checkpointing", "_keys_to_ignore_on_save",  # by trainers
 )  # fmt: skip
+
+
+# What transformers' Trainer asks a model, and nobody else. `autotp.integrations` sets it where it tells a trainer more.
+LOADED = "is_distributed_loading_by_transformers"
 TRAINER = (
-    "transformers' Trainer saves on its first rank alone, deals each rank a batch of its own, and counts a row once "
-    "for each rank. Take autotp.integrations.trainer.ShardedTrainer, which is that class for a sharded module."
+    "transformers' Trainer would deal each rank a batch of its own, and save on its first rank alone. Say which ranks "
+    "share a batch: TrainingArguments(..., parallelism_config=ShardedParallelism(sharded), save_only_model=True). With "
+    "optimizer states in checkpoints, or dp, take ShardedTrainer in its place. Both are of autotp.integrations."
 )
 
 
@@ -52,18 +56,13 @@ class Shown:
         try:
             return super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
+            shards = self.__dict__.get("_shards")
+            if name == LOADED and shards is not None and shards.tp * shards.axis.size > 1:
+                raise StateError(TRAINER) from None
             source = self.__dict__.get("_source")
             if name not in ASKED or source is None or not hasattr(type(source.bare), name):
                 raise
             return getattr(source.bare, name)
-
-    @property
-    def tp_size(self) -> int:
-        """The tensor-parallel degree, as models of transformers that it sharded have it."""
-        alone = self._source.ranks is None or self._source.tp == 1
-        if not alone and sys._getframe(1).f_globals.get("__name__") == "transformers.trainer":
-            raise StateError(TRAINER)
-        return self._source.tp
 
     def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
         """The number of elements of the original's parameters, tied ones once.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import autotp
-from autotp.integrations.accelerator import ShardedAccelerator
+from autotp.integrations.accelerator import ShardedAccelerator, ShardedParallelism
 from tests.helpers import own_world
 from tests.helpers.errors import error_of
 
@@ -68,7 +68,9 @@ def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
         AcceleratorState._reset_state()
 
     def make(**options: Any) -> Any:
-        return ShardedAccelerator(model, **options) if sharded else Accelerator(cpu=True, **options)
+        if dp > 1:
+            return ShardedAccelerator(model, **options)
+        return Accelerator(cpu=True, parallelism_config=ShardedParallelism(model) if sharded else None, **options)
 
     all_of = prepared(make, model, BATCH // dp)
     found: dict[str, Any] = {"first": epoch(*all_of)}
@@ -78,6 +80,9 @@ def trained(rank: int, folder: str, tp: int, dp: int) -> dict[str, Any]:
     found["again"] = epoch(*all_of)
     if sharded:
         found["stock"] = stock
+        found["refused"] = error_of(lambda: ShardedParallelism(model))[1]
+        AcceleratorState._reset_state()
+        found["gathered"] = ShardedAccelerator(model).gather(torch.ones(3)).tolist()
         found["rows"] = sum(len(all_of[0].gather_for_metrics(x)) for x, _ in all_of[3])
         found["rate"] = all_of[4].get_last_lr()
         found["files"] = sorted(p.name for p in Path(folder).iterdir())
@@ -92,6 +97,8 @@ def test_all_of_accelerate_is_that_of_one_process(tmp_path):
     (one,) = own_world.run(trained, str(tmp_path / "one"), 1, 1, world=1)
     over_tp = own_world.run(trained, str(tmp_path / "tp"), 2, 1, world=2)
     over_dp = own_world.run(trained, str(tmp_path / "dp"), 1, 2, world=2)
+    assert all("ShardedTrainer" in found["refused"] for found in over_dp) and over_tp[0]["refused"] == ""
+    assert [len(found["gathered"]) for found in over_tp + over_dp] == [3, 3, 6, 6]
     for found in over_tp + over_dp:
         for name in ("first", "second", "again"):
             assert found[name] == pytest.approx(one[name], rel=1e-5), name

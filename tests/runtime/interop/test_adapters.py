@@ -114,27 +114,31 @@ def living(rank: int, world: int, group: Any, kind: str, folder: str) -> dict[st
         with model.disable_adapter(), sharded.disable_adapter():
             found["disabled"] = [float(m(**BATCH).loss) for m in (model, sharded)]
         found["enabled"] = float(sharded(**BATCH).loss)
-        if kind != "OFT":
-            sharded.merge_adapter()
-            weight = next(p for n, p in sharded.full_state_dict().items() if n.endswith("down_proj.base_layer.weight"))
-            model.merge_adapter()
-            wanted = next(p for n, p in model.named_parameters() if n.endswith("down_proj.base_layer.weight"))
-            found["weight"], found["merged"] = float((weight - wanted).abs().max()), float(sharded(**BATCH).loss)
-            sharded.unmerge_adapter()
-            found["unmerged"] = float(sharded(**BATCH).loss)
+        before = down_proj(sharded.full_state_dict())
+        sharded.merge_adapter()
+        model.merge_adapter()
+        weight, wanted = down_proj(sharded.full_state_dict()), down_proj(dict(model.named_parameters()))
+        found["weight"], found["merged"] = float((weight - wanted).abs().max()), float(sharded(**BATCH).loss)
+        found["moved"] = float((weight - before).abs().max())
+        sharded.unmerge_adapter()
+        found["unmerged"] = float(sharded(**BATCH).loss)
     return found
 
 
-def check(found: dict[str, Any], kind: str) -> None:
+def down_proj(tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+    return next(t.clone() for n, t in tensors.items() if n.endswith("down_proj.base_layer.weight"))
+
+
+def check(found: dict[str, Any]) -> None:
     assert found["counts"][0] == found["counts"][1], found
     assert found["trained"] < 1e-5, found
     assert found["loss"][1] == pytest.approx(found["loss"][0], abs=1e-5)
     assert found["disabled"][1] == pytest.approx(found["disabled"][0], abs=1e-5)
     assert abs(found["disabled"][0] - found["loss"][0]) > 1e-4, "the adapters do nothing"
     assert found["enabled"] == found["loss"][1]
-    for what in ("merged", "unmerged") if kind != "OFT" else ():
+    for what in ("merged", "unmerged"):
         assert found[what] == pytest.approx(found["loss"][0], abs=1e-5), (what, found)
-        assert found["weight"] < 1e-6
+    assert found["weight"] < 1e-6 < 1e-4 < found["moved"]
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
@@ -143,7 +147,7 @@ def test_adapters_are_trained_switched_and_merged_by_pefts_own_methods(pool, tmp
     read: Any = None
     for kind in CONFIGS:
         for found in pool.run(living, kind, str(tmp_path / kind), world=2):
-            check(found, kind)
+            check(found)
         read = peft.PeftModel.from_pretrained(base_model(), tmp_path / kind, is_trainable=True)
         assert float(read(**BATCH).loss.detach()) == pytest.approx(found["loss"][0], abs=1e-5), kind
         assert abs(float(with_adapters(kind)(**BATCH).loss.detach()) - found["loss"][0]) > 5e-5, "nothing was trained"

@@ -15,6 +15,14 @@ from tests.helpers.compare import mesh_of
 from tests.helpers.errors import error_of
 
 
+def watched(tensor: Tensor) -> list[float]:
+    """What `wandb.watch` makes of each parameter after a forward, and of each gradient in a hook: counts of 64 bins."""
+    flat = tensor.detach().clone().reshape(-1)
+    if (~torch.isfinite(flat)).all().item():
+        return []
+    return flat.histc(bins=64, min=flat.min().item(), max=flat.max().item()).cpu().tolist()
+
+
 def logged(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     """A step, logged by rank 0; beside it the model's own values."""
     torch.manual_seed(0)
@@ -37,9 +45,15 @@ def logged(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
                 writer.add_histogram(name, p, 3)
             for name, g in gradients.items():
                 writer.add_histogram(f"{name}.grad", g, 3)
+    walks = [error_of(lambda p=p: watched(p.data.cpu())) for n, p in sharded.named_parameters() if n == "0.weight"]
+    hook = sharded[0].weight.register_hook(lambda grad: watched(grad.data))
+    walks.append(error_of(lambda: sharded(x).square().mean().backward()))
+    hook.remove()
     refused = [error_of(getattr(sharded[0].weight.detach(), read)) for read in ("numpy", "tolist")]
     return {
         "refused": [(kind, text) for kind, text, _ in refused],
+        "watched": [(kind, text) for kind, text, _ in walks],
+        "way out": {n: watched(t) == watched(dict(model.named_parameters())[n]) for n, t in weights.items()},
         "whole": float(abs(sharded[2].bias.detach().numpy() - model[2].bias.detach().numpy()).max()),
         "hooks": all(torch.equal(seen[n], g) for n, g in gradients.items()) and len(seen) == 4,
         "wanted": (loss.item(), norms[0].item(), {n: p.detach() for n, p in model.named_parameters()},
@@ -51,6 +65,9 @@ def test_tensorboard_reads_what_was_logged(pool, tmp_path):
     found = pool.run(logged, str(tmp_path), world=2)
     for each in found:
         assert each["hooks"] and each["whole"] == 0
+        assert len(each["watched"]) == 2 and all(each["way out"].values())
+        for kind, text in each["watched"]:  # never a rank's part for the whole
+            assert kind == "StateError" and "full_tensor()" in text, text
         for kind, text in each["refused"]:
             assert kind == "StateError" and "full_state_dict()" in text, text
     read = EventAccumulator(str(tmp_path))

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 import autotp
+from autotp.integrations.accelerator import ShardedParallelism
 from autotp.integrations.trainer import ShardedTrainer
+from autotp.runtime.interop.shown import LOADED
 from tests.helpers import own_world
 from tests.helpers.errors import error_of
 
@@ -38,17 +40,17 @@ def gpt2(seed: int = 0) -> Any:
     return GPT2LMHeadModel(config)
 
 
-def settings(folder: str, **more: Any) -> TrainingArguments:
+def settings(folder: str, batch: int = 2, **more: Any) -> TrainingArguments:
     return TrainingArguments(
         output_dir=folder, max_steps=STEPS, save_steps=HALF, eval_steps=HALF, eval_strategy="steps", logging_steps=1,
-        load_best_model_at_end=True, per_device_train_batch_size=2, per_device_eval_batch_size=3, max_grad_norm=0.3,
+        load_best_model_at_end=True, per_device_train_batch_size=batch, per_device_eval_batch_size=3, max_grad_norm=0.3,
         gradient_accumulation_steps=2, learning_rate=3e-2, weight_decay=0.1, lr_scheduler_type="cosine", warmup_steps=1,
         use_cpu=True, include_num_input_tokens_seen="all", report_to=[], disable_tqdm=True, **more,
     )  # fmt: skip
 
 
-def trainer_of(model: Any, folder: str, seed: int = 0, **more: Any) -> Trainer:
-    kind = ShardedTrainer if isinstance(model, autotp.ShardedModule) else Trainer
+def trainer_of(model: Any, folder: str, seed: int = 0, stock: bool = False, **more: Any) -> Trainer:
+    kind = ShardedTrainer if isinstance(model, autotp.ShardedModule) and not stock else Trainer
     return kind(
         model=model, args=settings(folder, **more), train_dataset=rows(20, seed), eval_dataset=rows(5, 99),
         compute_metrics=right,
@@ -78,12 +80,13 @@ def trained(rank: int, folder: str, world: int) -> dict[str, Any]:
         "decayed": sorted(_decayed(trainer)),
     }  # fmt: skip
     if world > 1:
-        found |= {"shown": shown(own), "loaded": loads(own, folder), "stock": refused(own, folder)}
+        found |= {"shown": shown(own), "loaded": loads(own, folder)}
         found["parted"] = error_of(lambda: trainer_of(own, f"{folder}-parted", seed=rank).train())[:2]
         own.load_state_dict(gpt2(1).state_dict())
         again = trainer_of(own, folder)
         again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
         found["resumed"] = history(again)
+        found["stock"] = stock(own, f"{folder}-stock")
     AcceleratorState._reset_state()
     own.load_state_dict(gpt2().state_dict())
     low = trainer_of(own, f"{folder}-bf16", bf16=True)
@@ -110,7 +113,6 @@ def shown(model: Any) -> dict[str, Any]:
         "forward": inspect.signature(model.forward) == inspect.signature(whole.forward),
         "of the class": inspect.signature(type(model).forward) == inspect.signature(type(whole).forward),
         "generation_config": model.generation_config.to_dict() == whole.generation_config.to_dict(),
-        "tp_size": model.tp_size == 2,
         "not a plain one's": not hasattr(autotp.compile(plain, 1, example_inputs=torch.zeros(2, 4)), "dtype"),
     }
 
@@ -123,8 +125,26 @@ def loads(model: Any, folder: str) -> bool:
     return same and {"config.json", f"checkpoint-{HALF}", f"checkpoint-{STEPS}", "training_args.bin"} <= kept
 
 
-def refused(model: Any, folder: str) -> tuple[str, str]:
-    return error_of(lambda: Trainer(model=model, args=settings(folder)))[:2]
+def stock(model: Any, folder: str) -> dict[str, Any]:
+    """transformers' own class: what it says of a sharded module by itself, and what it does when it is told of tp."""
+    vars(model).pop(LOADED)  # as before anybody told a trainer of it
+    found: dict[str, Any] = {"untold": error_of(lambda: trainer_of(model, folder, stock=True))[:2]}
+    AcceleratorState._reset_state()
+    with pytest.raises(ValueError, match="save_only_model=True"):  # transformers' own, of every sharded model
+        trainer_of(model, folder, stock=True, parallelism_config=ShardedParallelism(model))
+    AcceleratorState._reset_state()
+    model.load_state_dict(gpt2().state_dict())
+    told = trainer_of(model, folder, stock=True, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    told.train()
+    told.save_model(folder)
+    predicted: Any = told.predict(rows(5, 99))  # type: ignore[arg-type]
+    found |= {"history": history(told), "best": Path(str(told.state.best_model_checkpoint)).name}
+    arguments = torch.load(f"{folder}/training_args.bin", weights_only=False)
+    return found | {
+        "predictions": predicted.predictions,
+        "loaded": loads(model, folder),
+        "tp": arguments.parallelism_config.tp_size,
+    }
 
 
 def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
@@ -139,10 +159,41 @@ def test_all_of_the_trainer_is_that_of_one_process(tmp_path):
         assert (found["flos"], found["tokens"]) == (one["flos"], one["tokens"])
         assert all(found["shown"].values()), found["shown"]
         assert found["loaded"]
-        assert found["stock"][0] == "StateError" and "ShardedTrainer" in found["stock"][1]
+        plain = found["stock"]
+        assert plain["untold"][0] == "StateError" and "ShardedParallelism" in plain["untold"][1], plain["untold"]
+        for name in one["history"] if rank == 0 else ():
+            assert plain["history"][name] == pytest.approx(one["history"][name], abs=1e-4), name
+        assert plain["best"] == one["best"] and plain["loaded"] and plain["tp"] == 2
+        assert np.abs(plain["predictions"] - one["predictions"]).max() < 1e-3
         assert found["parted"][0] == "RankError", found["parted"]
         if rank == 0:
             assert found["resumed"] == found["history"]  # to the bit, from other weights
             spread = max(abs(a - b) for a, b in zip(one["bf16"]["loss"], one["history"]["loss"], strict=True))
             apart = [abs(a - b) for a, b in zip(found["bf16"]["loss"], one["bf16"]["loss"], strict=True)]
             assert 0 < max(apart) <= spread, (apart, spread)
+
+
+def over_both(rank: int, folder: str, dp: int) -> dict[str, Any]:
+    """Batches of 4 rows, dealt out to dp groups, with the state of the trainer after a resume."""
+    example = {n: torch.stack([row[n] for row in rows(4 // dp, 0)]) for n in ("input_ids", "labels")}
+    own = gpt2() if dp == 1 else autotp.compile(gpt2(), tp=2, dp=dp, example_inputs=example)
+    kind, data = (Trainer if dp == 1 else ShardedTrainer), {"train_dataset": rows(40, 0), "eval_dataset": rows(6, 99)}
+
+    def make() -> Trainer:
+        return kind(model=own, args=settings(folder, 4 // dp), compute_metrics=right, **data)  # type: ignore[arg-type]
+
+    trainer = make()
+    trainer.train()
+    own.load_state_dict(gpt2(1).state_dict())
+    again = make()
+    again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
+    return {"history": history(trainer), "resumed": history(again), "tokens": trainer.state.num_input_tokens_seen}
+
+
+def test_with_dp_the_losses_are_those_of_one_process_with_all_rows(tmp_path):
+    (one,) = own_world.run(over_both, str(tmp_path / "one"), 1, world=1)
+    found = own_world.run(over_both, str(tmp_path / "four"), 2, world=4)
+    assert {each["tokens"] for each in found} == {one["tokens"]}
+    for name, wanted in one["history"].items():
+        assert found[0]["history"][name] == pytest.approx(wanted, abs=1e-4), name
+    assert found[0]["resumed"] == found[0]["history"]  # to the bit, from other weights
