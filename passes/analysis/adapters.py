@@ -149,20 +149,20 @@ def _of_weights(flow: Flow, start: fx.Node, others: Collection[fx.Node]) -> list
 
     None where it is made of more than these, or of nothing that is trained.
     """
-    passed: set[fx.Node] = set()
+    operators: set[fx.Node] = set()
     work, trained = [start], False
     while work:
         n = work.pop()
         if n in flow.weights:
             trained |= _trained(flow.weights[n])
-        elif n in passed or n in others or n in flow.own or n.op == "get_attr":
+        elif n in operators or n in others or n in flow.own or n.op == "get_attr":
             continue
         elif n.op != "call_function":
             return None
         else:
-            passed.add(n)
+            operators.add(n)
             work += n.all_input_nodes
-    return sorted(passed, key=flow.order.__getitem__) if trained else None
+    return sorted(operators, key=flow.order.__getitem__) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:
