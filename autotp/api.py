@@ -201,7 +201,7 @@ def compile(
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name: {"overlap": False}, "measured"; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call. check_capture: see `plan`.
-        precision: "float8", "float8-rowwise": large products in that, scaled as they come (docs/float8.md).
+        precision: "float8", "float8-rowwise", "float8-delayed": large products in that (docs/float8.md).
         reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.

@@ -181,5 +181,7 @@ _FORMULAS: dict[str, Callable[..., int]] = {
     **dict.fromkeys(("aten.lstm_cell", "aten.gru_cell", "aten.rnn_tanh_cell", "aten.rnn_relu_cell"), _cell),
     "autotp.float8_linear": lambda out, *operands, **_: _matmul(out[0], *operands),
     "autotp.float8_rows": lambda out, *operands, **_: _matmul(out[0], *operands),
+    "autotp.float8_rows_hp": lambda out, *operands, **_: _matmul(out[0], *operands),
+    "autotp.float8_delayed": lambda out, *operands, **_: _matmul(out[0], *operands),
     "transformers.grouped_mm_fallback": _matmul,  # [tokens, k] by [experts, k, n], every token by one expert
 }

@@ -107,7 +107,7 @@ class SteeringOptions:
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Of large products: float8 or float8-rowwise. Default: the model's.",
+            help="Of large products: float8, float8-rowwise or float8-delayed. Default: the model's.",
             rich_help_panel=STEERING,
         ),
     ] = None

@@ -12,6 +12,7 @@ from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
 from autotp.capture.grad_mode import GRAD, grad_mode
+from autotp.capture.histories import with_histories
 from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_scripted, refuse_unsaid
 from autotp.capture.selfcheck import Trial
@@ -165,7 +166,7 @@ def capture_model(
         request: what else they were asked for.
     """
     inputs, note = without_cache(model, inputs)
-    model = plain_weights(model)
+    model = with_histories(plain_weights(model), request.precision)
     refuse_unsaid(model, inputs)
     small = partial(_small, states=request.states)
     trial = trial_of(model, two_examples(inputs, request.dp), device, check, small)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from autotp.capture.exported import EXPORTED, Exported
 from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
+from autotp.ir.precision import DELAYED
 from autotp.passes.base import Pass
 from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
@@ -50,14 +51,18 @@ class Schedule(NamedTuple):
 
 def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = None) -> Schedule:
     """The order for what a capture is to be, by these ranks."""
+    products = Float8Products(request.precision)
+    history = request.precision is not None and request.precision.recipe == DELAYED
+    early = history or request.cp > 1  # largest values are then of all ranks; with dp alone, of a rank's own slice
     return Schedule(
         exported=EXPORTED,
         canonical=(*CANONICAL, ExplicitCasts()),
         requested=(
+            *((products,) if early else ()),
             BatchAxis(request.dp),
             SequenceAxis(request.cp, request.inner, request.cluster),
             LossAlone(request.outputs),
-            Float8Products(request.precision),
+            *(() if early else (products,)),
             CountedRandom(request.random),
         ),
         agreed=(RankOrder(ranks),),

@@ -7,6 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
+from autotp.capture.histories import with_histories
 from autotp.capture.selfcheck import Trial
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import InputError, PlanError
@@ -48,7 +49,7 @@ def prove_call(
     if plan is not None and plan.tp != tp:
         raise PlanError(f"the plan is for tp={plan.tp} ranks, and tp={tp} are to be simulated. Pass tp={plan.tp}.")
     steering.refuse_beside(plan)
-    model = plain_weights(model)
+    model = with_histories(plain_weights(model), request.precision)
     if certify:
         spmd_types()  # before minutes of capture
     axis = plan.batch if plan is not None and plan.batch.name == "cp" else read_axis(1, False, tp, cp)

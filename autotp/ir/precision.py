@@ -2,34 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
 from autotp.errors import InputError
 
-TENSORWISE, ROWWISE = "tensorwise", "rowwise"
-NAMES = {"float8": TENSORWISE, "float8-rowwise": ROWWISE}
+TENSORWISE, ROWWISE, DELAYED = "tensorwise", "rowwise", "delayed"
+ROWWISE_HP = "rowwise_with_gw_hp"  # torchao's name: gradients of weights in high precision
+RECIPES = TENSORWISE, ROWWISE, ROWWISE_HP, DELAYED
+NAMES = {"float8": TENSORWISE, "float8-rowwise": ROWWISE, "float8-delayed": DELAYED}
 ALIGNED = 16  # elements: sizes that kernels for float8 multiply along are multiples of this
-FIELDS = "recipe", "smallest", "skip", "head"
+FIELDS = "recipe", "smallest", "skip", "head", "history"
+HISTORY, LATEST = "float8_history", "float8_latest"  # buffers of a layer that is scaled by earlier calls
 
 
 @dataclass(frozen=True)
 class Precision:
-    """Products in float8 with dynamic scales.
+    """Products in float8 with scales.
 
     Attributes:
-        recipe: "tensorwise": a scale for each operand; "rowwise": for each of its rows.
+        recipe: "tensorwise": a scale for each operand; "rowwise": for each of its rows; "rowwise_with_gw_hp": likewise,
+            and gradients of weights not in float8; "delayed": for each operand, by what earlier calls had of it.
         smallest: both sizes of a weight are at least this; None: as torchao's filters have it, by the recipe.
         skip: patterns of weights that stay as they are.
         head: whether products that no other product reads from, as the head's, are in float8 too.
+        history: calls that delayed scaling looks back over.
     """
 
     recipe: str = TENSORWISE
     smallest: int | None = None
     skip: tuple[str, ...] = ()
     head: bool = False
+    history: int = 16
 
     @classmethod
     def read(cls, given: Any) -> Precision | None:
@@ -45,7 +51,7 @@ class Precision:
         if isinstance(given, Mapping) and not set(given) - set(FIELDS):
             return _checked(cls(**{**given, "skip": _patterns(given.get("skip", ()))}))
         raise InputError(
-            f"precision={given!r} is not known: give None, {' or '.join(map(repr, NAMES))}, or a mapping of "
+            f"precision={given!r} is not known: give None, {_either(NAMES)}, or a mapping of "
             f"{', '.join(FIELDS)}, such as {{'recipe': 'rowwise', 'smallest': 1024}}."
         )
 
@@ -55,7 +61,7 @@ class Precision:
             return False
         if self.smallest is not None:
             return min(n, k) >= self.smallest
-        if self.recipe == TENSORWISE:
+        if self.recipe not in (ROWWISE, ROWWISE_HP):
             return k > 4096 or n > 1024
         return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 
@@ -65,11 +71,19 @@ def _patterns(given: Any) -> tuple[str, ...]:
 
 
 def _checked(precision: Precision) -> Precision:
-    if precision.recipe not in (TENSORWISE, ROWWISE):
-        raise InputError(
-            f"precision: the recipe {precision.recipe!r} is not known: give {TENSORWISE!r} or {ROWWISE!r}."
-        )
-    size = precision.smallest
-    if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < 1):
-        raise InputError(f"precision: smallest={size!r}: give a number of elements, or None for torchao's sizes.")
+    if precision.recipe not in RECIPES:
+        raise InputError(f"precision: the recipe {precision.recipe!r} is not known: give {_either(RECIPES)}.")
+    if precision.smallest is not None and not _counts(precision.smallest):
+        told = f"smallest={precision.smallest!r}"
+        raise InputError(f"precision: {told}: give a number of elements, or None for torchao's sizes.")
+    if not _counts(precision.history):
+        raise InputError(f"precision: history={precision.history!r}: give a number of calls, such as 16.")
     return precision
+
+
+def _counts(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool) and number >= 1
+
+
+def _either(names: Iterable[str]) -> str:
+    return " or ".join(map(repr, names))

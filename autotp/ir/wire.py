@@ -11,6 +11,8 @@ NARROW: dict[str, torch.dtype] = {"autotp.float8_cast.default": torch.float8_e4m
 ARITHMETIC: dict[str, str] = {  # operators whose products are of another type than their results
     "autotp.float8_linear.default": "float8_e4m3fn",
     "autotp.float8_rows.default": "float8_e4m3fn",
+    "autotp.float8_rows_hp.default": "float8_e4m3fn",
+    "autotp.float8_delayed.default": "float8_e4m3fn",
 }
 GATHERS = ("all_gather", "all_to_all")  # primitives that add nothing up: sums of such numbers are none
 

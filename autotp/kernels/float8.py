@@ -32,6 +32,7 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
         power: round down to a power of two.
     """
     scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST)).float()
+    scale = torch.where(amax > 0, scale, 1)  # of zeros, or where nothing is known of an operand yet
     return torch.exp2(torch.log2(scale).floor()) if power else scale
 
 
@@ -85,6 +86,29 @@ def float8_linear_backward(
     return to_x.view(x.shape), to_weight
 
 
+def float8_delayed(x: Tensor, weight: Tensor, x_amax: Tensor, amaxes: Tensor, latest: Tensor) -> tuple[Tensor, Tensor]:
+    """`float8_linear` with the scales of earlier calls, of which none waits for its operand.
+
+    Args:
+        x: what `float8_cast` gave by `x_amax`. weight: not cast yet.
+        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3].
+        latest: [], zero; becomes the largest value of the gradient in the backward, for the next call to record.
+    """
+    return float8_linear(x, weight, x_amax, amaxes[1])
+
+
+def float8_before(history: Tensor, latest: Tensor) -> Tensor:
+    """The largest values in earlier calls, [3]; that of the gradient in the last one is still in `latest`."""
+    gradient = torch.maximum(history[2, 1:].amax(), latest) if history.shape[1] > 1 else latest
+    return torch.stack([*history[:2].amax(1), gradient])
+
+
+def float8_record(history: Tensor, latest: Tensor, x_amax: Tensor, weight_amax: Tensor) -> Tensor:
+    """A history [3, length] with the largest values of this call in place of the oldest: see `float8_delayed`."""
+    newest = torch.stack([a.to(history.dtype) for a in (x_amax, weight_amax, latest)])
+    return torch.cat([history[:, 1:], newest.unsqueeze(1)], 1)
+
+
 def float8_seen(y: Tensor, zero: Tensor) -> Tensor:
     """The product as it is; in the backward its gradient's largest absolute value goes to `zero`."""
     return y.clone()
@@ -121,6 +145,34 @@ def float8_rows_backward(
     to_x = _scaled(g, rows.flatten(0, -2), weight.t(), weight_columns.unsqueeze(1), x.dtype)
     to_weight = _scaled(g.t(), columns.unsqueeze(1), a.t(), x_columns.unsqueeze(1), weight.dtype)
     return to_x.view(x.shape), to_weight
+
+
+def float8_rows_hp(
+    x: Tensor, weight: Tensor, x_rows: Tensor, weight_rows: Tensor, weight_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`float8_rows`, in whose backward the gradient of the weight is not in float8.
+
+    Args:
+        x, weight, x_rows, weight_rows: as there. weight_amax: the weight's largest absolute value, [].
+
+    Returns: the product, and zeros [..., 1] for the largest values of the gradient's rows.
+    """
+    y = _scaled(x.flatten(0, -2), x_rows.flatten(0, -2), weight, weight_rows, x.dtype)
+    return y.view(*x.shape[:-1], weight.shape[0]), torch.zeros_like(x_rows)
+
+
+def float8_rows_hp_backward(
+    grad: Tensor, rows: Tensor, x: Tensor, weight: Tensor, weight_amax: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of `float8_rows_hp` for `x` and `weight`; arguments as there and of `float8_rows_backward`."""
+    g = grad.flatten(0, -2)
+    to_x = _scaled(g, rows.flatten(0, -2), weight.t(), weight_amax.expand(weight.shape[1], 1), x.dtype)
+    return to_x.view(x.shape), g.t() @ x.flatten(0, -2)
+
+
+def float8_row_seen(y: Tensor, rows: Tensor) -> Tensor:
+    """The product as it is; in the backward the largest values of its gradient's rows go to the zeros."""
+    return y.clone()
 
 
 def float8_rows_seen(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
@@ -181,9 +233,25 @@ def _linear_gradients_fake(grad: Tensor, amax: Tensor, x: Tensor, weight: Tensor
     return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
+def _before_fake(history: Tensor, latest: Tensor) -> Tensor:
+    return history.new_empty((3,))
+
+
+def _history_fake(history: Tensor, *_: Tensor) -> Tensor:
+    return history.new_empty(history.shape)
+
+
 def _rows_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     n = weight.shape[0]
     return x.new_empty((*x.shape[:-1], n)), x_rows.new_empty(x_rows.shape), x.new_empty((n,))
+
+
+def _rows_hp_fake(x: Tensor, weight: Tensor, x_rows: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty((*x.shape[:-1], weight.shape[0])), x_rows.new_empty(x_rows.shape)
+
+
+def _rows_hp_gradients_fake(grad: Tensor, rows: Tensor, x: Tensor, weight: Tensor, *_: Tensor) -> tuple[Tensor, Tensor]:
+    return x.new_empty(x.shape), weight.new_empty(weight.shape)
 
 
 def _rows_gradients_fake(
@@ -200,11 +268,21 @@ _ENTRIES = (
     (f"float8_linear({_PRODUCT}) -> (Tensor, Tensor)", float8_linear, _linear_fake),
     (f"float8_linear_backward(Tensor grad, Tensor amax, {_PRODUCT}) -> (Tensor, Tensor)", float8_linear_backward,
      _linear_gradients_fake),
+    ("float8_delayed(Tensor x, Tensor weight, Tensor x_amax, Tensor amaxes, Tensor latest) -> (Tensor, Tensor)",
+     float8_delayed, _linear_fake),
+    ("float8_before(Tensor history, Tensor latest) -> Tensor", float8_before, _before_fake),
+    ("float8_record(Tensor history, Tensor latest, Tensor x_amax, Tensor weight_amax) -> Tensor", float8_record,
+     _history_fake),
     ("float8_seen(Tensor y, Tensor zero) -> Tensor", float8_seen, _same_fake),
     (f"float8_rows(Tensor x, Tensor weight, Tensor x_rows, Tensor weight_rows, {_ROWS}) -> (Tensor, Tensor, Tensor)",
      float8_rows, _rows_fake),
     ("float8_rows_backward(Tensor grad, Tensor rows, Tensor columns, Tensor x, Tensor weight, "
      f"{_ROWS}) -> (Tensor, Tensor)", float8_rows_backward, _rows_gradients_fake),
+    ("float8_rows_hp(Tensor x, Tensor weight, Tensor x_rows, Tensor weight_rows, Tensor weight_amax) "
+     "-> (Tensor, Tensor)", float8_rows_hp, _rows_hp_fake),
+    ("float8_rows_hp_backward(Tensor grad, Tensor rows, Tensor x, Tensor weight, Tensor weight_amax) "
+     "-> (Tensor, Tensor)", float8_rows_hp_backward, _rows_hp_gradients_fake),
+    ("float8_row_seen(Tensor y, Tensor rows) -> Tensor", float8_row_seen, _same_fake),
     ("float8_rows_seen(Tensor y, Tensor rows, Tensor columns) -> Tensor", float8_rows_seen, _same_fake),
 )  # fmt: skip
 _LIBRARY = torch.library.Library("autotp", "FRAGMENT")
@@ -230,6 +308,19 @@ def _linear_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | No
     return *OPS.float8_linear_backward(grad, amax, *ctx.saved_tensors), None, None
 
 
+def _keep_latest(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    *operands, ctx.latest = inputs  # it is written to, which autograd refuses of what is saved
+    ctx.save_for_backward(*operands)
+
+
+def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, x_amax, amaxes = ctx.saved_tensors
+    with torch.no_grad():
+        ctx.latest.copy_(torch.maximum(ctx.latest, amax.to(ctx.latest.dtype)))
+    known = torch.where(amaxes[2] > 0, amaxes[2], amax)  # the first gradient's own: it may be far from 1
+    return *OPS.float8_linear_backward(grad, known, x, weight, x_amax, amaxes[1]), None, None, None
+
+
 def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, range(grad.ndim), False)
 
@@ -243,6 +334,19 @@ def _rows_gradients(ctx: Any, grad: Tensor, rows: Tensor, columns: Tensor) -> tu
     return *OPS.float8_rows_backward(grad, rows, columns, *ctx.saved_tensors), None, None, None, None
 
 
+def _keep_rows_hp(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
+    x, weight, _, _, weight_amax = inputs
+    ctx.save_for_backward(x, weight, weight_amax)
+
+
+def _rows_hp_gradients(ctx: Any, grad: Tensor, rows: Tensor) -> tuple[Tensor | None, ...]:
+    return *OPS.float8_rows_hp_backward(grad, rows, *ctx.saved_tensors), None, None, None
+
+
+def _row_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    return grad, float8_amax(grad, [grad.ndim - 1], True)
+
+
 def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     last = grad.ndim - 1
     return grad, float8_amax(grad, [last], True), float8_amax(grad, range(last), False)
@@ -251,8 +355,11 @@ def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 for _name, _backward, _setup in (
     ("cast", _passed, _nothing),
     ("linear", _linear_gradients, _keep),
+    ("delayed", _delayed_gradients, _keep_latest),
     ("seen", _seen, _nothing),
     ("rows", _rows_gradients, _keep_rows),
+    ("rows_hp", _rows_hp_gradients, _keep_rows_hp),
+    ("row_seen", _row_seen, _nothing),
     ("rows_seen", _rows_seen, _nothing),
 ):
     torch.library.register_autograd(f"autotp::float8_{_name}", _backward, setup_context=_setup, lib=_LIBRARY)

@@ -38,7 +38,7 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     given, drawn = values.doubled(), torch.get_rng_state()
     with promoted(planned.program.graph, sharded.graph):
         leaves = {n: own_leaf(v, n in planned.grads) for n, v in given.items()}
-        expected = expect(planned.program.graph, leaves)
+        expected = expect(planned.program.graph, leaves, planned.program.mutations)
         torch.set_rng_state(drawn)  # the ranks draw what the original drew
         proof = _Proof(planned, sharded, _bind(planned, given), expected, given)
         difference, inside = proof.run()
@@ -182,8 +182,20 @@ class _Proof:
             if failed or node.op == "placeholder":
                 return first, found
         if failed is None:
-            return first, None
+            return first, self._compare_written()
         return first, Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
+
+    def _compare_written(self) -> Difference | None:
+        """What buffers have after the backward, which may write to them."""
+        nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
+        ranks = [compat.tree_leaves(o) for o in self.outputs]
+        for i, whole in self.expected.written.items():
+            if self.planned.program.becomes(i) is None and not whole.requires_grad:
+                error = layout_error([r[i] for r in ranks], self._spec(I), whole)
+                if not error <= TOLERANCE:
+                    named = self.planned.program.mutations[i]
+                    return self._difference("backward", nodes[i], error, f"it leaves {named} off by {error:.2e}")
+        return None
 
     def _loss(self, outputs: list[Any], rank: int) -> Tensor:
         """The loss on one rank: of states, of which it has a part, with that part's weights."""

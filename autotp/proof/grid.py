@@ -57,7 +57,7 @@ class GridProof:
         given = self.values.doubled()
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
         leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
-        original = expect(self.whole.graph, leaves)
+        original = expect(self.whole.graph, leaves, self.whole.mutations)
         expected = _tensors(original.outputs)
         held = self.leaves()
         try:

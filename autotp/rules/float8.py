@@ -30,16 +30,46 @@ def float8_linear(op: Op) -> Rule:
     return _known_to_all(einsum(op, "...k,nk,,->...n,", summed=False))
 
 
+@rule(OPS.float8_delayed.default)
+def float8_delayed(op: Op) -> Rule:
+    """The same; what earlier calls had, and where the backward writes, every rank has whole."""
+    return _known_to_all(einsum(op, "...k,nk,,_,->...n,", summed=False))
+
+
+@rule(OPS.float8_before.default)
+def float8_before(op: Op) -> Rule:
+    """A history is one value, which every rank has."""
+    return einsum(op, "__,->_")
+
+
+@rule(OPS.float8_record.default)
+def float8_record(op: Op) -> Rule:
+    """And is made of largest values over all ranks."""
+    return einsum(op, "__,,,->__")
+
+
 @rule(OPS.float8_rows.default)
 def float8_rows(op: Op) -> Rule:
     """The same with a scale for each row of what is summed over: those lie as the rows do."""
     return _known_to_all(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
 
 
+@rule(OPS.float8_rows_hp.default)
+def float8_rows_hp(op: Op) -> Rule:
+    """The same, whose backward has one scale for the weight."""
+    return _known_to_all(einsum(op, "...k,nk,..._,n_,->...n,..._", summed=False))
+
+
 @rule(OPS.float8_seen.default)
 def float8_seen(op: Op) -> Rule:
     """Where the gradient is split, each rank has the largest value of its part."""
     return _candidates(einsum(op, "...,->...", linear=(frozenset({0, 1}),), summed=False))
+
+
+@rule(OPS.float8_row_seen.default)
+def float8_row_seen(op: Op) -> Rule:
+    """The same of each row."""
+    return _candidates(einsum(op, "...n,..._->...n", linear=(frozenset({0, 1}),), summed=False))
 
 
 @rule(OPS.float8_rows_seen.default)

@@ -10,17 +10,19 @@ import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
+from autotp.capture.histories import with_histories
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.driver.cached import Cached
 from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
 from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
-from autotp.errors import PlanError
+from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
+from autotp.ir.precision import DELAYED
 from autotp.plans.plan import Plan
-from autotp.runtime.lower.lower import Lowering
+from autotp.runtime.lower.lower import EAGER, Lowering
 
 from . import state
 from .programs import Source
@@ -56,7 +58,8 @@ class Build:
     captured: tuple[Capture, list[str]] | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "model", plain_weights(self.model))
+        _refuse_delayed(self.request, self.lowering)
+        object.__setattr__(self, "model", with_histories(plain_weights(self.model), self.request.precision))
 
     def __call__(self, inputs: Inputs) -> tuple[nn.Module, Plan, Source]:
         captured, notes = self.captured or self.capture(inputs)
@@ -126,7 +129,7 @@ def capture_on_ranks(
         model, inputs, check, request: see `capture_model`. ranks: that take part; None in one plain process.
     """
     ranks, device = ranks and ranks.planners, _device(ranks)
-    model = plain_weights(model)
+    model = with_histories(plain_weights(model), request.precision)
 
     def take(captured: Capture, notes: list[str]) -> tuple[Capture, list[str]]:
         captured.origin = skeleton(model, device), without_cache(model, inputs)[0]
@@ -138,6 +141,17 @@ def capture_on_ranks(
 
     key = partial(capture_key, model, inputs, device, check, request)
     return capture_once(ranks, key, make, take)
+
+
+def _refuse_delayed(request: CaptureRequest, lowering: Lowering) -> None:
+    """Refuse to compile what writes to a buffer in its backward: torch's compilers would leave that out."""
+    precision = request.precision
+    if precision is not None and precision.recipe == DELAYED and lowering.backend != EAGER:
+        raise InputError(
+            f"precision: with delayed scaling a backward leaves the largest values of its gradients to the next call, "
+            f"and what backend={lowering.backend!r} compiles would lose them. Use backend='eager', or the recipe "
+            "'tensorwise'."
+        )
 
 
 def _fits(model: nn.Module, plan: Plan) -> None:

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
 from .contents import CONTAINERS, contents
@@ -189,6 +190,8 @@ class Watched:
         """
         if name in TORCHS:
             return
+        if advice := self.in_parts(part, name):
+            raise StateError(advice)
         if name in self.module._parameters:
             self._parameter(part, name, value)
         elif isinstance(value, nn.Module) or name in self.children:
@@ -211,16 +214,20 @@ class Watched:
         if name in self.children or (name not in self.module._parameters and self.has(name)):
             self.refuse(name, f"it cannot be deleted after compile, because the program was made with it. {INSTEAD}")
 
-    def fused(self, part: nn.Module, name: str) -> bool:
-        """Whether this is the name of a parameter that is held in pieces."""
-        return name in self.module._parameters and f"{name}_part0" in part._parameters
-
-    def in_pieces(self, part: nn.Module, name: str) -> str:
-        """What to do instead of using its name."""
+    def in_parts(self, part: nn.Module, name: str) -> str:
+        """What to use in place of a parameter that is held in several; empty where this is the name of none."""
+        where, components = self.path or "the module", parts_of(self.module, name)
+        if components:
+            return (
+                f"{name} of {where} is quantised, and held as what it is made of, each part split by itself: "
+                f"{', '.join(components)}. Use those; full_state_dict() has them whole."
+            )
+        if name not in self.module._parameters or f"{name}_part0" not in part._parameters:
+            return ""
         names = [n for n in part._parameters if n.startswith(f"{name}_part")]
         return (
-            f"{name} of {self.path or 'the module'} is held in pieces, because its parts are split each by itself: "
-            f"{', '.join(names)}. Use those; full_state_dict() and load_state_dict() have it whole."
+            f"{name} of {where} is held in pieces, because its parts are split each by itself: {', '.join(names)}. Use "
+            "those; full_state_dict() and load_state_dict() have it whole."
         )
 
     # ---- what has a place in the tree ------------------------------------------------------------------------------
@@ -237,8 +244,6 @@ class Watched:
 
     def _parameter(self, part: nn.Module, name: str, value: Any) -> None:
         parameter = part._parameters.get(name)
-        if self.fused(part, name):
-            raise StateError(self.in_pieces(part, name))
         if value is parameter and (parameter is not None or self.module._parameters[name] is None):
             return
         was = self.module._parameters[name]

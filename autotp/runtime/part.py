@@ -100,9 +100,10 @@ class Part(nn.Module):
         try:
             return nn.Module.__getattr__(self, name)  # never the original's own, which may ask for more
         except AttributeError:
-            if watched is None or not watched.fused(self, name):
+            advice = "" if watched is None else watched.in_parts(self, name)
+            if not advice:
                 raise
-        raise FusedError(watched.in_pieces(self, name))
+        raise FusedError(advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:

@@ -39,10 +39,11 @@ def calibrate(
 ) -> Cluster:
     """Measure the machine that this runs on and fit a `Cluster` to it.
 
-    Matmuls by dtype, copies and the launch of a kernel are timed on every rank at once, so ranks that share a device's
-    memory or a processor's cores share them here too; where there are ranks (torchrun), also each collective, over
-    sizes and group sizes. The numbers are least squares of the logarithms of predicted over measured times. Call it
-    on all ranks alike.
+    Matmuls by dtype, attention, operators bound by memory and the launch of a kernel are timed on every rank at once,
+    so ranks that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun),
+    also each collective, over sizes and group sizes. Operands are read in turn, so that no cache holds them, as in a
+    step; on a processor a matmul counts with all that eager execution starts for it. The numbers are least squares of
+    the logarithms of predicted over measured times. Call it on all ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -161,4 +162,6 @@ def _numbers(c: Cluster, transfers: list[Transfer]) -> str:
     inside = link(c.intra_latency, c.intra_bandwidth, any(t.stride == 1 for t in transfers))
     between = link(c.inter_latency, c.inter_bandwidth, any(c.spans_nodes(t.n, t.stride) for t in transfers))
     memory = f"memory {c.memory_bandwidth / 1e9:.4g} GB/s, launch {c.launch_overhead * 1e6:.3g} us"
+    memory += f", {c.product_launches:.3g} a matmul, which moves its operands {c.packing:.2g} times besides"
+    memory += f"; attention at {c.attention_rate:.0%} of the rate"
     return f"GFLOP/s: {rates}\n{memory}\nin a node: {inside}\nbetween nodes: {between}"

@@ -118,8 +118,7 @@ def _packing(kernels: Sequence[Kernel], start: Cluster) -> float:
     own = [k for k in _own(kernels, "matmul float32", start) if k.seconds > 0]
     if not own:
         return 0.0
-    columns = [k.flops for k in own], [k.nbytes for k in own], [k.seconds for k in own]
-    flops, nbytes, seconds = (torch.tensor(x, dtype=torch.float64) for x in columns)
+    flops, nbytes, seconds = torch.tensor([(k.flops, k.nbytes, k.seconds) for k in own], dtype=torch.float64).unbind(1)
     return _nearest(flops, nbytes, seconds, (0.0, 0.0))[1] * start.memory_bandwidth
 
 

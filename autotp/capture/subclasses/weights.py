@@ -115,6 +115,12 @@ def part_names(name: str, recipe: Recipe) -> list[str]:
     return list(recipe.names(f"_{name}"))
 
 
+def parts_of(module: nn.Module, name: str) -> list[str]:
+    """The same of a weight of this module that is made of parts; none of any other."""
+    recipe = vars(module).get(RECIPES, {}).get(name)
+    return part_names(name, recipe) if recipe is not None else []
+
+
 def wrapped(tensor: Tensor) -> bool:
     """Whether a weight is made of others. DTensors are not: they say where numbers lie, not how they are stored."""
     return compat.wraps_tensors(tensor) and not isinstance(tensor, DTensor) and not tensor.requires_grad

@@ -72,6 +72,7 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     aten.masked_scatter: ((("self", "source"),), _always),
     OPS.counter_dropout: ((("x",),), _always),
     OPS.float8_seen: ((("y", "zero"),), _always),
+    OPS.float8_row_seen: ((("y", "rows"),), _always),
     OPS.float8_rows_seen: ((("y", "rows", "columns"),), _always),
 }  # fmt: skip
 

@@ -20,5 +20,10 @@ FLOAT8 = [
     case(OPS.float8_seen, f(2, 4, 6), f()),
     frozen(4, OPS.float8_rows, f(2, 4, 6), f(5, 6), pos(2, 4, 1), pos(5, 1), pos(6), pos(6)),
     frozen(4, OPS.float8_rows, f(4, 6), f(6, 6), pos(4, 1), pos(6, 1), pos(6), pos(6)),
+    frozen(3, OPS.float8_rows_hp, f(2, 4, 6), f(5, 6), pos(2, 4, 1), pos(5, 1), pos()),
+    case(OPS.float8_row_seen, f(2, 4, 6), f(2, 4, 1)),
+    frozen(3, OPS.float8_delayed, f(2, 4, 6), f(5, 6), pos(), pos(3), pos()),
+    frozen(2, OPS.float8_before, pos(3, 4), pos()),
+    frozen(4, OPS.float8_record, pos(3, 4), pos(), pos(), pos()),
     case(OPS.float8_rows_seen, f(2, 4, 6), f(2, 4, 1), f(6)),
 ]

@@ -16,7 +16,7 @@ import autotp
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.driver.options import CaptureRequest, Options, Steering
 from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
-from autotp.errors import CaptureError
+from autotp.errors import CaptureError, StateError
 from autotp.inputs import Inputs, normalise
 from autotp.ir.layouts import Partition, Shard
 from autotp.proof.compare import compare
@@ -192,6 +192,16 @@ def test_a_rank_holds_its_part_of_the_numbers_and_saves_and_loads_them(pool, tmp
         assert found["state"]["down._weight_qdata"] == ((32, 64), dtype)
     for before, after in pool.run(read, str(tmp_path / "saved"), kind, world=4):
         assert after < 1e-5 < 0.01 < before
+
+
+def test_a_weight_that_is_read_or_set_on_the_sharded_module_names_its_parts():
+    model = quantised(Mlp(32, 64))
+    sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(2, 3, 32))
+    with pytest.raises(AttributeError, match="weight of up is quantised.*: _weight_qdata, _weight_scale"):
+        sharded.up.weight  # noqa: B018  reading is what is tried
+    with pytest.raises(StateError, match="weight of up is quantised.*_weight_qdata"):
+        sharded.up.weight = model.up.weight
+    assert not hasattr(sharded.up, "weight") and sharded.up._weight_qdata.dtype == torch.int8
 
 
 def test_a_trained_subclass_is_refused_by_its_name():

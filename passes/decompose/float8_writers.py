@@ -1,0 +1,218 @@
+"""What stands for a product in float8, by recipe: where its scales come from, and what the backward is told."""
+
+from __future__ import annotations
+
+import operator
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import fx
+
+from autotp import compat
+from autotp.ir.graph import Capture, caller
+from autotp.ir.leaves import BUFFER
+from autotp.ir.marks import mark
+from autotp.ir.op import Op, aten
+from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE
+from autotp.ir.scopes import MARK
+from autotp.kernels import float8 as _operators  # noqa: F401  defines them
+from autotp.kernels.operators import OPS
+
+
+@dataclass
+class Writer(ABC):
+    """Writes what stands for a product in its place; a value that several of them read is measured and cast once."""
+
+    program: Capture
+    products: Sequence[fx.Node]
+    known: dict[Any, fx.Node] = field(default_factory=dict)
+
+    @classmethod
+    def knows(cls, program: Capture, weight: str) -> bool:
+        """Whether the program has what the recipe needs for the product by the weight of this name."""
+        return True
+
+    @abstractmethod
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        """What stands for the product `node` of `x` and the transposed weight of this name, written by `call`."""
+
+    def written(self) -> dict[str, fx.Node]:
+        """What buffers become, by name; asked after the last product."""
+        return {}
+
+    def finish(self) -> None:
+        """Have the program give buffers what was written for them."""
+        output = self.program.graph.output_node()
+        values, written = list(compat.tree_leaves(output.args[0])), self.written()
+        self.program.mutations = {**self.program.mutations, **dict(enumerate(written, len(values)))}
+        output.args = ((*values, *written.values()),)
+
+    def replace(self, node: fx.Node, name: str) -> None:
+        """Put a product in float8 in the place of one by the weight of this name."""
+        graph = self.program.graph
+        x, weight, *bias = Op.of(node).slots
+        call = caller(graph, node)
+        with graph.inserting_before(node):
+            y = self.product(call, node, x, weight, name)
+            y = call(aten.add.Tensor, y, bias[0]) if bias else y
+        node.replace_all_uses_with(y)
+        graph.erase_node(node)
+
+    def amax(self, node: fx.Node, x: fx.Node, dims: list[int], keepdim: bool) -> fx.Node:
+        """The largest absolute value over these dimensions, which carries no gradient."""
+        key = x, tuple(dims), mark(node).no_grad
+        if key not in self.known:
+            call = self._shared(node, x)
+            self.known[key] = call(OPS.float8_amax.default, call(aten.detach.default, x), dims, keepdim)
+        return self.known[key]
+
+    def whole_amax(self, node: fx.Node, x: fx.Node) -> fx.Node:
+        """The same over all dimensions."""
+        return self.amax(node, x, list(range(x.meta["val"].ndim)), False)
+
+    def cast(self, node: fx.Node, x: fx.Node, amax: fx.Node) -> fx.Node:
+        """The value in float8."""
+        if (x, amax) not in self.known:
+            self.known[x, amax] = self._shared(node, x)(OPS.float8_cast.default, x, amax)
+        return self.known[x, amax]
+
+    def _shared(self, node: fx.Node, x: fx.Node) -> Any:
+        """Writes calls in the innermost module of all products that read `x`."""
+        stacks = [p.meta.get("nn_module_stack") or {} for p in self.products if x in p.all_input_nodes[:2]]
+        return _placed(self.program.graph, node, _common(stacks))
+
+
+class Tensorwise(Writer):
+    """A scale for each operand."""
+
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        amaxes = [self.whole_amax(node, v) for v in (x, weight)]
+        product = call(OPS.float8_linear.default, self.cast(node, x, amaxes[0]), weight, *amaxes)
+        return call(OPS.float8_seen.default, *_results(call, product, 2))
+
+
+class Rowwise(Writer):
+    """A scale for each row of what is summed over."""
+
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        last = x.meta["val"].ndim - 1
+        amaxes = [
+            self.amax(node, x, [last], True), self.amax(node, weight, [1], True),
+            self.amax(node, x, list(range(last)), False), self.amax(node, weight, [0], False),
+        ]  # fmt: skip
+        product = call(OPS.float8_rows.default, x, weight, *amaxes)
+        return call(OPS.float8_rows_seen.default, *_results(call, product, 3))
+
+
+class RowwiseHp(Writer):
+    """The same in the products that gradients of weights do not come from."""
+
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        last = x.meta["val"].ndim - 1
+        rows = self.amax(node, x, [last], True), self.amax(node, weight, [1], True)
+        product = call(OPS.float8_rows_hp.default, x, weight, *rows, self.whole_amax(node, weight))
+        return call(OPS.float8_row_seen.default, *_results(call, product, 2))
+
+
+@dataclass
+class Delayed(Writer):
+    """A scale for each operand by what earlier calls had of it; in training a call leaves its own largest values.
+
+    A layer that is called several times has one history, of the largest values of all its calls.
+    """
+
+    seen: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # by weight: largest values of input and weight
+    last: dict[str, fx.Node] = field(default_factory=dict)  # by weight: its last product
+    histories: dict[str, fx.Node] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.histories = {leaf.name: leaf.node for leaf in self.program.leaves}
+        ours = tuple(f".{name}" for name in (HISTORY, LATEST))
+        leaves = self.program.leaves
+        self.program.leaves = [replace(x, kind=BUFFER) if f".{x.name}".endswith(ours) else x for x in leaves]
+
+    @classmethod
+    def knows(cls, program: Capture, weight: str) -> bool:
+        return any(leaf.name == _beside(weight, HISTORY) for leaf in program.leaves)
+
+    def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
+        amaxes, fresh = self._before(node, name)
+        amax = self._scale(node, x, amaxes)
+        if self.program.training:
+            self._see(call, name, self.whole_amax(node, x), self.whole_amax(node, weight))
+        product = call(OPS.float8_delayed.default, self.cast(node, x, amax), weight, amax, amaxes, fresh)
+        self.last[name] = call(OPS.float8_seen.default, *_results(call, product, 2))
+        return self.last[name]
+
+    def written(self) -> dict[str, fx.Node]:
+        made: dict[str, fx.Node] = {}
+        for name, amaxes in self.seen.items():
+            own = _beside(name, HISTORY), _beside(name, LATEST)
+            with self.program.graph.inserting_before(self.last[name].next):
+                call = caller(self.program.graph, self.last[name])
+                made[own[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in own), *amaxes)
+            made[own[1]] = self.known[name, LATEST]
+        return made
+
+    def _see(self, call: Any, name: str, *amaxes: fx.Node) -> None:
+        """The largest values of a further call of a layer."""
+        if name in self.seen:
+            pairs = zip(self.seen[name], amaxes, strict=True)
+            amaxes = tuple(a if a is b else call(aten.maximum.default, a, b) for a, b in pairs)
+        self.seen[name] = amaxes
+
+    def _before(self, node: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
+        """What earlier calls had, [3], and what this one's backward writes to.
+
+        Outside of checkpointed regions: these run again, after the history has moved on.
+        """
+        if (name, LATEST) not in self.known:
+            stack = list((node.meta.get("nn_module_stack") or {}).items())
+            inside = [i for i, (_, entry) in enumerate(stack) if MARK in entry[0]]
+            call = _placed(self.program.graph, node, stack[: min(inside, default=len(stack))])
+            history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
+            self.known[name, HISTORY] = call(OPS.float8_before.default, history, latest)
+            self.known[name, LATEST] = call(aten.zeros_like.default, latest)
+        return self.known[name, HISTORY], self.known[name, LATEST]
+
+    def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:
+        """That of the input: of the first product which reads it."""
+        if ("scale", x) not in self.known:
+            self.known["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
+        return self.known["scale", x]
+
+
+WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, ROWWISE_HP: RowwiseHp, DELAYED: Delayed}
+
+
+def _beside(weight: str, name: str) -> str:
+    """The buffer of this name in the module of a weight."""
+    return f"{weight.rpartition('.')[0]}.{name}".removeprefix(".")
+
+
+def _results(call: Any, node: fx.Node, count: int) -> list[fx.Node]:
+    return [call(operator.getitem, node, i) for i in range(count)]
+
+
+def _placed(graph: fx.Graph, node: fx.Node, levels: Sequence[tuple[Any, Any]]) -> Any:
+    """Writes calls at the insertion point as `caller` does, in the module that these levels end in."""
+    call = caller(graph, node)
+
+    def placed(function: Any, *args: Any) -> fx.Node:
+        new = call(function, *args)
+        new.meta["nn_module_stack"] = dict(levels)
+        return new
+
+    return placed
+
+
+def _common(stacks: Iterable[dict[Any, Any]]) -> list[tuple[Any, Any]]:
+    """The levels that all module stacks begin with."""
+    shared = []
+    for level in zip(*(stack.items() for stack in stacks), strict=False):
+        if any(entry != level[0] for entry in level):
+            break
+        shared.append(level[0])
+    return shared
