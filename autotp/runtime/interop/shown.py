@@ -50,7 +50,7 @@ def _with_arguments(model: nn.Module) -> type[nn.Module]:
     """The class whose forward says what a model takes: PEFT's may take anything, and pass it on to the base model."""
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
-    base = getattr(model, "get_base_model", None) if anything else None
+    base: Any = getattr(model, "get_base_model", None) if anything else None
     return type(base()) if callable(base) else type(model)
 
 
