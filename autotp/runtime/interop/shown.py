@@ -51,7 +51,8 @@ def _with_arguments(model: nn.Module) -> type[nn.Module]:
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
     base: Any = getattr(model, "get_base_model", None) if anything else None
-    return type(base()) if callable(base) else type(model)
+    shown: Any = base() if callable(base) else model
+    return type(shown)
 
 
 class Shown:
