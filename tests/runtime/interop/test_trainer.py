@@ -136,7 +136,9 @@ def stock(model: Any, folder: str) -> dict[str, Any]:
         trainer_of(model, folder, stock=True, parallelism_config=ShardedParallelism(model))
     AcceleratorState._reset_state()
     model.load_state_dict(gpt2().state_dict())
-    told = trainer_of(model, folder, stock=True, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    data: Any = {"train_dataset": rows(20, 0), "eval_dataset": rows(5, 99)}
+    arguments = settings(folder, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    told = Trainer(model=model, args=arguments, compute_metrics=right, **data)
     told.train()
     told.save_model(folder)
     predicted: Any = told.predict(rows(5, 99))  # type: ignore[arg-type]
