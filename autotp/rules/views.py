@@ -145,7 +145,9 @@ def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
 
 @rule(aten.view_as_real, aten.view_as_complex)
 def complex_pairs(op: Op) -> Rule:
-    return einsum(op, "...->..._" if op.target is aten.view_as_real.default else "..._->...", linear=THROUGH)
+    """Neither does what it should for a tensor without elements whose last stride is not 1, as a gradient may be."""
+    equation = "...->..._" if op.target is aten.view_as_real.default else "..._->..."
+    return einsum(op, equation, linear=THROUGH, empty=False)
 
 
 @rule(aten.one_hot)
