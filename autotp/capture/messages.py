@@ -74,8 +74,7 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"takes a function, which cannot be split",
-        "Use torch.where in place of torch.cond, torch.nn.functional.scaled_dot_product_attention with a mask in place "
-        "of flex_attention, or shard the submodules around it.",
+        "Use torch.where in place of torch.cond, a loop in place of torch.scan, or shard the submodules around it.",
     ),
     (
         r"takes a gradient itself",

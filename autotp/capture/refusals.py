@@ -110,7 +110,7 @@ def refuse_gradients() -> Iterator[None]:
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Refuse operators that take functions, such as torch.cond and flex_attention.
+    """Refuse operators that take functions, such as torch.cond.
 
     Raises:
         CaptureError: the graph has one.

@@ -243,7 +243,8 @@ class Trial:
         devices = [self.device] if self.device.type == "cuda" else []
         state = random.getstate()
         try:
-            with torch.inference_mode(False), torch.random.fork_rng(devices):
+            # The CPU's own flex_attention has no backward.
+            with torch.inference_mode(False), torch.random.fork_rng(devices), compat.flex_as_products():
                 yield
         finally:
             random.setstate(state)

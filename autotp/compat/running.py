@@ -41,6 +41,20 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
 
 
+CannotCompile = torch._dynamo.exc.TorchDynamoException  # the function, or for the backend: nothing has run
+
+
+def compiled_once(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    """A function of which a compiled one that calls it often holds one copy; in graphs it goes by this name."""
+
+    def block(*args: Any) -> Any:
+        return function(*args)
+
+    nested: Any = torch.compiler.nested_compile_region(block)
+    nested.__module__, nested.__name__, nested.__qualname__ = module, name, name
+    return nested
+
+
 # Where a guard's expression starts, as Dynamo writes it: `G['torch'].ops`, `G['__import_autotp_dot_kernels'].attend`.
 _SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
 

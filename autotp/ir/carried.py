@@ -148,8 +148,8 @@ class Walk:
         Args:
             value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
         """
-        number = isinstance(value, int) and not isinstance(value, bool) and (owner, name) in self.moving
-        if isinstance(value, torch.SymInt) or number:
+        number = type(value) is int and (owner, name) in self.moving
+        if number or isinstance(value, torch.SymInt):
             self.counts.add(len(self.tensors))
             return Count(self._hold(counted(value), path))
         if isinstance(value, PLAIN):

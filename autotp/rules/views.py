@@ -145,7 +145,9 @@ def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
 
 @rule(aten.view_as_real, aten.view_as_complex)
 def complex_pairs(op: Op) -> Rule:
-    return einsum(op, "...->..._" if op.target is aten.view_as_real.default else "..._->...", linear=THROUGH)
+    """Neither does what it should for a tensor without elements whose last stride is not 1, as a gradient may be."""
+    equation = "...->..._" if op.target is aten.view_as_real.default else "..._->..."
+    return einsum(op, equation, linear=THROUGH, empty=False)
 
 
 @rule(aten.one_hot)
@@ -320,9 +322,3 @@ def pad(op: Op) -> Rule:
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
     linear = THROUGH if zero else ()
     return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=linear, empty=zero)
-
-
-@rule(aten.tril, aten.triu)
-def triangle(op: Op) -> Rule:
-    n = len(op.ins[0])
-    return loops(op, [list(range(n))], [list(range(n))], whole=frozenset({n - 1, n - 2}), linear=THROUGH)

@@ -69,6 +69,7 @@ def test_linear_operators_are():
     for case in CASES:
         groups = linear_slots(case.target, case.args, case.kwargs) if packet(case) in LINEAR else None
         operands = tensors((case.args, case.kwargs))
+        assert groups is None or groups, f"{case} has no operand of the name in the table"
         for group in groups or ():
             if case.values and all(operands[i].dtype == torch.float64 for i in group):
                 seen.add(packet(case))

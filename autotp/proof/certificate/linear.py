@@ -42,7 +42,7 @@ def _exact(named: Values) -> bool:
     return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
 
 
-SELF: Groups = (("self",),)
+SELF: Groups = (("self",), ("input",))  # as its overloads call the first operand
 # Packet -> (groups, whether they hold for these arguments).
 LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), (SELF, _exact)),
