@@ -27,25 +27,25 @@ class RunningStatistics(Pass[Capture]):
 
     def idle(self, program: Capture) -> str:
         """Only where there are some."""
-        found = any(n.target is aten.batch_norm.default for n in program.graph.nodes)
-        return "" if found else "no batch norm"
+        norms = any(n.target is aten.batch_norm.default for n in program.graph.nodes)
+        return "" if norms else "no batch norm"
 
     def run(self, program: Capture) -> Changes:
         buffers = {leaf.node: leaf.name for leaf in program.leaves if leaf.kind is BUFFER}
         final: dict[str, fx.Node] = {}
         norms = [n for n in program.graph.nodes if n.target is aten.batch_norm.default and n.args[5] is True]
-        changed = 0
+        count = 0
         for node in norms:
             if all(Op.of(node).args[name] in buffers for name in ("running_mean", "running_var")):
                 final |= _functional(program.graph, node, buffers)
-                changed += 1
-        known = set(program.mutations.values())
-        added = {name: value for name, value in final.items() if name not in known}
+                count += 1
+        before = set(program.mutations.values())
+        added = {name: value for name, value in final.items() if name not in before}
         output = program.graph.output_node()
         first = len(output.args[0])  # type: ignore[arg-type]
         output.args = ((*output.args[0], *added.values()),)  # type: ignore[misc]
         program.mutations = {**program.mutations, **{first + i: name for i, name in enumerate(added)}}
-        return Changes(changed, "batch norms have their running statistics as results")
+        return Changes(count, "batch norms have their running statistics as results")
 
 
 def _functional(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node]:
