@@ -143,11 +143,15 @@ class Prices:
         if not self.guesses or len(op.slots) < 2:
             return {}
         fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
-        often = [sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in x) for x in (*op.ins, *op.outs)]
+        often = []
+        for shape in (*op.ins, *op.outs):
+            often.append(sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in shape))
         product = 2 in often and often[1] == 1 and self.flops(op.node)
-        slots = range(1, len(op.slots)) if fused else (1,) if product else ()
-        whole = self.program.hints
-        return {i: max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i]) for i in slots}
+        slots = range(1, len(op.slots)) if fused else (1,)
+        whole, longer = self.program.hints, {}
+        for i in slots if fused or product else ():
+            longer[i] = max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i])
+        return longer
 
     def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
         """What one rank's call with this factor split costs, with the activations that it saves for the backward.
@@ -174,15 +178,15 @@ class Prices:
         sides = [self.bytes(v) * longer.get(i, 1.0) * self.share(x) for i, (v, x) in sides]
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
-        moved = sum(sides)
-        part = min((self.share(x) for x in [*ins, *outs]), default=1.0) if split is not None else 1.0
+        nbytes = sum(sides)
+        part = min(map(self.share, [*ins, *outs]), default=1.0) if split is not None else 1.0
         dtype = ARITHMETIC.get(str(op.target), str(results[0].dtype if results else "int64").removeprefix("torch."))
         if split is not None:
-            moved *= 1 + 2 * split.copies  # read once more, and written
+            nbytes *= 1 + 2 * split.copies  # read once more, and written
         flops = self.flops(op.node)
         part *= self._waste(op, split, outs) if flops and split is not None else 1.0
         part /= peak_share(op.target, self.cluster)
-        forward = op_cost(flops * part, moved, dtype, self.cluster)
+        forward = op_cost(flops * part, nbytes, dtype, self.cluster)
         if op.node not in self.grads or not self.objective.training:
             return forward
         saved = self._activation_bytes(op.node, [*ins, *outs])
@@ -200,8 +204,11 @@ class Prices:
         if node not in self._answers:
             self._answers[node] = self.keepers.of(node) if self.keepers is not None else []
         least = min(map(self.share, layouts), default=1.0)
-        sized = [(self.bytes(x) if isinstance(x, Tensor) else x, at) for x, at in self._answers[node]]
-        return sum(size * (least if at is None else self.share(layouts[at])) for size, at in sized)
+        total = 0.0
+        for x, at in self._answers[node]:
+            size = self.bytes(x) if isinstance(x, Tensor) else x
+            total += size * (least if at is None else self.share(layouts[at]))
+        return total
 
     def _waste(self, op: Op, split: Factor, outs: tuple[Layout, ...]) -> float:
         """The factor that splitting a product's columns adds to its arithmetic: columns are computed in whole tiles."""
@@ -240,11 +247,11 @@ class Prices:
             return None
         size, times = self.bytes(tensors(node)[i]), RESCUE if moves else 1
         ways = [(a, b), (b.dual, a.dual)] if node in self.grads else [(a, b)]
-        taken = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
-        taken += [self.one_way(x, y, size) for x, y in ways[1:]]
-        if any(seconds is None for seconds in taken):
+        times_of_ways = [self.one_way(x, y, size * self.narrow(node, x, y)) for x, y in ways[:1]]
+        times_of_ways += [self.one_way(x, y, size) for x, y in ways[1:]]
+        if any(seconds is None for seconds in times_of_ways):
             return None
-        both = zip(ways, taken, strict=True) if self.objective.training else [(ways[0], taken[0])]
+        both = zip(ways, times_of_ways, strict=True) if self.objective.training else [(ways[0], times_of_ways[0])]
         out: dict[str, float] = {}
         for (x, y), seconds in both:
             kind = conversions.KINDS.get(conversions.key(x, y))
@@ -252,7 +259,7 @@ class Prices:
             out[name] = out.get(name, 0.0) + times * (seconds or 0.0)
         return Cost(**out)
 
-    def sent(self, value: Any, a: Layout, b: Layout) -> Traffic:
+    def traffic(self, value: Any, a: Layout, b: Layout) -> Traffic:
         """What a rank sends for a conversion of a value (node, result) in a step, forward and backward.
 
         Args:
@@ -263,11 +270,12 @@ class Prices:
         ways = [(a, b)]
         if node in self.grads and self.objective.training:
             ways.append((b.dual, a.dual))
-        called = [conversions.primitive(*way) for way in ways]
+        primitives = [conversions.primitive(*way) for way in ways]
         nbytes = self.bytes(tensors(node)[i])
         sizes = [nbytes * self.narrow(node, a, b), nbytes]
-        sent = [collective_bytes(p, size, self.tp) for p, size in zip(called, sizes, strict=False) if p is not None]
-        return Traffic(sum(sent), len(sent))
+        both = zip(primitives, sizes, strict=False)
+        way_bytes = [collective_bytes(p, size, self.tp) for p, size in both if p is not None]
+        return Traffic(sum(way_bytes), len(way_bytes))
 
     def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""

@@ -41,16 +41,16 @@ class EveryIndex(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__format__ and args[0].ndim == 0:
             return format(args[0].item(), args[1])  # a name such as f"expert_{i}"
-        found = func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
         flags: Any = args[0] if args else None
-        if func in (torch.Tensor.nonzero, torch.nonzero) and isinstance(found, Tensor) and _is_flags(flags):
+        if func in (torch.Tensor.nonzero, torch.nonzero) and isinstance(result, Tensor) and _is_flags(flags):
             if not self.tracing:
-                self.spared.append(len(found) < len(flags))  # type: ignore[arg-type]
+                self.spared.append(len(result) < len(flags))  # type: ignore[arg-type]
             self.loops.add(_caller())
             return [torch.tensor([i]) for i in range(flags.shape[0] - self.beyond)]
         if func is torch.where and self.tracing and len(args) == 1 and _caller() in self.loops:
-            torch._check(found[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
-        return found
+            torch._check(result[0].shape[0] >= 1)  # `if not len(rows): continue` has to mean the same as going on
+        return result
 
 
 def _caller() -> Any:
@@ -122,23 +122,23 @@ class NoSkips(TorchFunctionMode):
         super().__init__()
         self.tracing = tracing
         self.skipped: dict[tuple[str, int], bool] = {}
-        self.asked: list[Tensor] = []  # what `any` gave; held, so that none is taken for another
+        self.any_results: list[Tensor] = []  # what `any` gave; held, so that none is taken for another
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.__bool__ and any(args[0] is x for x in self.asked):
+        if func is torch.Tensor.__bool__ and any(args[0] is x for x in self.any_results):
             answer = self.tracing or func(*args)
             self._note(not answer)
             return answer
-        found = func(*args, **(kwargs or {}))
-        if func in ANY and isinstance(found, Tensor) and found.ndim == 0:
-            self.asked.append(found)
+        result = func(*args, **(kwargs or {}))
+        if func in ANY and isinstance(result, Tensor) and result.ndim == 0:
+            self.any_results.append(result)
         if func in FOUND and len(args) == 1:
-            rows = found if isinstance(found, Tensor) else found[0]
+            rows = result if isinstance(result, Tensor) else result[0]
             if self.tracing:
                 torch._check(rows.shape[0] >= 1)
             else:
                 self._note(rows.shape[0] == 0)
-        return found
+        return result
 
     def _note(self, skipped: bool) -> None:
         frames = traceback.walk_stack(sys._getframe(1))
@@ -156,12 +156,12 @@ def _prove_no_skips(trial: Trial) -> Trial:
     """Inputs for which the model skips wherever it may; the capture is then compared on these."""
     for dims in range(3):
         inputs = trial.mapped(lambda t, dims=dims: alike(t, dims))
-        seen = NoSkips(tracing=False)
+        skips = NoSkips(tracing=False)
         try:
-            trial.outputs(inputs, seen)
+            trial.outputs(inputs, skips)
         except Exception:  # the model does not take such inputs
             continue
-        if seen.skipped and all(seen.skipped.values()):
+        if skips.skipped and all(skips.skipped.values()):
             return trial.on(inputs)
     raise CaptureError(
         "it could not be shown that work may be done where it is skipped because there is nothing for it"
@@ -196,18 +196,18 @@ def masks_of_ones(attempt: Attempt) -> tuple[str, AssumptionProof] | None:
 
 def _missing(signature: inspect.Signature, args: Any, kwargs: Any) -> Missing:
     """The masks that were not given."""
-    found: Missing = {}
-    given = signature.bind(*args, **kwargs).arguments
+    missing: Missing = {}
+    arguments = signature.bind(*args, **kwargs).arguments
     for name, parameter in signature.parameters.items():
-        if given.get(name) is not None or parameter.default is not None:
+        if arguments.get(name) is not None or parameter.default is not None:
             continue
         for mask, masked, dims in MASKS:
             if match := re.fullmatch(mask, name):
-                wanted = masked.format(side=match.groupdict().get("side") or "")
-                like = [n for n, v in given.items() if isinstance(v, Tensor) and re.fullmatch(wanted, n)]
-                if like and given[like[0]].ndim > max(dims):
-                    found[name] = like[0], dims
-    return found
+                pattern = masked.format(side=match.groupdict().get("side") or "")
+                like = [n for n, v in arguments.items() if isinstance(v, Tensor) and re.fullmatch(pattern, n)]
+                if like and arguments[like[0]].ndim > max(dims):
+                    missing[name] = like[0], dims
+    return missing
 
 
 def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs: Any) -> Inputs:
@@ -221,8 +221,8 @@ def _with_ones(signature: inspect.Signature, missing: Missing, args: Any, kwargs
 
 def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -> Trial:
     """The model computes the same with and without the masks, where the inputs hold padding too."""
-    given = trial.mapped()
-    bound = signature.bind(*given.args, **given.kwargs)
+    inputs = trial.mapped()
+    bound = signature.bind(*inputs.args, **inputs.kwargs)
     for like, _ in missing.values():
         bound.arguments[like] = _padded(bound.arguments[like], trial.model)
     padded = Inputs(*bound.args, **bound.kwargs)
@@ -235,9 +235,9 @@ def _prove_masks(trial: Trial, signature: inspect.Signature, missing: Missing) -
 def _padded(tensor: Tensor, model: nn.Module) -> Tensor:
     """Token ids that end in what a model may take for padding."""
     tables = [m for m in model.modules() if isinstance(m, nn.Embedding)]
-    named = [getattr(getattr(model, "config", None), "pad_token_id", None), *(m.padding_idx for m in tables)]
+    padding_ids = [getattr(getattr(model, "config", None), "pad_token_id", None), *(m.padding_idx for m in tables)]
     words = max((m.num_embeddings for m in tables), default=0)
-    ids = sorted({i for i in (0, 1, *named) if isinstance(i, int) and 0 <= i < words})
+    ids = sorted({i for i in (0, 1, *padding_ids) if isinstance(i, int) and 0 <= i < words})
     if tensor.is_floating_point() or tensor.dtype == torch.bool or tensor.ndim != 2 or tensor.shape[1] <= len(ids):
         return tensor
     return torch.cat([tensor[:, : -len(ids)], tensor.new_tensor(ids).expand(len(tensor), -1)], 1) if ids else tensor

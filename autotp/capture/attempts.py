@@ -50,8 +50,9 @@ def worth_trying(changes: Sequence[Change], failures: Sequence[Failure]) -> bool
         once = [f for f in failures if (*f.changes, FLAT) == tuple(changes)]
         if not any(f.cause.blocks for f in once):
             return False  # the same attempt with equal blocks traced once was not made, or had none
-    if not all(any(change.against(f.cause) for f in failures) for change in changes):
-        return False
+    for change in changes:
+        if not any(change.against(f.cause) for f in failures):
+            return False
     names = {change.name for change in changes}
     for failure in failures:
         had = {change.name for change in failure.changes}
@@ -62,7 +63,7 @@ def worth_trying(changes: Sequence[Change], failures: Sequence[Failure]) -> bool
     return True
 
 
-def tried(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
+def attempt_errors(failures: Sequence[Failure]) -> list[tuple[str, Exception]]:
     """What was tried, in words, and the error; of one attempt with and without equal blocks traced once the last."""
     errors: dict[str, Exception] = {}
     for changes, error, _ in failures:
@@ -120,15 +121,15 @@ CAN = "_can_set_experts_implementation"  # how a transformers model says whether
 
 @contextmanager
 def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
-    held = getattr(owner, name)
+    before = getattr(owner, name)
     setattr(owner, name, value)
     try:
         yield
     finally:
-        setattr(owner, name, held)
+        setattr(owner, name, before)
 
 
-def _experts(wanted: str) -> Change:
+def _experts(implementation: str) -> Change:
     """Mixture-of-experts models of transformers bring several implementations; some loop over the experts that are
     hit, which cannot be exported."""
 
@@ -137,13 +138,14 @@ def _experts(wanted: str) -> Change:
         if can and not any(ask() for ask in can):
             return None
         configs = {id(c): c for m in attempt.bare.modules() if (c := getattr(m, "config", None)) is not None}
-        given = {i: getattr(c, "_experts_implementation", None) for i, c in configs.items()}
-        others = [i for i, value in given.items() if value not in (None, wanted)]
-        attempt.contexts += [_set(configs[i], "_experts_implementation", wanted) for i in others]
-        note = f"captured with the experts implementation {wanted!r} in place of {given[others[0]]!r}" if others else ""
-        return (note, None) if note else None
+        own = {i: getattr(c, "_experts_implementation", None) for i, c in configs.items()}
+        others = [i for i, value in own.items() if value not in (None, implementation)]
+        attempt.contexts += [_set(configs[i], "_experts_implementation", implementation) for i in others]
+        if not others:
+            return None
+        return f"captured with the experts implementation {implementation!r} in place of {own[others[0]]!r}", None
 
-    return Change(f"the experts implementation {wanted!r}", _kind("value"), apply)
+    return Change(f"the experts implementation {implementation!r}", _kind("value"), apply)
 
 
 # ---- the attempts ----------------------------------------------------------------------------------------------------

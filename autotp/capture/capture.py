@@ -24,7 +24,7 @@ from autotp.ir.op import expression
 from autotp.log import log, stage
 from autotp.passes.base import Pass, run_passes
 
-from .attempts import ATTEMPTS, STATIC, Change, Failure, tried, worth_trying
+from .attempts import ATTEMPTS, STATIC, Change, Failure, attempt_errors, worth_trying
 from .causes import Cause
 from .copies import copied
 from .export import Attempt, lengths
@@ -37,8 +37,8 @@ from .selfcheck import Trial
 def aliases(model: nn.Module) -> dict[str, str]:
     """Every name of a parameter or buffer -> the first name under which the same tensor is held."""
     first: dict[int, str] = {}
-    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
-    return {name: first.setdefault(id(t), name) for name, t in named}
+    tensors = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {name: first.setdefault(id(t), name) for name, t in tensors}
 
 
 def skeleton(
@@ -83,15 +83,15 @@ def capture(
         CaptureError: no attempt could be exported; the message shows the user's own line and the way out.
     """
     failures: list[Failure] = []
-    found = _of_any_length(_attempt(bare, inputs, device, state, states), passes, trial, state)
-    if found is not None:
-        return found
+    program = _of_any_length(_attempt(bare, inputs, device, state, states), passes, trial, state)
+    if program is not None:
+        return program
     for changes in ATTEMPTS:
         if not worth_trying(changes, failures):
             continue
         attempt = _attempt(bare, inputs, device, state, states)
         try:
-            program = _made(attempt, changes, passes, trial, state)
+            program = _of_attempt(attempt, changes, passes, trial, state)
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
             failures.append(_failure(changes, error, attempt, failures))
@@ -99,7 +99,7 @@ def capture(
         if program is not None:
             return program
     fails = trial.failure() if trial is not None and not trial.skip else ""
-    errors = tried(failures)
+    errors = attempt_errors(failures)
     raise capture_error(bare, errors, fails) from errors[0][1]
 
 
@@ -111,24 +111,26 @@ def _of_any_length(
         attempt.short = any(lengths(state) for state in attempt.state_tensors())
         if not attempt.short:
             return None
-        return _made(attempt, (), passes, trial, state)
+        return _of_attempt(attempt, (), passes, trial, state)
     except Exception as error:  # whatever a user's forward and torch's tracer may raise
         log.debug("an attempt with states of any length: %s", error)
         return None
 
 
-def _made(
+def _of_attempt(
     attempt: Attempt, changes: tuple[Change, ...], passes: Sequence[Pass], trial: Trial | None, state: tuple[Any, ...]
 ) -> Capture | None:
     """The canonical capture of an attempt that is the model; None where one of its changes changes nothing."""
-    done = [change.apply(attempt) for change in changes]
-    applied = [each for each in done if each is not None]
-    if len(applied) < len(done):
+    changes_made = [change.apply(attempt) for change in changes]
+    applied = [each for each in changes_made if each is not None]
+    if len(applied) < len(changes_made):
         return None
     proofs = [proof for _, proof in applied if proof is not None]
     compared = trial if trial is not None and not trial.skip else None
     attempt.assumes = True
-    trials = [proof(compared) for proof in proofs] if compared is not None else []
+    trials = []
+    if compared is not None:
+        trials = [proof(compared) for proof in proofs]
     attempt.assumes = False
     program = _exported(attempt, state)
     program.notes += [note for note, _ in applied if note]
@@ -147,8 +149,8 @@ def _attempt(
     bare: nn.Module, inputs: Inputs, device: torch.device | str, state: tuple[Any, ...], states: Collection[str]
 ) -> Attempt:
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
-    given = (inputs.args, dict(inputs.kwargs))
-    args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), given)
+    arguments = (inputs.args, dict(inputs.kwargs))
+    args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), arguments)
     asked = Asked(state[2] if state else GRAD)
     return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=frozenset(states))
 
@@ -156,7 +158,7 @@ def _attempt(
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     """The capture of an attempt, not canonical yet."""
     exported = attempt.run()
-    program = _read(exported.program, attempt.bare.training, exported.written)
+    program = _read(exported.program, attempt.bare.training, exported.writes)
     program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:
@@ -180,12 +182,12 @@ def _example(tensor: Tensor, device: torch.device | str) -> Tensor:
     return here.requires_grad_(tensor.requires_grad)
 
 
-def _read(program: torch.export.ExportedProgram, training: bool, written: Mapping[int, str | int]) -> Capture:
+def _read(program: torch.export.ExportedProgram, training: bool, writes: Mapping[int, str | int]) -> Capture:
     """What torch.export gave, as a record of ours.
 
     Args:
         training: whether the model was in training mode.
-        written: what the forward writes to beside what the exporter says, as `Capture.mutations`.
+        writes: what the forward writes to beside what the exporter says, as `Capture.mutations`.
     """
     leaves = _leaves(program)
     hints, ranges, guards = compat.read_shape_env(compat.shape_env(program.graph))
@@ -193,7 +195,7 @@ def _read(program: torch.export.ExportedProgram, training: bool, written: Mappin
         program.graph, leaves, _mutations(program, leaves), program.call_spec.in_spec, program.call_spec.out_spec,  # type: ignore[arg-type]
         dict(program.constants), _symbols(leaves), hints, ranges, guards, training,
     )  # fmt: skip
-    capture.mutations |= written
+    capture.mutations |= writes
     _mark_tables(capture, {s.target for s in program.graph_signature.input_specs if s.persistent})
     capture.carried = _carried(program, capture)
     return capture
@@ -211,8 +213,8 @@ def _leaves(program: torch.export.ExportedProgram) -> list[Leaf]:
         owned = None if kind.passed else spec.target
         leaves.append(Leaf(nodes[name], kind, owned or name))
     states = states_of(program.call_spec.in_spec)  # type: ignore[arg-type]
-    passed = [leaf for leaf in leaves if leaf.kind.passed]
-    for i, leaf in enumerate(passed):
+    inputs = [leaf for leaf in leaves if leaf.kind.passed]
+    for i, leaf in enumerate(inputs):
         if i in states:
             leaf.kind, leaf.name = STATE, states[i]
     return leaves
@@ -245,23 +247,23 @@ def _carried(program: torch.export.ExportedProgram, capture: Capture) -> dict[in
 
 def _mark_tables(program: Capture, persistent: set[str | None]) -> None:
     """Tell buffers that are weights: in the state dict, never written, of two dimensions or more, and no indices."""
-    written = {name for name in program.mutations.values() if isinstance(name, str)}
+    mutated = {name for name in program.mutations.values() if isinstance(name, str)}
     for leaf in program.leaves:
         val = leaf.node.meta.get("val")
-        if leaf.kind is BUFFER and leaf.name in persistent - written and isinstance(val, Tensor):
+        if leaf.kind is BUFFER and leaf.name in persistent - mutated and isinstance(val, Tensor):
             leaf.kind = TABLE if val.ndim > 1 and val.dtype not in (torch.int64, torch.bool) else BUFFER
 
 
 def _mutations(program: torch.export.ExportedProgram, leaves: list[Leaf]) -> dict[int, str | int]:
     """What the forward writes to: position of the output -> name of the buffer, or place among the input tensors."""
     tensors = [x.node.name for x in leaves if x.kind.passed and isinstance(x.node.meta.get("val"), Tensor)]
-    found: dict[int, str | int] = {}
+    mutations: dict[int, str | int] = {}
     for i, spec in enumerate(program.graph_signature.output_specs):
         target = str(spec.target)
         if spec.kind.name == "BUFFER_MUTATION":
-            found[i] = target
+            mutations[i] = target
         elif spec.kind.name == "USER_INPUT_MUTATION":
-            found[i] = tensors.index(target)
+            mutations[i] = tensors.index(target)
         elif spec.kind.name == "PARAMETER_MUTATION":
             raise CaptureError(f"the forward writes to the parameter {target}")
-    return found
+    return mutations

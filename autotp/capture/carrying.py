@@ -22,14 +22,14 @@ def forwarding(bare: nn.Module, forward: Callable[..., Any], signature: inspect.
         bare: the skeleton. forward: called in place of its own. signature: that the exporter sees.
     """
     forward.__signature__ = signature  # type: ignore[attr-defined]
-    held = vars(bare).get("forward")
+    own = vars(bare).get("forward")
     bare.forward = forward
     try:
         yield
     finally:
         del bare.forward
-        if held is not None:
-            bare.forward = held
+        if own is not None:
+            bare.forward = own
 
 
 def carries(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -66,16 +66,17 @@ def carrying(bare: nn.Module) -> Iterator[None]:
     own = bare.forward
 
     def forward(*args: Any, **kwargs: Any) -> Returned:
-        given = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
-        objects = [rebuilt(x) for x in given]
-        made = {id(x): obj for x, obj in zip(given, objects, strict=True)}
-        outputs = own(*(made.get(id(x), x) for x in args), **{k: made.get(id(x), x) for k, x in kwargs.items()})
+        states = [x for x in (*args, *kwargs.values()) if isinstance(x, Carried)]
+        objects = [rebuilt(x) for x in states]
+        object_of = {id(x): obj for x, obj in zip(states, objects, strict=True)}
+        keywords = {k: object_of.get(id(x), x) for k, x in kwargs.items()}
+        outputs = own(*(object_of.get(id(x), x) for x in args), **keywords)
         numbers = {id(obj): i for i, obj in enumerate(objects)}
 
         def described(obj: Any, name: str) -> Any:
             return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, name)
 
-        after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(given, objects, strict=True)]
+        after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(states, objects, strict=True)]
         return Returned(replaced(outputs, described), after)
 
     with forwarding(bare, forward, inspect.signature(own)):

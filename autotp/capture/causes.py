@@ -57,17 +57,17 @@ class Cause:
 
 def _reads(error: Exception, attempt: Attempt) -> Set[str]:
     """What the decision that stopped a trace is computed from; empty where other sizes might decide it."""
-    found = compat.undecided(error)
-    if found is None:
+    undecided = compat.undecided(error)
+    if undecided is None:
         return frozenset()
-    condition, graph = found
+    condition, graph = undecided
     sources = compat.data_sources(graph)
     symbols = compat.data_symbols(condition)
     # A symbol of the inputs' sizes among them: with fixed sizes it is another condition.
     if not symbols or symbols != condition.free_symbols or not symbols <= sources.keys() or not _open(condition):
         return frozenset()
-    held = len([*attempt.bare.named_parameters(), *attempt.bare.named_buffers()])
-    each = [_leaves(sources[symbol], sources, held) for symbol in symbols]
+    weight_count = len([*attempt.bare.named_parameters(), *attempt.bare.named_buffers()])
+    each = [_leaves(sources[symbol], sources, weight_count) for symbol in symbols]
     # A number without data, such as `torch.tensor(x.shape[0]).item()`, is known where sizes are.
     return frozenset().union(*each) if all(each) else frozenset()
 
@@ -77,30 +77,30 @@ def _open(condition: sympy.Basic) -> bool:
     symbols = sorted(condition.free_symbols, key=str)
     if len(symbols) > MOST:
         return False
-    tried = itertools.product(SMALL, repeat=len(symbols))
-    values = {condition.subs(dict(zip(symbols, numbers, strict=True))) for numbers in tried}
+    choices = itertools.product(SMALL, repeat=len(symbols))
+    values = {condition.subs(dict(zip(symbols, numbers, strict=True))) for numbers in choices}
     return len(values) > 1
 
 
-def _leaves(node: fx.Node, sources: dict[sympy.Symbol, fx.Node], held: int) -> Set[str]:
+def _leaves(node: fx.Node, sources: dict[sympy.Symbol, fx.Node], weight_count: int) -> Set[str]:
     """The kinds of data that a node is computed from, not counting what only the sizes of data make.
 
     Args:
-        held: number of the parameters and buffers, which are the first placeholders of a trace.
+        weight_count: number of the parameters and buffers, which are the first placeholders of a trace.
     """
-    weights = set(list(node.graph.find_nodes(op="placeholder"))[:held])
-    found: set[str] = set()
-    seen, todo = {node}, [node]
+    weights = set(list(node.graph.find_nodes(op="placeholder"))[:weight_count])
+    kinds: set[str] = set()
+    visited, todo = {node}, [node]
     while todo:
         each = todo.pop()
         if each.op == "placeholder" and isinstance(each.meta.get("val"), Tensor):
-            found.add(WEIGHTS if each in weights else INPUTS)
+            kinds.add(WEIGHTS if each in weights else INPUTS)
         if torch.Tag.nondeterministic_seeded in getattr(each.target, "tags", ()):
-            found.add(RANDOM)
-        fresh = {x for x in _operands(each, sources) if x not in seen}
-        seen |= fresh
+            kinds.add(RANDOM)
+        fresh = {x for x in _operands(each, sources) if x not in visited}
+        visited |= fresh
         todo += fresh
-    return found
+    return kinds
 
 
 def _operands(node: fx.Node, sources: dict[sympy.Symbol, fx.Node]) -> Iterator[fx.Node]:

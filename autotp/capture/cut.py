@@ -31,37 +31,38 @@ def cuts(model: nn.Module) -> dict[str, int]:
 
     The last that is kept is of the kind of the stack's last. Stacks within blocks that are kept are cut too.
     """
-    found: dict[str, int] = {}
+    lengths: dict[str, int] = {}
     for name, module in model.named_modules():
-        gone = any((place_in(stack, name) or 0) >= kept for stack, kept in found.items())
-        if not gone and isinstance(module, Stack) and len(module) >= FEWEST and len(set(module)) == len(module):
-            kept = _needed(kinds(module))
-            if kept < len(module):
-                found[name] = kept
-    return found
+        inside_cut = any((place_in(stack, name) or 0) >= length for stack, length in lengths.items())
+        if not inside_cut and isinstance(module, Stack) and len(module) >= FEWEST and len(set(module)) == len(module):
+            least = _shortest(kinds(module))
+            if least < len(module):
+                lengths[name] = least
+    return lengths
 
 
-def _needed(found: list[Hashable | None]) -> int:
+def _shortest(kinds: list[Hashable | None]) -> int:
     """The length of the shortest beginning with all pairs of neighbours, and the last kind at its end."""
-    if None in found:
-        return len(found)
-    pairs = set(zip(found, found[1:], strict=False))
-    for n in range(FEWEST_KEPT, len(found)):
-        if found[n - 1] == found[-1] and set(zip(found[:n], found[1:n], strict=False)) == pairs:
+    if None in kinds:
+        return len(kinds)
+    pairs = set(zip(kinds, kinds[1:], strict=False))
+    for n in range(FEWEST_KEPT, len(kinds)):
+        if kinds[n - 1] == kinds[-1] and set(zip(kinds[:n], kinds[1:n], strict=False)) == pairs:
             return n
-    return len(found)
+    return len(kinds)
 
 
 @contextmanager
 def cut(model: nn.Module, lengths: Mapping[str, int]) -> Iterator[None]:
     """Within this context the stacks of the model have these lengths."""
-    held = [(module, dict(module._modules), lengths[name]) for name, module in model.named_modules() if name in lengths]
+    modules = model.named_modules()
+    stacks = [(module, dict(module._modules), lengths[name]) for name, module in modules if name in lengths]
     try:
-        for module, blocks, length in held:
+        for module, blocks, length in stacks:
             module._modules = dict(list(blocks.items())[:length])
         yield
     finally:
-        for module, blocks, _ in held:
+        for module, blocks, _ in stacks:
             module._modules = blocks
 
 
@@ -76,21 +77,21 @@ def narrowed(model: nn.Module) -> Iterator[tuple[nn.Module, dict[int, int]]]:
     embeddings have and how many modules or experts there are. There are none where the constructor's arguments are not
     kept, or it does not take others.
     """
-    given, common = _given(model), _widths(model)
-    if given is None or not common:
+    arguments, common = _constructor_arguments(model), _widths(model)
+    if arguments is None or not common:
         return
     widest = max(n for n, count in common.items() if 4 * count >= max(common.values()))
     at = next((i for i, r in enumerate(RATIOS) if widest % r == 0 and widest // r >= NARROW), len(RATIOS))
     for ratio in (*RATIOS[at : at + 1], *reversed(RATIOS[:at]), *RATIOS[at + 1 :]):
         widths = {n: n // ratio for n in common if n % ratio == 0 and n > ratio}
-        made = _made(model, given, widths) if widths.get(widest, 0) >= LEAST else None
-        if made is not None:
-            yield made, widths
+        thin = _with_widths(model, arguments, widths) if widths.get(widest, 0) >= LEAST else None
+        if thin is not None:
+            yield thin, widths
 
 
 def _widths(model: nn.Module) -> Counter[int]:
     """The dimensions of layers, with how often they are met."""
-    found: Counter[int] = Counter()
+    counts: Counter[int] = Counter()
     rows, numbers = {m.num_embeddings for m in model.modules() if isinstance(m, nn.Embedding)}, _numbers(model)
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -101,8 +102,8 @@ def _widths(model: nn.Module) -> Counter[int]:
                 shape = shape[:2]
             elif _experts(module, parameter):
                 shape = shape[1:]
-            found.update(shape)
-    return Counter({n: count for n, count in found.items() if n not in numbers and (n not in rows or count > 2)})
+            counts.update(shape)
+    return Counter({n: count for n, count in counts.items() if n not in numbers and (n not in rows or count > 2)})
 
 
 def _numbers(model: nn.Module) -> set[int]:
@@ -115,29 +116,29 @@ def _experts(module: nn.Module, parameter: Tensor) -> bool:
     return parameter.ndim > 2 and "Conv" not in type(module).__name__
 
 
-def _made(model: nn.Module, given: Mapping[str, Any], widths: Mapping[int, int]) -> nn.Module | None:
+def _with_widths(model: nn.Module, arguments: Mapping[str, Any], widths: Mapping[int, int]) -> nn.Module | None:
     """The model with these widths, where it is then made of the same modules."""
     dtypes = Counter(p.dtype for p in model.parameters() if p.is_floating_point())
     try:
         with torch.device("meta"), torch.random.fork_rng(devices=[]), _default(dtypes.most_common(1)[0][0]):
-            made = type(model)(**{name: _narrow(value, widths, {}) for name, value in given.items()})
+            narrow = type(model)(**{name: _narrow(value, widths, {}) for name, value in arguments.items()})
     except Exception:  # whatever a constructor thinks of these sizes
         return None
-    want, have = dict(model.named_modules()), dict(made.named_modules())
-    wanted, names = _tensors(model), {id(t): n for n, t in _tensors(made).items()}
+    want, have = dict(model.named_modules()), dict(narrow.named_modules())
+    tensors, names = _tensors(model), {id(t): n for n, t in _tensors(narrow).items()}
     if want.keys() != have.keys() or any(type(m) is not type(have[n]) for n, m in want.items()):
         return None
-    if wanted.keys() != set(names.values()):
+    if tensors.keys() != set(names.values()):
         return None
     for name, module in want.items():
         have[name].training = module.training
 
     def like(tensor: Tensor) -> Tensor:
-        other = wanted[names[id(tensor)]]
+        other = tensors[names[id(tensor)]]
         empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=other.dtype, device="meta")
         return nn.Parameter(empty, other.requires_grad) if isinstance(tensor, nn.Parameter) else empty
 
-    return copied(made, like)
+    return copied(narrow, like)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -146,48 +147,48 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def _default(dtype: torch.dtype) -> Iterator[None]:
-    held = torch.get_default_dtype()
+    before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
         yield
     finally:
-        torch.set_default_dtype(held)
+        torch.set_default_dtype(before)
 
 
-def _given(model: nn.Module) -> dict[str, Any] | None:
+def _constructor_arguments(model: nn.Module) -> dict[str, Any] | None:
     """The arguments that the model's constructor takes, as far as the model keeps them under the same names, itself or
     in its `config`; None where one that it needs is not kept."""
     config = getattr(model, "config", None)
-    found: dict[str, Any] = {}
+    arguments: dict[str, Any] = {}
     for name, parameter in list(inspect.signature(type(model).__init__).parameters.items())[1:]:
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             continue
         if isinstance(config, Mapping) and name in config:
-            found[name] = config[name]
+            arguments[name] = config[name]
         elif name in vars(model):
-            found[name] = vars(model)[name]
+            arguments[name] = vars(model)[name]
         elif hasattr(config, name):
-            found[name] = getattr(config, name)
+            arguments[name] = getattr(config, name)
         elif parameter.default is parameter.empty:
             return None
-    return found
+    return arguments
 
 
-def _narrow(value: Any, widths: Mapping[int, int], seen: dict[int, Any]) -> Any:
+def _narrow(value: Any, widths: Mapping[int, int], copies: dict[int, Any]) -> Any:
     """A copy of arguments with other widths."""
     if type(value) is int:
         return widths.get(value, value)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return type(value)(_narrow(v, widths, seen) for v in value)
+        return type(value)(_narrow(v, widths, copies) for v in value)
     if isinstance(value, dict):
-        made = copy.copy(value)
+        narrow = copy.copy(value)
         for key, v in value.items():
-            dict.__setitem__(made, key, _narrow(v, widths, seen))
-        return made
+            dict.__setitem__(narrow, key, _narrow(v, widths, copies))
+        return narrow
     if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
         return value
-    if id(value) not in seen:
-        seen[id(value)] = made = copy.copy(value)
+    if id(value) not in copies:
+        copies[id(value)] = narrow = copy.copy(value)
         for key, v in list(vars(value).items()):
-            vars(made)[key] = _narrow(v, widths, seen)
-    return seen[id(value)]
+            vars(narrow)[key] = _narrow(v, widths, copies)
+    return copies[id(value)]

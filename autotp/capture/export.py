@@ -80,6 +80,7 @@ class Attempt:
                 refuse_hooks(),
                 refuse_gradients(),
                 unvalidated(),
+                compat.flex_as_products(),
             )
             for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)

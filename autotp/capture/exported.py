@@ -31,7 +31,7 @@ class Exported:
         program: torch's own. bare: the skeleton. repeats: blocks that were traced once, where some were.
         draft: of a draft export whether sizes are symbolic; empty otherwise.
         conditions: what must hold of the values of the inputs.
-        written: further outputs -> the buffer's name, or the place among the input tensors of the state, that takes
+        writes: further outputs -> the buffer's name, or the place among the input tensors of the state, that takes
             them; the program's own signature lacks these.
     """
 
@@ -40,7 +40,7 @@ class Exported:
     repeats: Repeats | None = None
     draft: tuple[bool, ...] = ()
     conditions: Conditions | None = None
-    written: dict[int, str | int] = field(default_factory=dict)
+    writes: dict[int, str | int] = field(default_factory=dict)
 
     @property
     def graph(self) -> fx.Graph:
@@ -92,11 +92,11 @@ class Functionalise(Pass[Exported]):
         specs = program.program.graph_signature.input_specs
         takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
         takers |= _states(program.program)
-        written = functionalise(program.graph, takers.keys())
-        if written is None:
+        outputs = functionalise(program.graph, takers.keys())
+        if outputs is None:
             program.program = traced_again(program.program)
             return Changes(count, "operators in place, in a second trace")
-        program.written = {i: takers[name] for i, name in written.items()}
+        program.writes = {i: takers[name] for i, name in outputs.items()}
         return Changes(count, "operators in place")
 
 
@@ -120,9 +120,9 @@ def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     """Id of a parameter or buffer -> its placeholder; and the placeholders of constants."""
     bare, program = exported.bare, exported.program
     nodes = {n.name: n for n in program.graph.nodes if n.op == "placeholder"}
-    held = {n: id(t) for n, t in [*bare.named_parameters(), *bare.named_buffers()]}
+    ids = {n: id(t) for n, t in [*bare.named_parameters(), *bare.named_buffers()]}
     specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
-    holders = {held[target]: nodes[name] for name, target, _ in specs if target in held}
+    holders = {ids[target]: nodes[name] for name, target, _ in specs if target in ids}
     return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
 
 
@@ -136,11 +136,12 @@ def _states(program: ExportedProgram) -> dict[str, int]:
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:
     names = {s.arg.name: s.target for s in program.graph_signature.input_specs if s.kind.name == "PARAMETER"}
-    held = {place: names[n.name] for n, places in memory(program.graph).items() if n.name in names for place in places}
+    places_of = memory(program.graph)
+    owner_of = {place: names[n.name] for n, places in places_of.items() if n.name in names for place in places}
     for graph in (program.graph, *regions(program.graph)):
         for node, places in memory(graph).items():
-            if mutates(node) and (found := places & held.keys()):
-                raise CaptureError(f"the forward writes to the parameter {held[min(found)]} ({line_of(node)})")
+            if mutates(node) and (overlap := places & owner_of.keys()):
+                raise CaptureError(f"the forward writes to the parameter {owner_of[min(overlap)]} ({line_of(node)})")
 
 
 EXPORTED: tuple[Pass[Exported], ...] = (RetraceVmap(), CheckExport(), Functionalise(), RepeatBlocks())

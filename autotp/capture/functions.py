@@ -21,8 +21,8 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from autotp import compat
 from autotp.errors import CaptureError
 from autotp.ir.graph import draws
-from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, Called, apply, enter, functions_as
-from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written
+from autotp.kernels.functions import CALL, CALLS, DRAW, SIZE, TENSOR, FunctionCall, apply, enter, functions_as
+from autotp.passes.canonicalise.functionalise import drop_inert_dropouts, memory, mutates, written_operand
 from autotp.rules.functions import linear_backward, loops_of
 
 from .messages import the_users
@@ -53,18 +53,20 @@ def _call(function: Any, *args: Any, **kwargs: Any) -> Any:
     for x in leaves:
         # A tensor within an object of the user's would be a constant of the graph: no gradient would reach it.
         if not isinstance(x, (Tensor, torch.SymInt)) and type(x) not in PLAIN:
-            raise _refused(function, f"it is given {_told(x)}, which may hold tensors", _line())
+            raise _refused(function, f"it is given {_text(x)}, which may hold tensors", _line())
     xs = [x for x in leaves if isinstance(x, Tensor)]
     numbers = [x for x in leaves if isinstance(x, torch.SymInt)]
-    key = enter(Called(function, tuple(map(_slot, leaves)), spec, tuple(x.dtype for x in xs), _line()))
-    called = CALLS[key]
+    key = enter(FunctionCall(function, tuple(map(_slot, leaves)), spec, tuple(x.dtype for x in xs), _line()))
+    record = CALLS[key]
     version = [x._version for x in xs]
     results = iter(CALL(xs, numbers, key))
-    called.writes = called.writes or version != [x._version for x in xs]
-    if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in called.outs):
-        raise _refused(function, "it returns a number that depends on sizes or values", called.where)
-    outs = [next(results) if x is TENSOR else x for x in called.outs]
-    return compat.tree_unflatten(outs, called.out_spec)
+    record.writes = record.writes or version != [x._version for x in xs]
+    if any(isinstance(x, torch.SymInt | torch.SymFloat | torch.SymBool) for x in record.outs):
+        raise _refused(function, "it returns a number that depends on sizes or values", record.where)
+    outs: list[Any] = []
+    for x in record.outs:
+        outs.append(next(results) if x is TENSOR else x)
+    return compat.tree_unflatten(outs, record.out_spec)
 
 
 def _slot(x: Any) -> Any:
@@ -78,7 +80,7 @@ def writes_to(node: fx.Node) -> list[fx.Node]:
     """The operands that a node of an export writes to; a Function may write to any of its tensors."""
     if node.target is CALL:
         return list(node.args[0]) if CALLS[node.args[2]].writes else []  # type: ignore[arg-type, index]
-    return [written(node) or node] if mutates(node) else []
+    return [written_operand(node) or node] if mutates(node) else []
 
 
 def refuse_seen_writes(graph: fx.Graph) -> None:
@@ -93,15 +95,16 @@ def refuse_seen_writes(graph: fx.Graph) -> None:
     calls = [n for n in graph.nodes if n.target is CALL and CALLS[n.args[2]].writes]
     if calls:
         drop_inert_dropouts(graph)
-    held, order = memory(graph) if calls else {}, {n: i for i, n in enumerate(graph.nodes)}
+    places_of = memory(graph) if calls else {}
+    order = {n: i for i, n in enumerate(graph.nodes)}
     for node in calls:
-        places = set().union(*(held[x] for x in writes_to(node)))
-        names = [n for n, own in held.items() if own & places and order[n] < order[node]]
-        called = CALLS[node.args[2]]
+        places = set().union(*(places_of[x] for x in writes_to(node)))
+        names = [n for n, own in places_of.items() if own & places and order[n] < order[node]]
+        record = CALLS[node.args[2]]
         if any(n.op in ("placeholder", "get_attr") for n in names):
-            raise _refused(called.function, "it writes to an argument that is an input or a weight", called.where)
+            raise _refused(record.function, "it writes to an argument that is an input or a weight", record.where)
         if any(order[user] > order[node] for n in names for user in n.users):
-            raise _refused(called.function, "it writes to an argument that is read afterwards", called.where)
+            raise _refused(record.function, "it writes to an argument that is read afterwards", record.where)
 
 
 def read_functions(graph: fx.Graph) -> None:
@@ -112,20 +115,20 @@ def read_functions(graph: fx.Graph) -> None:
     """
     for node in [n for n in graph.nodes if n.target is CALL]:
         xs, _, key = node.args
-        called, values = CALLS[key], [x.meta["val"] for x in xs]
+        record, values = CALLS[key], [x.meta["val"] for x in xs]
         kind = tuple(v.ndim for v in values)
         try:
-            graph, count, guards = _traced(lambda *given, node=node: _again(node, given), values)
+            graph, count, guards = _traced(lambda *xs, node=node: _again(node, xs), values)
         except Exception as error:  # whatever the user's code may raise
-            told = (str(error).splitlines() or [""])[0]
-            why = f"its forward and backward cannot be traced by themselves ({type(error).__name__}: {told})"
-            raise _refused(called.function, why, called.where) from error
+            reason = (str(error).splitlines() or [""])[0]
+            why = f"its forward and backward cannot be traced by themselves ({type(error).__name__}: {reason})"
+            raise _refused(record.function, why, record.where) from error
         if any(draws(n) for n in graph.nodes if n.op == "call_function"):
             node.target = DRAW
-        found = loops_of(graph, len(values), count, guards) if node.target is CALL and not node.args[1] else ()
-        called.linear = called.linear and linear_backward(graph, len(values))
-        known = called.loops.get(kind, found)
-        called.loops[kind] = tuple(x for x in found if x in known)
+        loops = loops_of(graph, len(values), count, guards) if node.target is CALL and not node.args[1] else ()
+        record.linear = record.linear and linear_backward(graph, len(values))
+        before = record.loops.get(kind, loops)
+        record.loops[kind] = tuple(x for x in loops if x in before)
 
 
 def _traced(function: Callable[..., list[Tensor]], like: list[Tensor]) -> tuple[fx.Graph, int, list[sympy.Basic]]:
@@ -161,13 +164,15 @@ def _with_gradient(
     with torch.enable_grad():
         outs = function(*operands)
     sources = [x for x in operands if x.requires_grad]
-    wanted = [i for i, y in enumerate(outs) if y.requires_grad]
+    differentiable = [i for i, y in enumerate(outs) if y.requires_grad]
     # An argmax has no gradient, and torch refuses to compute one of nothing.
-    if not toward or not sources or not wanted:
+    if not toward or not sources or not differentiable:
         return outs, [None] * len(xs)
-    ends = [outs[i] for i in wanted]
-    computed = iter(torch.autograd.grad(ends, sources, [toward[i] for i in wanted], allow_unused=True))
-    gradients = [next(computed) if x.requires_grad else None for x in operands]
+    ends = [outs[i] for i in differentiable]
+    computed = iter(torch.autograd.grad(ends, sources, [toward[i] for i in differentiable], allow_unused=True))
+    gradients: list[Any] = []
+    for x in operands:
+        gradients.append(next(computed) if x.requires_grad else None)
     return [y.detach() for y in outs], gradients
 
 
@@ -190,8 +195,11 @@ def _hint(size: Any) -> int:
 
 
 def _again(node: fx.Node, xs: tuple[Tensor, ...]) -> list[Tensor]:
-    _, given, key = node.args
-    return CALL(list(xs), [_hint(n.meta["val"]) if isinstance(n, fx.Node) else n for n in given], key)  # type: ignore[union-attr]
+    _, sizes, key = node.args
+    numbers: list[Any] = []
+    for n in sizes:  # type: ignore[union-attr]
+        numbers.append(_hint(n.meta["val"]) if isinstance(n, fx.Node) else n)
+    return CALL(list(xs), numbers, key)
 
 
 def _refused(function: Any, why: str, where: str) -> CaptureError:
@@ -199,7 +207,7 @@ def _refused(function: Any, why: str, where: str) -> CaptureError:
     return CaptureError(f"{function.__qualname__}.apply{at} cannot be captured with its own backward: {why}")
 
 
-def _told(x: Any) -> str:
+def _text(x: Any) -> str:
     return f"a {type(x).__name__}" if not isinstance(x, type) else f"the class {x.__name__}"
 
 

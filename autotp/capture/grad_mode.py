@@ -55,8 +55,8 @@ class Asked:
                 return answer(own())
 
             yield mock.patch.object(torch, name, ask)
-            for held in files:
-                yield mock.patch.dict(held, {n: ask for n, value in held.items() if value is own})
+            for file in files:
+                yield mock.patch.dict(file, {n: ask for n, value in file.items() if value is own})
 
         enabled = answering("is_grad_enabled", lambda now: now and self.mode == GRAD)
         inference = answering("is_inference_mode_enabled", lambda now: self.mode == INFERENCE)
@@ -71,11 +71,11 @@ class Asked:
         own: Any = Tensor.requires_grad
 
         def read(tensor: Tensor) -> bool:
-            wanted = own.__get__(tensor)
+            own_flag = own.__get__(tensor)
             if _library(sys._getframe(1)):
-                return wanted
+                return own_flag
             self.told = self.tensors = True
-            return wanted and (self.mode == GRAD or tensor.is_leaf)
+            return own_flag and (self.mode == GRAD or tensor.is_leaf)
 
         return property(read, own.__set__)
 

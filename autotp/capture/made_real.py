@@ -27,10 +27,10 @@ def made_real(tensor: Tensor, device: torch.device, name: str = "") -> Tensor:
         name: of a parameter or buffer; those of other names get other numbers.
     """
     weight = isinstance(tensor, nn.Parameter)
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+    real = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     with torch.no_grad():
-        made.copy_(_values(tensor, name, weight))
-    return nn.Parameter(made, tensor.requires_grad) if weight else made.requires_grad_(tensor.requires_grad)
+        real.copy_(_values(tensor, name, weight))
+    return nn.Parameter(real, tensor.requires_grad) if weight else real.requires_grad_(tensor.requires_grad)
 
 
 def _values(tensor: Tensor, name: str, weight: bool) -> Tensor:
@@ -40,11 +40,11 @@ def _values(tensor: Tensor, name: str, weight: bool) -> Tensor:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return torch.zeros(shape, dtype=tensor.dtype)
     draw = torch.Generator().manual_seed(zlib.crc32(f"{name} {tuple(shape)}".encode()))
-    count, drawn = tensor.numel(), min(tensor.numel(), PATTERN)
+    count, draw_count = tensor.numel(), min(tensor.numel(), PATTERN)
     if weight and len(shape) > 1:
-        numbers = torch.randn(drawn, generator=draw) / math.sqrt(max(shape[1:]))
+        numbers = torch.randn(draw_count, generator=draw) / math.sqrt(max(shape[1:]))
     else:
-        numbers = 0.5 + torch.rand(drawn, generator=draw)
+        numbers = 0.5 + torch.rand(draw_count, generator=draw)
     numbers = numbers.to(tensor.dtype)
     repeats = -(-count // PATTERN)
     return (numbers.repeat(repeats)[:count] if repeats > 1 else numbers).reshape(shape)

@@ -74,8 +74,7 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
     ),
     (
         r"takes a function, which cannot be split",
-        "Use torch.where in place of torch.cond, torch.nn.functional.scaled_dot_product_attention with a mask in place "
-        "of flex_attention, or shard the submodules around it.",
+        "Use torch.where in place of torch.cond, a loop in place of torch.scan, or shard the submodules around it.",
     ),
     (
         r"takes a gradient itself",
@@ -146,8 +145,8 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails
     if where is not None:
         lines += [f"  at {where.filename}:{where.lineno} in {where.name}", f"    {_code(where)}"]
     for name, e in failures[1:]:
-        told = f"{_first_line(e)}{_elsewhere(e, where)}"
-        lines.append(f"Tried with {name}: {'the same' if told == _first_line(error) else told}")
+        reason = f"{_first_line(e)}{_elsewhere(e, where)}"
+        lines.append(f"Tried with {name}: {'the same' if reason == _first_line(error) else reason}")
     text = _text(error)
     way_out = next(advice for pattern, advice in WAYS_OUT if re.search(pattern, text))
     if fails:
@@ -157,8 +156,8 @@ def capture_error(model: nn.Module, failures: list[tuple[str, Exception]], fails
 
 def line_of(node: fx.Node) -> str:
     """The user's line that made a node, as `file:line: code`; "" where the export does not tell."""
-    found = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
-    own = [place for place in found if the_users(place[0])]
+    places = re.findall(r'File "(.+?)", line (\d+), in .*\n\s*(.*)', node.meta.get("stack_trace") or "")
+    own = [place for place in places if the_users(place[0])]
     return "{}:{}: {}".format(*own[-1]) if own else ""
 
 

@@ -35,30 +35,30 @@ def model_key(bare: nn.Module, *more: Any) -> str:
     Raises:
         Untold: the model holds what cannot be compared, such as hooks or closures.
     """
-    named = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
+    named_tensors = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
-    tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named]
-    known: dict[int, str] = {}
-    modules = [(n, _class(type(m)), _attributes(n, m, known)) for n, m in bare.named_modules()]
+    tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named_tensors]
+    digests: dict[int, str] = {}
+    modules = [(n, _class(type(m)), _attributes(n, m, digests)) for n, m in bare.named_modules()]
     return hashlib.sha256(repr((tensors, modules, [_words(x) for x in more])).encode()).hexdigest()
 
 
-def _attributes(name: str, module: nn.Module, known: dict[int, str]) -> Any:
+def _attributes(name: str, module: nn.Module, digests: dict[int, str]) -> Any:
     hooks = [k for k, v in vars(module).items() if k.endswith("hooks") and "state_dict" not in k and v]
     if hooks:
         raise Untold(f"{name or 'the model'} has {hooks[0].strip('_')}")
     plain = {k: v for k, v in vars(module).items() if k not in OWN and not k.endswith("hooks")}
-    return [(k, _remembered(f"{name}.{k}", v, known)) for k, v in sorted(plain.items())]
+    return [(k, _remembered(f"{name}.{k}", v, digests)) for k, v in sorted(plain.items())]
 
 
-def _remembered(path: str, value: Any, known: dict[int, str]) -> Any:
+def _remembered(path: str, value: Any, digests: dict[int, str]) -> Any:
     """An attribute's words; of a config, which every module has, a digest made once."""
     try:
         if not hasattr(value, "to_dict"):
             return _words(value)
-        if id(value) not in known:
-            known[id(value)] = hashlib.sha256(repr(_words(value)).encode()).hexdigest()
-        return known[id(value)]
+        if id(value) not in digests:
+            digests[id(value)] = hashlib.sha256(repr(_words(value)).encode()).hexdigest()
+        return digests[id(value)]
     except Untold as odd:
         raise Untold(f"{path.removeprefix('.')} is {odd}") from None
 
@@ -80,8 +80,8 @@ def _words(x: Any, depth: int = 0) -> Any:
     inner = _inner(x)
     if inner is None:
         raise Untold(f"a {type(x).__name__}, whose equality cannot be told")
-    found = [_words(y, depth + 1) for y in inner]
-    return type(x).__qualname__, sorted(map(repr, found)) if isinstance(x, set | frozenset) else found
+    words = [_words(y, depth + 1) for y in inner]
+    return type(x).__qualname__, sorted(map(repr, words)) if isinstance(x, set | frozenset) else words
 
 
 def _inner(x: Any) -> Iterable[Any] | None:
@@ -117,11 +117,11 @@ def _function(fn: Any, depth: int = 0) -> Any:
     code = getattr(fn, "__code__", None)
     if code is None or depth > DEEPEST:
         return getattr(fn, "__qualname__", type(fn).__name__)
-    held = [c.cell_contents for c in fn.__closure__ or () if _filled(c)]
-    wrapped = [_function(f, depth + 1) for f in held if isinstance(f, FunctionType)]
-    plain = [repr(x) for x in (*held, *(fn.__defaults__ or ())) if isinstance(x, PLAIN)]
-    read = {name: fn.__globals__.get(name) for name in code.co_names}
-    flags = [(name, repr(x)) for name, x in sorted(read.items()) if x is not None and isinstance(x, PLAIN)]
+    cells = [c.cell_contents for c in fn.__closure__ or () if _filled(c)]
+    wrapped = [_function(f, depth + 1) for f in cells if isinstance(f, FunctionType)]
+    plain = [repr(x) for x in (*cells, *(fn.__defaults__ or ())) if isinstance(x, PLAIN)]
+    globals_ = {name: fn.__globals__.get(name) for name in code.co_names}
+    flags = [(name, repr(x)) for name, x in sorted(globals_.items()) if x is not None and isinstance(x, PLAIN)]
     return fn.__module__, fn.__qualname__, _code(code), wrapped, plain, flags
 
 
@@ -133,5 +133,8 @@ def _filled(cell: Any) -> bool:
 
 
 def _code(code: CodeType) -> str:
-    inner = [_code(x) if isinstance(x, CodeType) else repr(x) for x in code.co_consts if not isinstance(x, frozenset)]
+    inner = []
+    for x in code.co_consts:
+        if not isinstance(x, frozenset):  # whose order is another in every process
+            inner.append(_code(x) if isinstance(x, CodeType) else repr(x))
     return hashlib.sha256(repr((code.co_code, code.co_names, inner)).encode()).hexdigest()[:16]

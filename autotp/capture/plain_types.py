@@ -49,8 +49,8 @@ def _decided(own: Callable[..., Any]) -> Callable[..., Any]:
     """A function to which conditions on sizes are handed as they are for the example, which becomes a guard."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        named = {name: _plain(x) for name, x in kwargs.items()}
-        return own(*map(_plain, args), **named)
+        keywords = {name: _plain(x) for name, x in kwargs.items()}
+        return own(*map(_plain, args), **keywords)
 
     return call
 
@@ -69,8 +69,8 @@ def plain_values(model: nn.Module) -> Iterator[None]:
     flagged = _decided(attention)
     with ExitStack() as stack:
         stack.enter_context(mock.patch.object(F, "scaled_dot_product_attention", flagged))
-        for held in files_of(model):
-            others = {name: flagged for name, value in held.items() if value is attention}
-            others |= {"type": PlainType} if "type" not in held else {}
-            stack.enter_context(mock.patch.dict(held, others))
+        for file in files_of(model):
+            others = {name: flagged for name, value in file.items() if value is attention}
+            others |= {"type": PlainType} if "type" not in file else {}
+            stack.enter_context(mock.patch.dict(file, others))
         yield

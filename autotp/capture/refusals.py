@@ -43,8 +43,9 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
     Raises:
         InputError: the model is sharded already. CaptureError: it names the first one.
     """
-    sharded = (n for n, m in model.named_modules() if any(k.__module__.startswith(OWN) for k in type(m).__mro__))
-    for name in sharded:
+    for name, module in model.named_modules():
+        if not any(k.__module__.startswith(OWN) for k in type(module).__mro__):
+            continue
         what = f"its part {name!r}" if name else "it"
         raise InputError(
             f"the model is sharded already: autotp.compile or parallelize gave {what}. Give the original model."
@@ -97,19 +98,19 @@ def refuse_gradients() -> Iterator[None]:
     def refusing(owner: Any, name: str) -> Any:
         own = getattr(owner, name)
 
-        def taken(*args: Any, **kwargs: Any) -> Any:
+        def refuse(*args: Any, **kwargs: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] in ("torch", "autotp"):
                 return own(*args, **kwargs)
             raise CaptureError(f"the forward takes a gradient itself ({owner.__name__}.{name}), which no graph has")
 
-        return mock.patch.object(owner, name, taken)
+        return mock.patch.object(owner, name, refuse)
 
     with refusing(torch.autograd, "grad"), refusing(torch.autograd, "backward"), refusing(Tensor, "backward"):
         yield
 
 
 def refuse_higher_order(graph: fx.Graph) -> None:
-    """Refuse operators that take functions, such as torch.cond and flex_attention.
+    """Refuse operators that take functions, such as torch.cond.
 
     Raises:
         CaptureError: the graph has one.

@@ -75,23 +75,23 @@ class Repeats:
         numbers: dict[Hashable, int] = {}
         with ExitStack() as stack:
             for name, modules in stacks(self.bare).items():
-                found = kinds(modules)
+                block_kinds = kinds(modules)
                 if len(set(map(id, modules))) < len(modules):
                     continue  # a block that is called several times
-                if len(set(found) - {None}) == len([x for x in found if x is not None]):
+                if len(set(block_kinds) - {None}) == len([x for x in block_kinds if x is not None]):
                     continue  # no two are alike
                 stack.enter_context(unread(modules))
-                for i, (block, kind) in enumerate(zip(modules, found, strict=True)):
-                    if kind is not None and found.count(kind) > 1:
+                for i, (block, kind) in enumerate(zip(modules, block_kinds, strict=True)):
+                    if kind is not None and block_kinds.count(kind) > 1:
                         self.blocks.append((path_of(name, i), block))
-                        stack.enter_context(self._called(block, len(self.blocks) - 1, kind, numbers))
+                        stack.enter_context(self._wrap(block, len(self.blocks) - 1, kind, numbers))
             try:
                 yield
             finally:
                 _results.clear()
 
     @contextmanager
-    def _called(self, block: nn.Module, index: int, kind: Hashable, numbers: dict[Hashable, int]) -> Iterator[None]:
+    def _wrap(self, block: nn.Module, index: int, kind: Hashable, numbers: dict[Hashable, int]) -> Iterator[None]:
         own, calls = block.forward, 0
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -99,51 +99,53 @@ class Repeats:
             calls += 1
             leaves, spec = compat.tree_flatten((args, kwargs))
             with compat.without_torch_functions():
-                called = _called_with(leaves)
-            if called is None or calls > 1:
+                signature = _called_with(leaves)
+            if signature is None or calls > 1:
                 return own(*args, **kwargs)
-            number = numbers.setdefault((kind, called, spec), len(numbers))
+            number = numbers.setdefault((kind, signature, spec), len(numbers))
             return self._call(own, index, number, leaves, spec)
 
         with mock.patch.object(block, "forward", forward):  # which puts back a forward that the block has of its own
             yield
 
     def _call(self, own: Callable[..., Any], block: int, kind: int, leaves: list[Any], spec: Any) -> Any:
-        given = [x for x in leaves if isinstance(x, Tensor)]
+        tensors = [x for x in leaves if isinstance(x, Tensor)]
         if kind in _results:
             first = self.first[kind]
-            return _rebuilt(first.leaves, REPEAT(given, kind, block), first.spec)
-        args, kwargs = _rebuilt(leaves, ENTER(given, kind), spec)
+            return _rebuilt(first.leaves, REPEAT(tensors, kind, block), first.spec)
+        args, kwargs = _rebuilt(leaves, ENTER(tensors, kind), spec)
         out = own(*args, **kwargs)
-        got, out_spec = compat.tree_flatten(out)
-        if not all(isinstance(x, Tensor) or type(x) in PLAIN for x in got):
+        outputs, out_spec = compat.tree_flatten(out)
+        if not all(isinstance(x, Tensor) or type(x) in PLAIN for x in outputs):
             return out  # ENTER without LEAVE: later calls are traced too
-        results = LEAVE([x for x in got if isinstance(x, Tensor)], kind)
-        _results[kind], self.first[kind] = results, FirstCall(block, got, out_spec)
-        return _rebuilt(got, results, out_spec)
+        results = LEAVE([x for x in outputs if isinstance(x, Tensor)], kind)
+        _results[kind], self.first[kind] = results, FirstCall(block, outputs, out_spec)
+        return _rebuilt(outputs, results, out_spec)
 
 
 def _called_with(leaves: list[Any]) -> Hashable | None:
     """What arguments must share for calls to be of one kind; None where one is neither a tensor nor plain."""
-    found: list[Hashable] = [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))]
-    seen: list[int] = []
+    signature: list[Hashable] = [torch.is_grad_enabled(), *map(torch.is_autocast_enabled, ("cpu", "cuda"))]
+    ids: list[int] = []
     for x in leaves:
         if isinstance(x, Tensor):
-            seen.append(id(x))
+            ids.append(id(x))
             shape = tuple(map(expression, x.shape)), tuple(map(expression, x.stride()))
-            found.append((*shape, x.dtype, x.device, x.requires_grad, seen.index(id(x))))
+            signature.append((*shape, x.dtype, x.device, x.requires_grad, ids.index(id(x))))
         elif isinstance(x, torch.SymInt):
-            found.append(expression(x))
+            signature.append(expression(x))
         elif type(x) in PLAIN:
-            found.append((type(x), x))
+            signature.append((type(x), x))
         else:
             return None
-    return tuple(found)
+    return tuple(signature)
 
 
 def _rebuilt(leaves: list[Any], values: list[Tensor], spec: Any) -> Any:
-    given = iter(values)
-    return compat.tree_unflatten([next(given) if isinstance(x, Tensor) else x for x in leaves], spec)
+    tensors, out = iter(values), []
+    for x in leaves:
+        out.append(next(tensors) if isinstance(x, Tensor) else x)
+    return compat.tree_unflatten(out, spec)
 
 
 # ---- after the export ------------------------------------------------------------------------------------------------
@@ -156,9 +158,9 @@ def refuse_writes(graph: fx.Graph) -> None:
         CannotRepeat: it does.
     """
     if any(writes_to(n) for n in graph.nodes):
-        held = memory(graph)
+        places_of = memory(graph)
         for body in _bodies(graph).values():
-            body.refuse_writes(held)
+            body.refuse_writes(places_of)
 
 
 def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], constants: Set[fx.Node]) -> int:
@@ -178,11 +180,11 @@ def expand(graph: fx.Graph, repeats: Repeats, holders: Mapping[int, fx.Node], co
     bodies, short = _bodies(graph), [n for n in graph.nodes if n.target is REPEAT]
     for kind in dict.fromkeys(n.args[1] for n in short):
         _, first = repeats.blocks[repeats.first[kind].block]
-        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in _held(first) if id(t) in holders)})
+        bodies[kind].refuse_foreign({*constants, *(holders[id(t)] for t in _tensors_of(first) if id(t) in holders)})
     for node in short:
         _, kind, block = node.args
         (path, first), other = repeats.blocks[repeats.first[kind].block], repeats.blocks[block][1]
-        pairs = zip(_held(first), _held(other), strict=True)
+        pairs = zip(_tensors_of(first), _tensors_of(other), strict=True)
         bodies[kind].copy(node, {holders[id(a)]: holders[id(b)] for a, b in pairs if id(a) in holders}, path)
     for body in bodies.values():
         body.dissolve()
@@ -200,21 +202,21 @@ def handed_on(mark: fx.Node, index: int) -> list[fx.Node] | None:
         return None
     marks = [n for n in mark.graph.nodes if n.target in (ENTER, LEAVE) and n.args[1] == mark.args[1]]
     leave = next(n for n in marks if n.target is LEAVE)
-    found: list[fx.Node] = []
-    seen, todo = set(), [leave.args[0][index]]  # type: ignore[index]
+    sources: list[fx.Node] = []
+    visited, todo = set(), [leave.args[0][index]]  # type: ignore[index]
     while todo:
         node = todo.pop()
         maker, place = resolve(node)
         if maker in marks:
-            found.append(mark.args[0][place])  # type: ignore[index]
-        elif node not in seen:
-            seen.add(node)
+            sources.append(mark.args[0][place])  # type: ignore[index]
+        elif node not in visited:
+            visited.add(node)
             todo += node.all_input_nodes
-            found += [node] if node.op == "placeholder" else []
-    return found
+            sources += [node] if node.op == "placeholder" else []
+    return sources
 
 
-def _held(module: nn.Module) -> list[Tensor]:
+def _tensors_of(module: nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
@@ -223,13 +225,13 @@ def _bodies(graph: fx.Graph) -> dict[int, _Body]:
     nodes = list(graph.nodes)
     at = {n: i for i, n in enumerate(nodes)}
     leaves = {n.args[1]: n for n in nodes if n.target is LEAVE}
-    found = {}
+    bodies = {}
     for enter in [n for n in nodes if n.target is ENTER]:
         leave = leaves.get(enter.args[1])
-        found[enter.args[1]] = _Body(enter, leave, nodes[at[enter] + 1 : at[leave]] if leave else [])
-    if len(found) != len({n.args[1] for n in nodes if n.target in (ENTER, LEAVE, REPEAT)}):
+        bodies[enter.args[1]] = _Body(enter, leave, nodes[at[enter] + 1 : at[leave]] if leave else [])
+    if len(bodies) != len({n.args[1] for n in nodes if n.target in (ENTER, LEAVE, REPEAT)}):
         raise CannotRepeat("a region of the graph separates a block's marks")
-    return found
+    return bodies
 
 
 @dataclass
@@ -240,19 +242,19 @@ class _Body:
     leave: fx.Node | None
     nodes: list[fx.Node]
 
-    def refuse_writes(self, held: Mapping[fx.Node, Set[int]]) -> None:
+    def refuse_writes(self, places_of: Mapping[fx.Node, Set[int]]) -> None:
         inside = {*self.nodes} - self.enter.users.keys()
-        given = set().union(*(places for n, places in held.items() if n not in inside))
+        outside = set().union(*(places for n, places in places_of.items() if n not in inside))
         for node in self.nodes:
-            if any(held[x] & given for x in writes_to(node)):
+            if any(places_of[x] & outside for x in writes_to(node)):
                 raise CannotRepeat(f"a block writes to what it is given: {node.format_node()}")
 
     def refuse_foreign(self, own: Set[fx.Node]) -> None:
         inside = {self.enter, *self.nodes}
         for node in self.nodes:
-            read = [i for i in node.all_input_nodes if i not in inside and i not in own and tensors(i)]
-            if read:
-                raise CannotRepeat(f"a block reads {read[0].name}, which is not its own")
+            outside = [i for i in node.all_input_nodes if i not in inside and i not in own and tensors(i)]
+            if outside:
+                raise CannotRepeat(f"a block reads {outside[0].name}, which is not its own")
             if compat.told_by_data(node.meta.get("val")):
                 raise CannotRepeat(f"a block makes sizes that the data tell: {node.format_node()}")
 
@@ -270,7 +272,7 @@ class _Body:
         with node.graph.inserting_before(node):
             copy_graph(fresh, env, node.graph)
         for each in fresh:
-            env[each].meta["nn_module_stack"] = _moved(each.meta, node.meta, path)
+            env[each].meta["nn_module_stack"] = _stack_of_copy(each.meta, node.meta, path)
         _replace(node, [env.get(n, n) for n in self.leave.args[0]])  # type: ignore[union-attr]
 
     def dissolve(self) -> None:
@@ -287,11 +289,11 @@ def _replace(node: fx.Node, results: Any) -> None:
     node.graph.erase_node(node)
 
 
-def _moved(made: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:
+def _stack_of_copy(meta: Mapping[str, Any], short: Mapping[str, Any], path: str) -> dict[str, Any]:
     """The module stack of a copy: that of the short call, and within its block what the first one had."""
     stack = dict(short["nn_module_stack"])
     block = list(stack.values())[-1][0]
-    for key, (name, kind) in made["nn_module_stack"].items():
+    for key, (name, kind) in meta["nn_module_stack"].items():
         if name.startswith((f"{path}.", f"{path}#")):
             inner = f"{block}{name.removeprefix(path)}"
             stack[f"{key} of {block}"] = inner, kind

@@ -35,11 +35,11 @@ def traced_again(program: ExportedProgram) -> ExportedProgram:
     others = {name: other for name, other in names.items() if name != other}
     shared = _apart(program)
     _rename(program, others)
-    made = program.run_decompositions({})
-    _rename(made, {other: name for name, other in others.items()})
-    for held in (made.state_dict, made.constants):
-        held.update({name: shared[name] for name in held.keys() & shared.keys()})
-    return made
+    traced = program.run_decompositions({})
+    _rename(traced, {other: name for name, other in others.items()})
+    for table in (traced.state_dict, traced.constants):
+        table.update({name: shared[name] for name in table.keys() & shared.keys()})
+    return traced
 
 
 def _apart(program: ExportedProgram) -> dict[str, Any]:
@@ -54,16 +54,16 @@ def _apart(program: ExportedProgram) -> dict[str, Any]:
     shared: dict[str, Any] = {}
     for spec in program.graph_signature.input_specs:
         name = str(spec.target)
-        held = program.state_dict if name in program.state_dict else program.constants
-        if spec.kind.name not in ("PARAMETER", "BUFFER") or name not in held:
+        table = program.state_dict if name in program.state_dict else program.constants
+        if spec.kind.name not in ("PARAMETER", "BUFFER") or name not in table:
             continue
-        place, value = places[spec.arg.name], held[name]
+        place, value = places[spec.arg.name], table[name]
         if first.setdefault(id(value), place) is place:
             continue
         place.replace_all_uses_with(first[id(value)])
         assert isinstance(value, Tensor)
         shared[name], fresh = value, torch.empty_like(value)
-        held[name] = nn.Parameter(fresh, value.requires_grad) if isinstance(value, nn.Parameter) else fresh
+        table[name] = nn.Parameter(fresh, value.requires_grad) if isinstance(value, nn.Parameter) else fresh
     return shared
 
 
@@ -74,7 +74,9 @@ def _wants_gradient(value: Any) -> bool:
 def _other(name: str) -> str:
     """A name that a graph module can hold: `code` and `graph` are attributes of its own."""
     path, _, last = name.rpartition(".")
-    return f"{path}{'.' if path else ''}{OTHER}{last}" if hasattr(fx.GraphModule, last) or last == "graph" else name
+    if last != "graph" and not hasattr(fx.GraphModule, last):
+        return name
+    return f"{path}{'.' if path else ''}{OTHER}{last}"
 
 
 def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
@@ -82,6 +84,6 @@ def _rename(program: ExportedProgram, names: dict[str, str]) -> None:
     signature = program.graph_signature
     for spec in [*signature.input_specs, *signature.output_specs]:
         spec.target = names.get(str(spec.target), spec.target)
-    for held in (program.state_dict, program.constants):
-        for name in [n for n in held if n in names]:
-            held[names[name]] = held.pop(name)
+    for table in (program.state_dict, program.constants):
+        for name in [n for n in table if n in names]:
+            table[names[name]] = table.pop(name)

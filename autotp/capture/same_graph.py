@@ -57,37 +57,37 @@ def differs(large: Capture, small: Capture, stacks: Mapping[str, int], ratio: in
         ratio: by which its layers are narrower.
     """
     ours, theirs = _runs(large, stacks), _runs(small, stacks)
-    known: dict[Hashable, list[_Run]] = {}
+    runs_of: dict[Hashable, list[_Run]] = {}
     for run in theirs:
-        known.setdefault((run.kind, run.links), []).append(run)
+        runs_of.setdefault((run.kind, run.links), []).append(run)
     for run in ours:
-        like = known.get((run.kind, run.links), [])
+        like = runs_of.get((run.kind, run.links), [])
         if not like:
             return f"no operators of it are those from {where(run.nodes[0])} on"
         if not any(_numbers_fit(run.numbers, other.numbers, ratio) for other in like):
             return f"numbers among the operators from {where(run.nodes[0])} on are others"
-    missing = known.keys() - {(run.kind, run.links) for run in ours}
-    return f"it has operators more, from {where(known[missing.pop()][0].nodes[0])} on" if missing else ""
+    missing = runs_of.keys() - {(run.kind, run.links) for run in ours}
+    return f"it has operators more, from {where(runs_of[missing.pop()][0].nodes[0])} on" if missing else ""
 
 
 def _runs(program: Capture, stacks: Mapping[str, int]) -> list[_Run]:
     """The runs of a graph, in order."""
-    found: list[_Run] = []
+    runs: list[_Run] = []
     home: dict[fx.Node, tuple[int, int]] = {}  # node -> its run, and its place in it
     for node in program.graph.nodes:
         if node.op == "placeholder" or _is_size(node) or node.target in COPIES:
             continue
         place = next((p for path in module_path(node) if (p := _block(path, stacks))), None)
-        if not found or found[-1].place != place or node.op == "output":
-            found.append(_Run(place))
-        home[node] = len(found) - 1, len(found[-1].nodes)
-        found[-1].nodes.append(node)
-    reader = _Reader(program, found, home, stacks)
-    for i, run in enumerate(found):
+        if not runs or runs[-1].place != place or node.op == "output":
+            runs.append(_Run(place))
+        home[node] = len(runs) - 1, len(runs[-1].nodes)
+        runs[-1].nodes.append(node)
+    reader = _Reader(program, runs, home, stacks)
+    for i, run in enumerate(runs):
         reader.read(i, run)
-    for i, run in enumerate(found):
+    for i, run in enumerate(runs):
         run.links = tuple(reader.link(i, node) for node in reader.outside[i])
-    return found
+    return runs
 
 
 def _block(name: str, stacks: Mapping[str, int]) -> tuple[str, int] | None:
@@ -109,10 +109,10 @@ class _Reader:
 
     def __post_init__(self) -> None:
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves}
-        self.taken: dict[Any, list[str | int]] = {}
+        self.takers: dict[Any, list[str | int]] = {}
         results = compat.tree_leaves(self.program.graph.output_node().args)
         for i, taker in self.program.mutations.items():
-            self.taken.setdefault(results[i], []).append(taker)
+            self.takers.setdefault(results[i], []).append(taker)
 
     def read(self, index: int, run: _Run) -> None:
         """Say what a run computes: its operators in order, each with what it reads and who takes its value."""
@@ -121,7 +121,7 @@ class _Reader:
         for node in run.nodes:
             operands = [self._operand(x, index, outside) for x in self._arguments(node)]
             target = short_name(node.target) if node.op == "call_function" else node.op
-            rows.append((target, tuple(operands), _shape(node), self._written(node, run)))
+            rows.append((target, tuple(operands), _shape(node), self._mutated_places(node, run)))
         place = run.place[0] if run.place else None
         run.kind = hashlib.sha256(repr((place, rows)).encode()).hexdigest()
         self.outside.append(list(outside))
@@ -172,9 +172,9 @@ class _Reader:
         value = expression(node.meta["val"])
         symbols = sorted(value.free_symbols, key=str) if isinstance(value, sympy.Basic) else []
         names = {x: self._source(x) for x in symbols}
-        made: dict[Any, Any] = {x: sympy.Integer(101 + zlib.crc32(name.encode()) % 1000) for x, name in names.items()}
-        found = substitute(value, made) if isinstance(value, sympy.Basic) else value
-        run.numbers.append(int(found) if getattr(found, "is_Integer", False) else found)
+        sizes: dict[Any, Any] = {x: sympy.Integer(101 + zlib.crc32(name.encode()) % 1000) for x, name in names.items()}
+        number = substitute(value, sizes) if isinstance(value, sympy.Basic) else value
+        run.numbers.append(int(number) if getattr(number, "is_Integer", False) else number)
         return "size", tuple(sorted(names.values()))
 
     def _source(self, symbol: sympy.Basic) -> str:
@@ -192,9 +192,12 @@ class _Reader:
             return name
         return name.removeprefix(path_of(*place))
 
-    def _written(self, node: fx.Node, run: _Run) -> Hashable:
+    def _mutated_places(self, node: fx.Node, run: _Run) -> Hashable:
         """Which buffers or inputs take this value afterwards."""
-        return tuple(self._name(t, run) if isinstance(t, str) else t for t in self.taken.get(node, ()))
+        out: list[Hashable] = []
+        for t in self.takers.get(node, ()):
+            out.append(self._name(t, run) if isinstance(t, str) else t)
+        return tuple(out)
 
 
 def _is_size(node: fx.Node) -> bool:

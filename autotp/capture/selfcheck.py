@@ -58,42 +58,43 @@ class Trial:
     short: tuple[Inputs, ...] = ()
 
     @classmethod
-    def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None = None) -> Trial:
+    def of(cls, model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None = None) -> Trial:
         """A trial of this model as it is, whole; by default where its weights take under 1 GB.
 
         Args:
-            wanted: `check_capture` of the public functions: False never compares, True also where weights are large.
+            check: `check_capture` of the public functions: False never compares, True also where weights are large.
         """
-        if wanted is not None and not isinstance(wanted, bool):
-            raise InputError(f"check_capture={wanted!r} is {type(wanted).__name__}: give None, True or False.")
-        if wanted is False:
+        if check is not None and not isinstance(check, bool):
+            raise InputError(f"check_capture={check!r} is {type(check).__name__}: give None, True or False.")
+        if check is False:
             return cls(model, inputs, device, "check_capture=False")
         size = bytes_of(model)
-        if size >= LARGEST and not wanted:
+        if size >= LARGEST and not check:
             why = f"the weights take {size / 1e9:.1f} GB, 1 GB or more; check_capture=True compares all the same"
             return cls(model, inputs, device, why)
-        given = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
+        tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
         empty = ["weights"] if on_meta(model) else []
-        empty += ["inputs"] if any(t.is_meta for t in given) else []
+        if any(t.is_meta for t in tensors):
+            empty.append("inputs")
         ground = f"random {' and '.join(empty)}, for there are none on the meta device" if empty else ""
         return cls(model, inputs, device, ground=ground)
 
     @cached_property
     def copied(self) -> nn.Module:
         """The model with weights of its own, on the device of the capture."""
-        named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        names = {id(tensor): name for name, tensor in named}
+        tensors = [*self.model.named_parameters(), *self.model.named_buffers()]
+        names = {id(tensor): name for name, tensor in tensors}
 
         def own(tensor: Tensor) -> Tensor:
             if tensor.is_meta:
                 return made_real(tensor, self.device, names[id(tensor)])
-            made = tensor.detach().to(self.device, copy=True)
-            return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+            copy = tensor.detach().to(self.device, copy=True)
+            return nn.Parameter(copy, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copy
 
         return copied(self.model, own, self._other)
 
     @cached_property
-    def called(self) -> nn.Module:
+    def called_model(self) -> nn.Module:
         """The copy after one call: what that left in attributes and in buffers, such as a cache, belongs together."""
         with self._undisturbed(buffers=False), torch.enable_grad():
             inputs = self.mapped()
@@ -116,7 +117,7 @@ class Trial:
 
     def outputs(self, inputs: Inputs, around: AbstractContextManager[Any] | None = None) -> dict[str, Any]:
         """The model's outputs by name. With gradients: what a model keeps for later calls may need them."""
-        model = self.called
+        model = self.called_model
         with self._undisturbed(), torch.enable_grad(), around or nullcontext():
             return compat.named_leaves(model(*inputs.args, **inputs.kwargs))
 
@@ -160,23 +161,24 @@ class Trial:
         """What rounding may make of a difference, in the least exact dtype that is computed in."""
         # Numbers of one byte are stored so, and computed with as others.
         kinds = {p.dtype for p in self.model.parameters() if p.is_floating_point() and p.itemsize > 1}
-        kinds |= {d for d in program.state[-1:] if d is not None} if program is not None else set()
+        if program is not None:
+            kinds |= {d for d in program.state[-1:] if d is not None}
         return rounding(kinds)
 
     def original(self) -> Results | None:
         """What the model gives; None where it fails, and then `skip` says how."""
         inputs = self.mapped()
         try:
-            self.called  # noqa: B018  # the first call; the next one is compared
+            self.called_model  # noqa: B018  # the first call; the next one is compared
             with self._undisturbed(), torch.enable_grad():
-                found = self._results(inputs)
+                results = self._results(inputs)
         except Exception as error:  # whatever a user's forward may raise
             self.skip = self._failed(error)
             return None
-        if self.ground and not finite(found.outputs.values()):
+        if self.ground and not finite(results.outputs.values()):
             self.skip = f"the model gives no finite numbers on {self.ground}"
             return None
-        return found
+        return results
 
     def failure(self) -> str:
         """How the model itself fails on its inputs; "" where it runs."""
@@ -192,9 +194,9 @@ class Trial:
 
     def _results(self, inputs: Inputs) -> Results:
         outputs = compat.named_leaves(self.copied(*inputs.args, **inputs.kwargs))
-        state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _named(inputs)
+        state = {f"buffer {n}": b.detach().clone() for n, b in self.copied.named_buffers()} | _leaves_by_name(inputs)
         try:
-            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)))
+            return Results(outputs, state, _gradients(outputs, self._gradient_leaves(inputs)))
         except (RuntimeError, NotImplementedError) as error:
             self.remark = (
                 f"only the outputs of the capture were compared: the model's own backward fails: {_short(error)}"
@@ -204,30 +206,31 @@ class Trial:
     def _captured(self, program: Capture, backward: bool) -> Results:
         inputs = self.mapped()
         plain = {n: self._other(v) for n, v in program.constants.items() if isinstance(v, Tensor)}
-        made = {n: v for n, v in plain.items() if v is not None}
-        held: dict[str, Any] = {**program.constants, **made, **dict(self.copied.named_buffers(remove_duplicate=False))}
-        held |= dict(self.copied.named_parameters(remove_duplicate=False))
+        plain_values = {n: v for n, v in plain.items() if v is not None}
+        tensor_of: dict[str, Any] = {**program.constants, **plain_values}
+        tensor_of |= dict(self.copied.named_buffers(remove_duplicate=False))
+        tensor_of |= dict(self.copied.named_parameters(remove_duplicate=False))
         flat = iter(compat.tree_leaves((inputs.args, inputs.kwargs)))
-        given: dict[fx.Node, Any] = {}
+        leaf_values: dict[fx.Node, Any] = {}
         for leaf in program.leaves:
-            value = next(flat) if leaf.kind.passed else held[leaf.name]
-            given[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value
+            value = next(flat) if leaf.kind.passed else tensor_of[leaf.name]
+            leaf_values[leaf.node] = value.detach().clone() if leaf.kind in (BUFFER, TABLE, CONSTANT) else value
         autocast = len(program.state) > 0 and program.state[-1] is not None  # its casts are in the graph
         without = torch.autocast(self.device.type, enabled=False) if autocast else nullcontext()
         with self._undisturbed(), torch.enable_grad(), without:
-            found = compat.tree_leaves(reference(program.graph, given, lambda n, v: None))
+            results = compat.tree_leaves(reference(program.graph, leaf_values, lambda n, v: None))
             buffers = [x for x in program.leaves if x.kind in (BUFFER, TABLE)]
             names = [f"buffer {program.aliases.get(x.name, x.name)}" for x in buffers]
-            left = [given[x.node] for x in buffers]
-            state = dict(zip(names, left, strict=True)) | _named(inputs)
+            buffer_values = [leaf_values[x.node] for x in buffers]
+            state = dict(zip(names, buffer_values, strict=True)) | _leaves_by_name(inputs)
             for i, taker in program.mutations.items():
                 name = f"buffer {program.aliases.get(taker, taker)}" if isinstance(taker, str) else f"input {taker}"
-                state[name] = found[i]
-            kept = [v for i, v in enumerate(found) if i not in program.mutations]
-            outputs = compat.named_leaves(compat.tree_unflatten(kept, program.out_spec))
-            return Results(outputs, state, _gradients(outputs, self._wanted(inputs)) if backward else None)
+                state[name] = results[i]
+            user_outputs = [v for i, v in enumerate(results) if i not in program.mutations]
+            outputs = compat.named_leaves(compat.tree_unflatten(user_outputs, program.out_spec))
+            return Results(outputs, state, _gradients(outputs, self._gradient_leaves(inputs)) if backward else None)
 
-    def _wanted(self, inputs: Inputs) -> dict[str, Tensor]:
+    def _gradient_leaves(self, inputs: Inputs) -> dict[str, Tensor]:
         """The leaves whose gradients are compared."""
         leaves = {**dict(self.copied.named_parameters()), **compat.named_leaves((inputs.args, inputs.kwargs))}
         return {n: v for n, v in leaves.items() if isinstance(v, Tensor) and v.requires_grad}
@@ -236,46 +239,47 @@ class Trial:
     def _undisturbed(self, buffers: bool = True) -> Iterator[None]:
         """Random numbers start alike every time, and are afterwards as they were; so are buffers."""
         modules = self.copied.modules() if buffers else ()
-        held = [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
+        buffers_before = [(m, n, b, b.clone()) for m in modules for n, b in m._buffers.items() if b is not None]
         devices = [self.device] if self.device.type == "cuda" else []
         state = random.getstate()
         try:
-            with torch.inference_mode(False), torch.random.fork_rng(devices):
+            # The CPU's own flex_attention has no backward.
+            with torch.inference_mode(False), torch.random.fork_rng(devices), compat.flex_as_products():
                 yield
         finally:
             random.setstate(state)
-            for module, name, buffer, value in held:
+            for module, name, buffer, value in buffers_before:
                 module._buffers[name] = buffer
                 buffer.data = value
 
 
-def _gradients(outputs: Mapping[str, Any], wanted: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
+def _gradients(outputs: Mapping[str, Any], leaves: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
     """Gradients of a loss that gives every element of every output a gradient of its own; no `.grad` is touched."""
     total = loss(list(outputs.values()))
-    if not total.requires_grad or not wanted:
-        return dict.fromkeys(wanted)
-    return dict(zip(wanted, torch.autograd.grad(total, list(wanted.values()), allow_unused=True), strict=True))
+    if not total.requires_grad or not leaves:
+        return dict.fromkeys(leaves)
+    return dict(zip(leaves, torch.autograd.grad(total, list(leaves.values()), allow_unused=True), strict=True))
 
 
-def _compared(found: Results, wanted: Results) -> list[tuple[float, str]]:
-    state = {n: found.state.get(n, b) for n, b in wanted.state.items()}  # the graph lacks buffers that it does not read
+def _compared(own: Results, expected: Results) -> list[tuple[float, str]]:
+    state = {n: own.state.get(n, b) for n, b in expected.state.items()}  # the graph lacks buffers that it does not read
     return [
-        *_gaps("output ", found.outputs, wanted.outputs),
-        *_gaps("", state, wanted.state),
-        *_gaps(GRADIENT, found.gradients or {}, wanted.gradients or {}),
+        *_gaps("output ", own.outputs, expected.outputs),
+        *_gaps("", state, expected.state),
+        *_gaps(GRADIENT, own.gradients or {}, expected.gradients or {}),
     ]
 
 
-def _named(inputs: Inputs) -> dict[str, Tensor]:
+def _leaves_by_name(inputs: Inputs) -> dict[str, Tensor]:
     tensors = [v for v in compat.tree_leaves((inputs.args, inputs.kwargs)) if isinstance(v, Tensor)]
     return {f"input {i}": v.detach() for i, v in enumerate(tensors)}
 
 
-def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
+def _gaps(kind: str, values: Mapping[str, Any], expected: Mapping[str, Any]) -> Iterator[tuple[float, str]]:
     """How far each value is off, and its name."""
-    scale = max((largest(v) for v in wanted.values() if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
-    for name in found.keys() | wanted.keys():
-        a, b = found.get(name), wanted.get(name)
+    scale = max((largest(v) for v in expected.values() if isinstance(v, Tensor) and not v.is_complex()), default=0.0)
+    for name in values.keys() | expected.keys():
+        a, b = values.get(name), expected.get(name)
         if kind == GRADIENT:  # one that is absent is zero
             a = torch.zeros_like(b) if a is None and b is not None else a
             b = torch.zeros_like(a) if b is None and a is not None else b
@@ -287,14 +291,16 @@ def _gaps(kind: str, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> Ite
 
 def rounding(dtypes: Iterable[torch.dtype]) -> float:
     """What it may make of a difference, in the least exact of these dtypes."""
-    each = (1e3 * torch.finfo(d).eps if d.itemsize > 2 else 16 * torch.finfo(d).eps for d in dtypes)
+    each = []
+    for d in dtypes:
+        each.append((1e3 if d.itemsize > 2 else 16) * torch.finfo(d).eps)
     return max(each, default=1e-3)
 
 
 def finite(values: Iterable[Any]) -> bool:
     """Whether numbers of these are finite, where there are any."""
-    held = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
-    return not held or any(bool(torch.isfinite(v).any()) for v in held)
+    tensors = [v for v in values if isinstance(v, Tensor) and v.is_floating_point() and v.numel()]
+    return not tensors or any(bool(torch.isfinite(v).any()) for v in tensors)
 
 
 def bytes_of(model: nn.Module) -> int:

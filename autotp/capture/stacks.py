@@ -45,12 +45,12 @@ for _name in READING.split():
 
 def stacks(model: nn.Module) -> dict[str, nn.ModuleList | nn.Sequential]:
     """The outermost lists of at least `FEWEST` modules, by name; the model itself may be one, and hides no others."""
-    found: dict[str, nn.ModuleList | nn.Sequential] = {}
+    lists: dict[str, nn.ModuleList | nn.Sequential] = {}
     for name, module in model.named_modules():
-        inner = any(outer and name.startswith(f"{outer}.") for outer in found)
+        inner = any(outer and name.startswith(f"{outer}.") for outer in lists)
         if isinstance(module, nn.ModuleList | nn.Sequential) and len(module) >= FEWEST and not inner and _full(module):
-            found[name] = module
-    return found
+            lists[name] = module
+    return lists
 
 
 def _full(stack: nn.ModuleList | nn.Sequential) -> bool:
@@ -84,21 +84,21 @@ def _places(blocks: list[nn.Module]) -> set[AttributePlace]:
             for name, value in vars(module).items():
                 if type(value) is int:
                     offsets.setdefault((path, name), []).append(value - i)
-    return {place for place, found in offsets.items() if len(found) > 1 and len(set(found)) == 1}
+    return {place for place, numbers in offsets.items() if len(numbers) > 1 and len(set(numbers)) == 1}
 
 
 def _kind(block: nn.Module, places: set[AttributePlace]) -> Hashable | None:
-    found: list[Hashable] = []
+    parts: list[Hashable] = []
     for path, module in block.named_modules():
         state = vars(module)
         if any(state[name] for name in HOOKS):
             return None
-        found.append((path, type(module), module.training))
-        found += [(n, _shape(t), isinstance(t, nn.Parameter)) for n, t in module.named_parameters(recurse=False)]
-        found += [(n, _shape(t), n in state["_non_persistent_buffers_set"]) for n, t in _buffers(module)]
+        parts.append((path, type(module), module.training))
+        parts += [(n, _shape(t), isinstance(t, nn.Parameter)) for n, t in module.named_parameters(recurse=False)]
+        parts += [(n, _shape(t), n in state["_non_persistent_buffers_set"]) for n, t in _buffers(module)]
         rest = {n: v for n, v in state.items() if n not in OWN and n not in HOOKS and (path, n) not in places}
-        found += [(n, _value(v)) for n, v in rest.items()]
-    return tuple(found)
+        parts += [(n, _value(v)) for n, v in rest.items()]
+    return tuple(parts)
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -127,8 +127,8 @@ def unread(stack: nn.ModuleList | nn.Sequential) -> Iterator[None]:
     """Within this context no block of the stack can tell its place."""
     blocks = list(stack)
     places = _places(blocks) if len(set(blocks)) == len(blocks) else set()
-    held = [(vars(m), n) for b in blocks for path, m in b.named_modules() for n in vars(m) if (path, n) in places]
-    values = [(state, name, state[name]) for state, name in held]
+    places_of = [(vars(m), n) for b in blocks for path, m in b.named_modules() for n in vars(m) if (path, n) in places]
+    values = [(state, name, state[name]) for state, name in places_of]
     for state, name, value in values:
         state[name] = Unread(value)
     try:

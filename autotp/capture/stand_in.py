@@ -36,31 +36,31 @@ class Small:
 
     Attributes:
         stacks: how many blocks it has of each stack that was cut. widths: what its layers have in place of a width.
-        told: what it is, for a person.
+        text: what it is, for a person.
     """
 
     model: nn.Module
     stacks: dict[str, int]
     widths: dict[int, int]
-    told: str
+    text: str
 
     @property
     def ratio(self) -> int:
         """How many times narrower its layers are."""
-        return next((n // made for n, made in self.widths.items()), 1)
+        return next((n // width for n, width in self.widths.items()), 1)
 
 
-def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: bool | None, capturer: Capturer) -> Trial:
+def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, capturer: Capturer) -> Trial:
     """A trial of this model, or by default of a stand-in where its weights are large or many on the meta device.
 
     Where no stand-in can be made, a model of a few GB is compared itself on short inputs, if it fits in memory.
 
     Args:
-        wanted: `check_capture` of the public functions: False never compares, True compares the model itself.
+        check: `check_capture` of the public functions: False never compares, True compares the model itself.
         capturer: captures a stand-in.
     """
-    whole = Trial.of(model, inputs, device, wanted)
-    if wanted is not None:
+    whole = Trial.of(model, inputs, device, check)
+    if check is not None:
         return whole
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < LARGEST:
@@ -70,12 +70,12 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, wanted: boo
     whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= LARGEST else ())
     if not empty or _count(model) > CHEAP:
         for small in _smaller(model):
-            for given in shortened(inputs, small.widths):
-                made = StandIn(
-                    small.model, given, device, ground=small.told, small=small, capturer=capturer, whole=whole
+            for short in shortened(inputs, small.widths):
+                stand_in = StandIn(
+                    small.model, short, device, ground=small.text, small=small, capturer=capturer, whole=whole
                 )
-                if made.runs():
-                    return made
+                if stand_in.runs():
+                    return stand_in
     if whole.skip:
         why = f"{whole.skip}; no small model of its classes could be made from it, and by itself one is compared up to "
         return replace(whole, skip=f"{why}{MOST / 1e9:.0f} GB, where {COPIES} times its weights are free")
@@ -106,18 +106,18 @@ def _candidates(model: nn.Module) -> Iterator[Small]:
     """With fewer blocks where it has stacks, then narrower too."""
     stacks = cuts(model)
     lengths = {name: len(module) for name, module in model.named_modules() if name in stacks}  # type: ignore[arg-type]
-    depth = ", ".join(f"{kept} of the {lengths[name]} blocks of {name or 'the model'}" for name, kept in stacks.items())
+    depth = ", ".join(f"{n} of the {lengths[name]} blocks of {name or 'the model'}" for name, n in stacks.items())
     random = "random weights" if on_meta(model) else "its own weights"
     if stacks:
         with cut(model, stacks):
-            made = copied(model, lambda t: t)
-        yield Small(made, stacks, {}, f"a stand-in with {depth}, and {random}")
+            copy = copied(model, lambda t: t)
+        yield Small(copy, stacks, {}, f"a stand-in with {depth}, and {random}")
     for thin, widths in narrowed(model):
-        ratio = next(n // made for n, made in widths.items())
+        ratio = next(n // width for n, width in widths.items())
         with cut(thin, stacks):
             thin = copied(thin, lambda t: t)
-        told = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
-        yield Small(thin, stacks, widths, f"a stand-in of the same classes with {told}, and random weights")
+        words = ", ".join(x for x in (depth, f"layers {ratio} times narrower") if x)
+        yield Small(thin, stacks, widths, f"a stand-in of the same classes with {words}, and random weights")
 
 
 def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
@@ -125,16 +125,16 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
     cut as these are."""
 
     def own(tensor: Tensor, dims: int) -> Tensor:
-        made = tensor
+        part = tensor
         for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else min(dims, 1))):
-            made = made.narrow(d, 0, min(LENGTH, made.shape[d]))
+            part = part.narrow(d, 0, min(LENGTH, part.shape[d]))
         if tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] in widths:
-            made = made.narrow(-1, 0, min(widths[tensor.shape[-1]], made.shape[-1]))
-        return tensor if made.shape == tensor.shape else made.detach().clone().requires_grad_(tensor.requires_grad)
+            part = part.narrow(-1, 0, min(widths[tensor.shape[-1]], part.shape[-1]))
+        return tensor if part.shape == tensor.shape else part.detach().clone().requires_grad_(tensor.requires_grad)
 
     for dims in (2, 1, 0):
-        given = (inputs.args, dict(inputs.kwargs))
-        args, kwargs = compat.tree_map_only(Tensor, functools.partial(own, dims=dims), given)
+        arguments = (inputs.args, dict(inputs.kwargs))
+        args, kwargs = compat.tree_map_only(Tensor, functools.partial(own, dims=dims), arguments)
         yield Inputs(*args, **kwargs)
 
 
@@ -159,15 +159,15 @@ class StandIn(Trial):
         return finite(outputs)
 
     @cached_property
-    def _made(self) -> tuple[Capture | None, str, str]:
+    def _small_capture(self) -> tuple[Capture | None, str, str]:
         """The capture of the small model that was found right, or why there is none; and what was refused of it."""
         trial = Trial(self.model, self.inputs, self.device, ground=self.ground)
         assert self.capturer is not None
         try:
-            made = self.capturer(trial)
+            program = self.capturer(trial)
         except AutoTPError as error:
             return None, f"{self.ground} cannot be captured: {str(error).splitlines()[0]}", trial.refused
-        return (None, trial.skip, trial.refused) if trial.skip else (made, "", trial.refused)
+        return (None, trial.skip, trial.refused) if trial.skip else (program, "", trial.refused)
 
     def compare(self, program: Capture) -> float:
         """The largest relative difference between the stand-in's capture and the stand-in; nan where this capture is
@@ -176,12 +176,12 @@ class StandIn(Trial):
         Raises:
             CaptureError: it is more than rounding allows.
         """
-        made, why, refused = self._made
-        if made is not None:
+        own, why, refused = self._small_capture
+        if own is not None:
             assert self.small is not None
-            other = differs(program, made, self.small.stacks, self.small.ratio)
+            other = differs(program, own, self.small.stacks, self.small.ratio)
             if not other:
-                return made.error
+                return own.error
             why = f"{self.ground} is captured as another graph: {other}"
         if refused:
             raise CaptureError(f"{refused} (on {self.ground})")

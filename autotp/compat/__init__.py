@@ -30,6 +30,7 @@ from .fake import (
     told_by_data,
     without_torch_functions,
 )
+from .flex import flex_as_products
 from .operators import (
     HigherOrderOperator,
     OpOverloadPacket,
@@ -37,12 +38,14 @@ from .operators import (
     is_composite,
     operator,
     operators_named,
+    overload_of,
     sym_size,
     wraps_tensors,
 )
 from .packing import packed_graph, unpacked_graph
 from .running import (
     VARIANTS,
+    CannotCompile,
     IncompatibleKeys,
     after_backward,
     around_backward,
@@ -50,6 +53,7 @@ from .running import (
     below_autograd,
     by_default,
     compile_whole,
+    compiled_once,
     flat_mesh,
     graph_task,
     group_timeout,
@@ -83,13 +87,14 @@ from .trees import (
 )
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket", "TreeSpec",
-    "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution", "below_autograd",
-    "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "data_sources", "data_symbols",
-    "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode", "flat_mesh", "graph_task",
-    "group_timeout", "has_symmetric_memory", "is_composite", "is_node", "is_user_node", "know_records",
+    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket",
+    "TreeSpec", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
+    "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "compiled_once",
+    "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
+    "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "is_composite", "is_node",
+    "is_user_node", "know_records",
     "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
-    "operator_handlers", "operators_named", "packed_graph", "part_of", "quiet_export", "read_shape_env",
+    "operator_handlers", "operators_named", "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env",
     "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
     "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
     "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided",

@@ -26,6 +26,17 @@ HigherOrderOperator = torch._ops.HigherOrderOperator
 wraps_tensors = is_traceable_wrapper_subclass
 
 
+def overload_of(function: Any, args: Any, kwargs: Any) -> Any:
+    """The overload of torch's own that a function or method of torch calls with these; None where it has none so
+    named."""
+    name = getattr(function, "__name__", "")
+    try:
+        overload = torch._C._jit_resolve_packet(f"aten::{name}", *args, **kwargs)
+    except RuntimeError:
+        return None
+    return getattr(getattr(torch.ops.aten, name), overload)
+
+
 def is_composite(op: Any) -> bool:
     """Whether an operator of a library is written as others, and has no derivative or kernel of its own."""
     if not isinstance(op, torch._ops.OpOverload) or op.namespace in ("aten", "prims", "higher_order"):

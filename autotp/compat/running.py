@@ -37,15 +37,29 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     more: dict[str, Any] = (
         {"recompile_limit": VARIANTS} if "recompile_limit" in inspect.signature(torch.compile).parameters else {}
     )
-    options = {"guard_filter_fn": _needed, **(options or {})}  # its own each time: torch takes the filter out of it
+    options = {"guard_filter_fn": _exchangeable, **(options or {})}  # its own each time: torch takes the filter out
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
+
+
+CannotCompile = torch._dynamo.exc.TorchDynamoException  # the function, or for the backend: nothing has run
+
+
+def compiled_once(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:
+    """A function of which a compiled one that calls it often holds one copy; in graphs it goes by this name."""
+
+    def block(*args: Any) -> Any:
+        return function(*args)
+
+    nested: Any = torch.compiler.nested_compile_region(block)
+    nested.__module__, nested.__name__, nested.__qualname__ = module, name, name
+    return nested
 
 
 # Where a guard's expression starts, as Dynamo writes it: `G['torch'].ops`, `G['__import_autotp_dot_kernels'].attend`.
 _SETTLED = re.compile(r"G\['(__import_)?(torch|autotp|device)(_\w+)?'\]")
 
 
-def _needed(guards: Sequence[Any]) -> list[bool]:
+def _exchangeable(guards: Sequence[Any]) -> list[bool]:
     """Which guards are kept: not those of functions, operators and types of torch and autotp, which nobody exchanges
     between two calls, and whose guards are most of all and half of a lookup's time."""
     return [not (guard.is_global and _SETTLED.match(guard.name)) for guard in guards]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from autotp.capture.capture import capture, skeleton
+from autotp.capture.copies import with_histories
 from autotp.capture.grad_mode import GRAD, grad_mode
-from autotp.capture.histories import with_histories
 from autotp.capture.model_key import Untold, model_key
 from autotp.capture.refusals import refuse_scripted, refuse_unsaid
 from autotp.capture.selfcheck import Trial

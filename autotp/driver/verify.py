@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from autotp.capture.histories import with_histories
+from autotp.capture.copies import with_histories
 from autotp.capture.selfcheck import Trial
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.errors import InputError, PlanError

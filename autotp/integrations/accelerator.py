@@ -78,12 +78,13 @@ class GroupAccelerator(Accelerator):
         return rows[:left] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:left], rows)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        """As accelerate's; a sharded module as an object of its original's class, which trainers ask for."""
-        return (
-            in_the_class_of_its_original(model)
-            if isinstance(model, ShardedModule)
-            else super().unwrap_model(model, *args, **kwargs)
-        )
+        """As accelerate's; a sharded module as an object of its original's class, which trainers ask for.
+
+        Not one with adapters: of those they ask the base model, and here that is a part.
+        """
+        if isinstance(model, ShardedModule):
+            return model if hasattr(model._shards.bare, "peft_config") else in_the_class_of_its_original(model)
+        return super().unwrap_model(model, *args, **kwargs)
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors under the original's names. A collective call."""

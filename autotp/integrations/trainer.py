@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import Trainer
 
 from autotp.errors import InputError
 from autotp.runtime.checkpoint import load, save
 
-from .accelerator import Parallelism
+from .accelerator import Parallelism, in_the_class_of_its_original
 from .deal import sizes_of
 
 OPTIMIZER, SCHEDULER, ARGUMENTS = "sharded_optimizer", "scheduler.pt", "training_args.bin"
+ADAPTERS = "adapter_model.safetensors"
 
 
 class ShardedTrainer(Trainer):
@@ -116,7 +119,12 @@ class ShardedTrainer(Trainer):
         return getattr(self.optimizer, "optimizer", self.optimizer)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        self.model.load_checkpoint(resume_from_checkpoint)  # type: ignore[union-attr, operator]
+        adapters = Path(resume_from_checkpoint) / ADAPTERS
+        if adapters.is_file():
+            load_adapters = importlib.import_module("peft").set_peft_model_state_dict
+            load_adapters(in_the_class_of_its_original(self.model), load_file(adapters))  # type: ignore[arg-type]
+        else:
+            self.model.load_checkpoint(resume_from_checkpoint)  # type: ignore[union-attr, operator]
 
     def _load_best_model(self) -> None:
         if dist.is_initialized():

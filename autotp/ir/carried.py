@@ -136,7 +136,7 @@ class Walk:
         self.counts: set[int] = set()
         self.numbers: dict[int, int] = {}
         self.objects: list[Any] = []  # so that no id is used twice
-        self.known = {id(t): i for i, t in enumerate(earlier)}
+        self.index_of = {id(t): i for i, t in enumerate(earlier)}
 
     def shape(self, value: Any) -> Shape:
         tree = self.walk(value, self.name)
@@ -148,8 +148,8 @@ class Walk:
         Args:
             value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
         """
-        number = isinstance(value, int) and not isinstance(value, bool) and (owner, name) in self.moving
-        if isinstance(value, torch.SymInt) or number:
+        number = type(value) is int and (owner, name) in self.moving
+        if number or isinstance(value, torch.SymInt):
             self.counts.add(len(self.tensors))
             return Count(self._hold(counted(value), path))
         if isinstance(value, PLAIN):
@@ -159,7 +159,7 @@ class Walk:
         self.numbers[id(value)] = len(self.numbers)
         self.objects.append(value)
         if isinstance(value, Tensor):
-            earlier = self.known.get(id(value))
+            earlier = self.index_of.get(id(value))
             return TensorSlot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
         if isinstance(value, Mapping) and type(value) is dict:
             return self._compound(value, dict, value.items(), path)

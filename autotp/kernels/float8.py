@@ -16,31 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .float8_numbers import GRADIENT, INPUT, cast, inverse, product, scaled
 from .operators import OPS
-
-INPUT, GRADIENT = torch.float8_e4m3fn, torch.float8_e5m2
-LEAST = 1e-12  # a smaller largest value counts as this one, as torchao's EPS
-_scaled_mm = torch.ops.aten._scaled_mm.default
-ALIGNED = 16  # elements, of every dimension that a kernel for CUDA multiplies along
-
-
-def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    """What numbers are multiplied by before the cast, in float32: the largest becomes the largest of the dtype.
-
-    Args:
-        amax: largest absolute values, of any shape. dtype: of float8.
-        power: round down to a power of two.
-    """
-    scale = (torch.finfo(dtype).max / amax.double().clamp(min=LEAST)).float()
-    scale = torch.where(amax > 0, scale, 1)  # of zeros, or where nothing is known of an operand yet
-    return torch.exp2(torch.log2(scale).floor()) if power else scale
-
-
-def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    """Numbers scaled, clamped and rounded to float8; arguments as of `scale_of`."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    largest = torch.finfo(dtype).max
-    return (x.to(wide) * scale_of(amax, dtype, power).to(wide)).clamp(-largest, largest).to(dtype)
 
 
 def float8_amax(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:
@@ -64,9 +41,9 @@ def float8_linear(x: Tensor, weight: Tensor, x_amax: Tensor, weight_amax: Tensor
     Returns: the product, [..., n], and a zero, [], whose gradient is to be the largest absolute value of the
     product's gradient.
     """
-    a, scale = x.flatten(0, -2).to(INPUT), _inverse(x_amax, INPUT)
+    a, scale = x.flatten(0, -2).to(INPUT), inverse(x_amax, INPUT)
     b = cast(weight, weight_amax, INPUT)
-    y = _product(a, b, scale, _inverse(weight_amax, INPUT), x.dtype)
+    y = product(a, b, scale, inverse(weight_amax, INPUT), x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0]), x.new_zeros(())
 
 
@@ -79,10 +56,10 @@ def float8_linear_backward(
         grad: of the product, [..., n]. amax: its largest absolute value over all ranks, [].
         x, weight, x_amax, weight_amax: as of `float8_linear`.
     """
-    g, scale = cast(grad.flatten(0, -2), amax, GRADIENT), _inverse(amax, GRADIENT)
+    g, scale = cast(grad.flatten(0, -2), amax, GRADIENT), inverse(amax, GRADIENT)
     a, b = x.flatten(0, -2).to(INPUT), cast(weight, weight_amax, INPUT)
-    to_x = _product(g, b.t(), scale, _inverse(weight_amax, INPUT), x.dtype)
-    to_weight = _product(g.t(), a.t(), scale, _inverse(x_amax, INPUT), weight.dtype)
+    to_x = product(g, b.t(), scale, inverse(weight_amax, INPUT), x.dtype)
+    to_weight = product(g.t(), a.t(), scale, inverse(x_amax, INPUT), weight.dtype)
     return to_x.view(x.shape), to_weight
 
 
@@ -128,7 +105,7 @@ def float8_rows(
     of the gradient's rows and columns.
     """
     a, rows = x.flatten(0, -2), x_rows.flatten(0, -2)
-    y = _scaled(a, rows, weight, weight_rows, x.dtype)
+    y = scaled(a, rows, weight, weight_rows, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0]), torch.zeros_like(x_rows), x.new_zeros(weight.shape[0])
 
 
@@ -142,8 +119,8 @@ def float8_rows_backward(
         x, weight, x_columns, weight_columns: as of `float8_rows`.
     """
     g, a = grad.flatten(0, -2), x.flatten(0, -2)
-    to_x = _scaled(g, rows.flatten(0, -2), weight.t(), weight_columns.unsqueeze(1), x.dtype)
-    to_weight = _scaled(g.t(), columns.unsqueeze(1), a.t(), x_columns.unsqueeze(1), weight.dtype)
+    to_x = scaled(g, rows.flatten(0, -2), weight.t(), weight_columns.unsqueeze(1), x.dtype)
+    to_weight = scaled(g.t(), columns.unsqueeze(1), a.t(), x_columns.unsqueeze(1), weight.dtype)
     return to_x.view(x.shape), to_weight
 
 
@@ -157,7 +134,7 @@ def float8_rows_hp(
 
     Returns: the product, and zeros [..., 1] for the largest values of the gradient's rows.
     """
-    y = _scaled(x.flatten(0, -2), x_rows.flatten(0, -2), weight, weight_rows, x.dtype)
+    y = scaled(x.flatten(0, -2), x_rows.flatten(0, -2), weight, weight_rows, x.dtype)
     return y.view(*x.shape[:-1], weight.shape[0]), torch.zeros_like(x_rows)
 
 
@@ -166,7 +143,7 @@ def float8_rows_hp_backward(
 ) -> tuple[Tensor, Tensor]:
     """Gradients of `float8_rows_hp` for `x` and `weight`; arguments as there and of `float8_rows_backward`."""
     g = grad.flatten(0, -2)
-    to_x = _scaled(g, rows.flatten(0, -2), weight.t(), weight_amax.expand(weight.shape[1], 1), x.dtype)
+    to_x = scaled(g, rows.flatten(0, -2), weight.t(), weight_amax.expand(weight.shape[1], 1), x.dtype)
     return to_x.view(x.shape), g.t() @ x.flatten(0, -2)
 
 
@@ -178,43 +155,6 @@ def float8_row_seen(y: Tensor, rows: Tensor) -> Tensor:
 def float8_rows_seen(y: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
     """The product as it is; in the backward the largest values of its gradient's rows and columns go to the zeros."""
     return y.clone()
-
-
-def _scaled(a: Tensor, a_amax: Tensor, b: Tensor, b_amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T` of [m, k] and [n, k] in float8, with a scale for each row, [m, 1] and [n, 1], a power of two."""
-    first, second = cast(a, a_amax, INPUT, power=True), cast(b, b_amax, INPUT, power=True)
-    return _product(first, second, _inverse(a_amax, INPUT, True), _inverse(b_amax, INPUT, True).t(), dtype)
-
-
-def _inverse(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
-    return scale_of(amax, dtype, power).reciprocal()
-
-
-def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b.T` of float8 matrices [m, k] and [n, k], times scales [] or [m, 1] and [1, n], in this dtype."""
-    if dtype == torch.float64:
-        return (a.double() @ b.double().t()) * (a_scale.double() * b_scale.double())
-    m, n = a.shape[0], b.shape[0]
-    if not m * n * a.shape[1]:
-        return a.new_zeros((m, n), dtype=dtype)
-    if a.is_cuda:
-        a, b, b_scale = _aligned(a, b, b_scale)
-    if b_scale.ndim:
-        a_scale, b_scale = a_scale.contiguous(), b_scale.contiguous()
-        if a.is_cuda and dtype != torch.bfloat16:  # all that kernel gives
-            return _scaled_mm(a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16)[:m, :n].to(dtype)
-    return _scaled_mm(a.contiguous(), b.contiguous().t(), a_scale, b_scale, out_dtype=dtype)[:m, :n]
-
-
-def _aligned(a: Tensor, b: Tensor, b_scale: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Zeros after the last columns of both and the last rows of `b`, as CUDA's kernels want whole sixteens."""
-    more_k, more_n = -a.shape[1] % ALIGNED, -b.shape[0] % ALIGNED
-    if more_k or more_n:
-        pad = torch.nn.functional.pad
-        a = pad(a.view(torch.uint8), (0, more_k)).view(a.dtype)
-        b = pad(b.view(torch.uint8), (0, more_k, 0, more_n)).view(b.dtype)
-        b_scale = pad(b_scale, (0, more_n), value=1.0) if b_scale.ndim else b_scale
-    return a.contiguous(), b.contiguous(), b_scale
 
 
 def _amax_fake(x: Tensor, dim: Sequence[int], keepdim: bool) -> Tensor:

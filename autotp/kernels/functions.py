@@ -31,7 +31,7 @@ TENSOR, SIZE = Slot(True), Slot(False)
 
 
 @dataclass
-class Called:
+class FunctionCall:
     """A Function and what it is called with besides tensors and sizes.
 
     Attributes:
@@ -56,16 +56,16 @@ class Called:
     linear: bool = True
     writes: bool = False
 
-    def same(self, other: Called) -> bool:
+    def same(self, other: FunctionCall) -> bool:
         """Whether the other one computes the same."""
         alike = (self.leaves, self.spec, self.dtypes) == (other.leaves, other.spec, other.dtypes)
         return alike and _meaning(self.function) == _meaning(other.function)
 
 
-CALLS: dict[str, Called] = {}  # by the key that a graph's operator holds
+CALLS: dict[str, FunctionCall] = {}  # by the key that a graph's operator holds
 
 
-def enter(function_call: Called) -> str:
+def enter(function_call: FunctionCall) -> str:
     """The key of a call: the Function's name and its arguments, and a number where those are not enough.
 
     Args:

@@ -150,6 +150,28 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return OPS.counter_dropout(grad, seed, place, ctx.dim, ctx.whole, ctx.p), None, None, None, None, None
 
 
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    mean: Tensor,
+    variance: Tensor,
+    momentum: float,
+    eps: float,
+    cudnn: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Torch's batch norm in training, which writes to no operand.
+
+    Args:
+        x: [examples, channels, ...]. weight, bias: [channels]. mean, variance: running statistics before, [channels].
+        momentum: the part of the batch's own in the next ones. eps: added to variances. cudnn: use it where it can be.
+
+    Returns: the normalised x, and the running statistics after.
+    """
+    mean, variance = mean.clone(), variance.clone()
+    return torch.batch_norm(x, weight, bias, mean, variance, True, momentum, eps, cudnn), mean, variance
+
+
 _ENTRIES = (
     ("class_sums(Tensor scores, Tensor most, Tensor target, bool total)", class_sums, _sums_fake),
     ("class_sums_backward(Tensor grad, Tensor scores, Tensor most, Tensor target, bool total)", class_sums_backward,
@@ -165,6 +187,11 @@ for _schema, _function, _fake in _ENTRIES:
     _LIBRARY.define(f"{_schema} -> Tensor")
     _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"autotp::{_function.__name__}", _fake, lib=_LIBRARY)
+_LIBRARY.define(
+    "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, "
+    "float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")
 OPS: Any = torch.ops.autotp
 torch.library.register_autograd("autotp::class_sums", _backward, setup_context=_keep, lib=_LIBRARY)
 torch.library.register_autograd("autotp::counter_dropout", _dropout_backward, setup_context=_keep_seed, lib=_LIBRARY)

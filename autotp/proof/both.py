@@ -33,8 +33,8 @@ class Both:
 
     def __post_init__(self) -> None:
         self.values = [double(v) for v in self.values]
-        self.given = {x.node: v for x, v in zip(self.captured.leaves, self.values, strict=True)}
-        self.sizes = {s: self.given[node].shape[d] for s, (node, d) in self.captured.symbols.items()}
+        self.leaf_values = {x.node: v for x, v in zip(self.captured.leaves, self.values, strict=True)}
+        self.sizes = {s: self.leaf_values[node].shape[d] for s, (node, d) in self.captured.symbols.items()}
 
     def spec(self, layout: Layout) -> Spec:
         """A layout with the sizes of this call."""
@@ -52,7 +52,7 @@ class Both:
     def whole(self) -> list[Any]:
         """The outputs of the captured graph."""
         with promoted(self.captured.graph):
-            return compat.tree_leaves(reference(self.captured.graph, self.given, lambda node, value: None))
+            return compat.tree_leaves(reference(self.captured.graph, self.leaf_values, lambda node, value: None))
 
     def ranks(self, tp: int, parts: Mapping[str, Sequence[Tensor]]) -> list[list[Any]]:
         """The outputs of each of `tp` ranks; `parts` are of states, by name, what each rank has from before."""

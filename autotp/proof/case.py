@@ -39,8 +39,9 @@ class Case:
         def show(x: Any) -> str:
             return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}" if isinstance(x, Tensor) else str(x)
 
-        given = [str(compat.tree_map(show, a)).replace("'", "") for a in self.args]
-        return f"{short_name(self.target)}({', '.join([*given, *(f'{k}={show(v)}' for k, v in self.kwargs.items())])})"
+        arguments = [str(compat.tree_map(show, a)).replace("'", "") for a in self.args]
+        arguments += [f"{k}={show(v)}" for k, v in self.kwargs.items()]
+        return f"{short_name(self.target)}({', '.join(arguments)})"
 
 
 @dataclass
@@ -90,9 +91,9 @@ def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
     nothing: Any = None
     captured = Capture(graph, leaves, {}, nothing, nothing, {}, {}, {}, {}, [], False)
     op = Op.of(node)
-    found = rule(op)
-    planned = Planned(captured, 1, {}, {node: op}, {node: found}, {}, differentiable(captured))
-    return RuleProgram(planned, node, op, found, operands)
+    own_rule = rule(op)
+    planned = Planned(captured, 1, {}, {node: op}, {node: own_rule}, {}, differentiable(captured))
+    return RuleProgram(planned, node, op, own_rule, operands)
 
 
 def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
@@ -150,6 +151,6 @@ def required(p: RuleProgram) -> set[Any]:
     if p.rule is None:
         return set()
     maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted
-    tried = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
-    factors = {("factor", i) for i, wanted in enumerate(tried) if wanted}
+    possible = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
+    factors = {("factor", i) for i, possible_one in enumerate(possible) if possible_one}
     return factors | {("linear", s) for s in p.rule.linear} | {("addend", s) for s in p.rule.addends}

@@ -31,10 +31,10 @@ def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: floa
     """Relative error of the recombined value; for whole layouts the worst rank counts."""
     ranks = [v.detach() for v in ranks]
     try:
-        found = ranks if spec.whole else [spec.recombine(ranks)]
+        values = ranks if spec.whole else [spec.recombine(ranks)]
     except (RuntimeError, ValueError, IndexError, PlanError):  # shapes that do not fit
         return float("inf")
-    return max(relative(f, whole, scale) for f in found)
+    return max(relative(f, whole, scale) for f in values)
 
 
 def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:

@@ -42,8 +42,8 @@ class Proof:
 
     def __str__(self) -> str:
         ways = "forward and backward" if self.gradients else "forward; the operator has no derivative"
-        missed = f"; not exercised: {', '.join(self.missed)}" if self.missed else ""
-        return f"{self.operator} {self.rule}: {self.choices} layouts are right at tp={self.tp}, {ways}{missed}"
+        rest = f"; not exercised: {', '.join(self.missed)}" if self.missed else ""
+        return f"{self.operator} {self.rule}: {self.choices} layouts are right at tp={self.tp}, {ways}{rest}"
 
 
 def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
@@ -79,8 +79,8 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
         call = program(case)
     rule = call.rule or Rule()
     every = required(call) | {("factor", i) for i in range(len(rule.factors))}
-    missed = _told(call, every - prove(case, tp))
-    return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, missed)
+    texts = _missed_text(call, every - prove(case, tp))
+    return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, texts)
 
 
 def _program(case: Case) -> RuleProgram:
@@ -108,13 +108,13 @@ def _program(case: Case) -> RuleProgram:
 def _has_derivative(case: Case) -> bool:
     """Whether gradients reach the operands of this call."""
 
-    def wanted(x: Tensor) -> Tensor:
+    def trainable(x: Tensor) -> Tensor:
         return x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
 
-    args, kwargs = compat.tree_map_only(Tensor, wanted, (case.args, case.kwargs))
+    args, kwargs = compat.tree_map_only(Tensor, trainable, (case.args, case.kwargs))
     try:
-        made = compat.tree_leaves(case.target(*args, **kwargs))
-        results = [y for y in made if isinstance(y, Tensor) and y.requires_grad]
+        results = compat.tree_leaves(case.target(*args, **kwargs))
+        results = [y for y in results if isinstance(y, Tensor) and y.requires_grad]
         with warnings.catch_warnings():
             warnings.simplefilter("error")  # of operators without an autograd kernel
             torch.autograd.backward(results, [torch.ones_like(y) for y in results])
@@ -123,9 +123,9 @@ def _has_derivative(case: Case) -> bool:
     return bool(results)
 
 
-def _told(call: RuleProgram, missed: set[Any]) -> tuple[str, ...]:
+def _missed_text(call: RuleProgram, parts: set[Any]) -> tuple[str, ...]:
     names, out = letters(call.rule or Rule()), []
-    for kind, what in missed:
+    for kind, what in parts:
         slots = [what] if kind == "addend" else sorted(what) if kind == "linear" else []
         operands = " + ".join(call.operand(s) for s in slots)
         out.append(names[what] if kind == "factor" else f"{operands} as {'an addend' if kind == 'addend' else 'sums'}")

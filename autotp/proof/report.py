@@ -29,8 +29,8 @@ class Difference:
     detail: str
 
     def __str__(self) -> str:
-        made = f" = {self.op} in {self.module or 'the model'}" if self.op else ""
-        return f"({self.direction}) at {self.value}{made}: {self.detail}"
+        operator = f" = {self.op} in {self.module or 'the model'}" if self.op else ""
+        return f"({self.direction}) at {self.value}{operator}: {self.detail}"
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
         try:
             _prove(p, decision, case, expected)
         except Exception as e:
-            raise RuleError(_told(p, case, decision, factor, e)) from e
+            raise RuleError(_fault_text(p, case, decision, factor, e)) from e
         exercised |= _exercised(p, decision, factor)
     return exercised
 
@@ -68,7 +68,7 @@ class _Expected:
     """The whole's results, the gradients that they were given, and the operands' gradients."""
 
     results: list[Tensor]
-    given: Sequence[Tensor | None]
+    gradients_in: Sequence[Tensor | None]
     gradients: list[Tensor | None]
 
 
@@ -76,7 +76,7 @@ class _Differs(Exception):
     """What was found wrong of one choice."""
 
 
-def _told(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
+def _fault_text(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None, error: Exception) -> str:
     """What is wrong, of which choice, why it may be, and what to do."""
     rule, tp = p.rule or Rule(), p.planned.tp
     partial = [p.operand(i) for i, x in enumerate(decision.ins) if x.partial]
@@ -94,9 +94,9 @@ def _told(p: RuleProgram, case: Case, decision: Decision, factor: Factor | None,
         what = f"given summands of {' and '.join(partial)}"
         advice = f"It is not linear in {' and '.join(partial)}: correct `linear`."
     layouts = ", ".join(f"{p.operand(i)} {x}" for i, x in enumerate(decision.ins))
-    found = str(error) if isinstance(error, _Differs) else f"it fails: {error}"
+    fault = str(error) if isinstance(error, _Differs) else f"it fails: {error}"
     return (
-        f"the rule of {short_name(p.op.target)}, {notation(p.op, rule)}, is wrong: {what}, over {tp} ranks, {found}\n"
+        f"the rule of {short_name(p.op.target)}, {notation(p.op, rule)}, is wrong: {what}, over {tp} ranks, {fault}\n"
         f"  {layouts} -> {', '.join(map(str, decision.outs))}\n  {case}\n{advice}"
     )
 
@@ -117,10 +117,10 @@ def _exercised(p: RuleProgram, decision: Decision, factor: Factor | None) -> set
 
 
 def _call(case: Case, operands: Sequence[Tensor]) -> list[Tensor]:
-    given = iter(operands)
-    args, kwargs = compat.tree_map_only(Tensor, lambda _: next(given), (case.args, case.kwargs))
-    got = (case.reference or case.target)(*args, **kwargs)
-    return list(got) if isinstance(got, list | tuple) else [got]
+    tensors = iter(operands)
+    args, kwargs = compat.tree_map_only(Tensor, lambda _: next(tensors), (case.args, case.kwargs))
+    results = (case.reference or case.target)(*args, **kwargs)
+    return list(results) if isinstance(results, list | tuple) else [results]
 
 
 def _gradients(
@@ -128,11 +128,11 @@ def _gradients(
 ) -> list[Tensor | None]:
     """Gradients of the operands; None for those that need none or are not reached."""
     pairs = [(y, g) for y, g in zip(results, grads, strict=True) if g is not None]
-    wanted = [x for x in operands if x.requires_grad]
-    if not pairs or not wanted:
+    sources = [x for x in operands if x.requires_grad]
+    if not pairs or not sources:
         return [None] * len(operands)
-    found = iter(torch.autograd.grad([y for y, _ in pairs], wanted, [g for _, g in pairs], allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in operands]
+    computed = iter(torch.autograd.grad([y for y, _ in pairs], sources, [g for _, g in pairs], allow_unused=True))
+    return [next(computed) if x.requires_grad else None for x in operands]
 
 
 def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:
@@ -151,18 +151,18 @@ def _prove(p: RuleProgram, decision: Decision, case: Case, expected: _Expected) 
     sharded = _sharded(p, decision)
     operands = _operand_parts(p, decision)
     placeholders = [n for n in sharded.graph.nodes if n.op == "placeholder"]
-    got = simulate.run(sharded, tp, dict(zip(placeholders, operands, strict=True)))
+    rank_results = simulate.run(sharded, tp, dict(zip(placeholders, operands, strict=True)))
     for i, (whole, layout) in enumerate(zip(expected.results, decision.outs, strict=True)):
-        parts = [results[i].detach() for results in got]
+        parts = [results[i].detach() for results in rank_results]
         _compare(f"result {i}", parts, p.spec(layout), whole, case)
     # Before any gradient is asked for: torch would say of a result that is cut off no more than that it is.
-    _check_reached(got, expected)
+    _check_reached(rank_results, expected)
     upstream = _upstream_parts(p, decision, expected)
     gradients: list[list[Tensor | None]] = []
     for rank in range(tp):
         toward = [parts[rank] for parts in upstream]
         own = [parts[rank] for parts in operands]
-        gradients.append(_gradients(got[rank], toward, own))
+        gradients.append(_gradients(rank_results[rank], toward, own))
     for i, layout in enumerate(decision.ins):
         _compare_gradient(p, i, layout, [each[i] for each in gradients], expected.gradients[i], case)
 
@@ -187,7 +187,7 @@ def _operand_parts(p: RuleProgram, decision: Decision) -> list[list[Tensor]]:
 def _upstream_parts(p: RuleProgram, decision: Decision, expected: _Expected) -> list[list[Any]]:
     """Of the gradient of every result what each rank is given of it: it lies as the dual of the result."""
     out: list[list[Any]] = []
-    for whole, layout in zip(expected.given, decision.outs, strict=True):
+    for whole, layout in zip(expected.gradients_in, decision.outs, strict=True):
         if whole is None:
             out.append([None] * p.planned.tp)
         else:
@@ -195,13 +195,13 @@ def _upstream_parts(p: RuleProgram, decision: Decision, expected: _Expected) -> 
     return out
 
 
-def _check_reached(got: Sequence[Sequence[Tensor]], expected: _Expected) -> None:
+def _check_reached(rank_results: Sequence[Sequence[Tensor]], expected: _Expected) -> None:
     """That on every rank the results which carry a gradient are those of the whole."""
     if all(g is None for g in expected.gradients):
         return
-    for rank, results in enumerate(got):
-        for i, (result, given) in enumerate(zip(results, expected.given, strict=True)):
-            if result.requires_grad != (given is not None):
+    for rank, results in enumerate(rank_results):
+        for i, (result, gradient) in enumerate(zip(results, expected.gradients_in, strict=True)):
+            if result.requires_grad != (gradient is not None):
                 raise _Differs(f"on rank {rank} result {i} is cut off from the gradient, or carries one of its own")
 
 

@@ -72,16 +72,16 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int, outer: int) -> Rank
     own = mark(node)
     if own.conversion is not None or own.batch is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
-        held, made = list(env[node.args[0]]), list(env[node.args[0]])  # type: ignore[index]
+        before, after = list(env[node.args[0]]), list(env[node.args[0]])  # type: ignore[index]
         firsts = [slice(c * tp, c * tp + tp) for c in range(outer)]
         for group in firsts if own.conversion is not None else [slice(t, None, tp) for t in range(tp)]:
-            made[group] = conversions.simulate(held[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
-        return made
+            after[group] = conversions.simulate(before[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
+        return after
     results = []
-    drawn = torch.get_rng_state() if draws(node) else None
+    random_state = torch.get_rng_state() if draws(node) else None
     for r in range(outer * tp):
-        if drawn is not None:  # the generators of all ranks are in the same state
-            torch.set_rng_state(drawn)
+        if random_state is not None:  # the generators of all ranks are in the same state
+            torch.set_rng_state(random_state)
         place = {} if own.axis is None else {"rank": r // tp, "tp": outer}
         place = {"rank": r % tp, "tp": tp} if own.axis == "tp" else place
         kwargs = {**_at(node.kwargs, env, r), **place}
@@ -164,11 +164,11 @@ class Values:
         state = {**program.constants, **weights_of(model)}
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
-        drawn = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
+        seeds = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
         given = {
             x.node: next(flat) if x.kind.passed else real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
         }
-        return cls({**given, **drawn}, inputs)
+        return cls({**given, **seeds}, inputs)
 
     def doubled(self) -> dict[fx.Node, Any]:
         """The values in float64 (and complex128)."""
@@ -177,8 +177,8 @@ class Values:
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:
     """Buffers and parameters under every name."""
-    named = dict(model.named_buffers(remove_duplicate=False))
-    return named | dict(model.named_parameters(remove_duplicate=False))
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    return buffers | dict(model.named_parameters(remove_duplicate=False))
 
 
 def double(value: Any) -> Any:
@@ -229,8 +229,8 @@ def _scaled_mm(
     x: Tensor, weight: Tensor, scale_x: Tensor, scale_weight: Tensor, bias: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
     """The product of what the bytes stand for, which has no derivative; scales are of all, or of rows and columns."""
-    found = (x.double() @ weight.double()) * scale_x * scale_weight
-    return (found if bias is None else found + bias).detach()
+    product = (x.double() @ weight.double()) * scale_x * scale_weight
+    return (product if bias is None else product + bias).detach()
 
 
 # What torch computes in narrower dtypes only.
@@ -253,13 +253,15 @@ def promoted(*graphs: fx.Graph) -> Iterator[None]:
     """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
     saved = [(n, n.args, n.kwargs) for g in graphs for n in g.nodes]
     narrow = {str(target) for target in NARROW}
-    asked = any(narrow & {str(x) for x in (n.target, *args) if not isinstance(x, fx.Node)} for n, args, _ in saved)
+    literals: set[str] = set()
+    for n, args, _ in saved:
+        literals |= {str(x) for x in (n.target, *args) if not isinstance(x, fx.Node)}
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
     torch.set_default_dtype(torch.float64)
     try:
-        with _InFloat64() if asked else nullcontext():
+        with _InFloat64() if narrow & literals else nullcontext():
             yield
     finally:
         torch.set_default_dtype(default)

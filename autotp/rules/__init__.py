@@ -11,6 +11,7 @@ from . import (
     lookup,
     losses,
     matmul,
+    matrices,
     pointwise,
     random,
     recurrent,
@@ -22,6 +23,6 @@ from .core import RULES, RuleFunction, einsum, loops, rule, rule_of
 
 __all__ = [
     "RULES", "Carry", "Factor", "Op", "Rule", "RuleFunction", "einsum", "loops", "rule", "rule_of",
-    "bags", "experts", "factories", "float8", "images", "lookup", "losses", "matmul", "pointwise", "random",
-    "recurrent", "reductions", "updates", "views",
+    "bags", "experts", "factories", "float8", "images", "lookup", "losses", "matmul", "matrices", "pointwise",
+    "random", "recurrent", "reductions", "updates", "views",
 ]  # fmt: skip

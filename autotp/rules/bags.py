@@ -26,10 +26,10 @@ def embedding_bag(op: Op) -> Rule:
     rows, columns = op.ins[0]
     rest = [None] * (len(op.ins) - 1)
     indices = Carry(1) if op.args["mode"] == MAX else None
-    found = [Factor(columns, (Carry(1), *rest), (Carry(1), None, None, indices), label="h")]
+    factors = [Factor(columns, (Carry(1), *rest), (Carry(1), None, None, indices), label="h")]
     if op.args["mode"] != MAX and not op.args["scale_grad_by_freq"] and not op.args["sparse"]:
-        found.append(Factor(rows, (Carry(0), *rest), (None,) * 4, label="v"))
-    return Rule(tuple(found), localise=_local_bags, empty=False)
+        factors.append(Factor(rows, (Carry(0), *rest), (None,) * 4, label="v"))
+    return Rule(tuple(factors), localise=_local_bags, empty=False)
 
 
 def _local_bags(op: Op, local: ShardCall):

@@ -39,8 +39,8 @@ def overloads(target: Any) -> list[Any]:
     """An overload itself; of a packet those overloads that do not write to their operands."""
     if not isinstance(target, OpOverloadPacket):
         return [target]
-    found = [getattr(target, name) for name in target.overloads()]
-    return [overload for overload in found if not overload._schema.is_mutable]
+    members = [getattr(target, name) for name in target.overloads()]
+    return [overload for overload in members if not overload._schema.is_mutable]
 
 
 def rule_of(op: Op) -> Rule | None:
@@ -48,16 +48,16 @@ def rule_of(op: Op) -> Rule | None:
     function = function_of(op.target)
     if function is None:
         return None
-    found = function(op)
-    if not isinstance(found, Rule):
-        raise RuleError(f"the rule of {op.target} gave {type(found).__name__}, should be autotp.rules.Rule")
-    for f in found.factors:
+    rule = function(op)
+    if not isinstance(rule, Rule):
+        raise RuleError(f"the rule of {op.target} gave {type(rule).__name__}, should be autotp.rules.Rule")
+    for f in rule.factors:
         if len(f.ins) != len(op.ins) or len(f.outs) != len(op.outs):
             raise RuleError(
                 f"the rule of {op.target} gives {len(f.ins)} operands and {len(f.outs)} results for a call with "
                 f"{len(op.ins)} and {len(op.outs)}: {op.node.format_node()}"
             )
-    return replace(found, linear=tuple(s for s in found.linear if _summable(op, s)))
+    return replace(rule, linear=tuple(s for s in rule.linear if _summable(op, s)))
 
 
 def function_of(target: Any) -> RuleFunction | None:

@@ -37,8 +37,8 @@ def grouped_mm(op: Op) -> Rule:
         (divide(n, block), (None, outer, None), (inner,)),
     ]
     linear = (frozenset({0}), frozenset({1}))
-    found = [Factor(size, *carries) for size, *carries in within if size is not None]
-    return Rule((*by_expert, *found), linear, localise=_local_groups, empty=False)
+    of_columns = [Factor(size, *carries) for size, *carries in within if size is not None]
+    return Rule((*by_expert, *of_columns), linear, localise=_local_groups, empty=False)
 
 
 def _local_groups(op: Op, local: ShardCall):

@@ -28,14 +28,14 @@ ZEROS = (aten.zeros_like, aten.new_zeros, aten.sym_size)
 
 def function_rule(op: Op) -> Rule:
     """What the Function's own operators agree on; the numbers were read off when it was captured."""
-    called = CALLS[op.args["key"]]
+    record = CALLS[op.args["key"]]
     factors = []
-    for ins, outs in called.loops.get(tuple(map(len, op.ins)), ()):
+    for ins, outs in record.loops.get(tuple(map(len, op.ins)), ()):
         carried = [(shape[d], d) for shape, d in zip([*op.ins, *op.outs], [*ins, *outs], strict=True) if d is not None]
         if len({n for n, _ in carried}) == 1:
             before, after = (tuple(None if d is None else Carry(d) for d in side) for side in (ins, outs))
             factors.append(Factor(carried[0][0], before, after))
-    return Rule(tuple(factors), empty=False, summed=called.linear)
+    return Rule(tuple(factors), empty=False, summed=record.linear)
 
 
 # Not in the table: there is no call of these that would stand for all.
@@ -46,8 +46,8 @@ def linear_backward(graph: fx.Graph, operands: int) -> bool:
     """Whether the backward in such a graph as `loops_of` reads is linear in the gradients that it is given."""
     depends = set([n for n in graph.nodes if n.op == "placeholder"][operands:])
     for node in graph.nodes:
-        given = [x for x in node.all_input_nodes if x in depends]
-        if node.op != "call_function" or not given:
+        gradients = [x for x in node.all_input_nodes if x in depends]
+        if node.op != "call_function" or not gradients:
             continue
         if getattr(node.target, "overloadpacket", None) in ZEROS:
             continue
@@ -150,9 +150,9 @@ def _says_equal(guard: sympy.Basic) -> bool:
 
 def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bool:
     """Whether splitting this factor splits just these dimensions."""
-    wanted = [*(at.get(x) for x in op.slots), at.get(node)]
+    dims = [*(at.get(x) for x in op.slots), at.get(node)]
     carries = [*factor.ins, *factor.outs]
-    return all(c is None or _plain(c) for c in carries) and [c and c.dim for c in carries] == wanted
+    return all(c is None or _plain(c) for c in carries) and [c and c.dim for c in carries] == dims
 
 
 def _plain(carry: Carry) -> bool:

@@ -52,12 +52,12 @@ def _within(op: Op, channel: int, transposed: bool) -> list[Factor]:
     first, second = Carry(0, repeat=groups), Carry(1)
     inner, outer = (first, second) if transposed else (second, first)
     of_bias = [Carry(0, repeat=groups) for _ in lasts]
-    found = []
+    factors = []
     if few is not None and few != 1:
-        found.append(Factor(few, (every, inner, *[None for _ in lasts]), (None,), label="i"))
+        factors.append(Factor(few, (every, inner, *[None for _ in lasts]), (None,), label="i"))
     if many is not None and many != 1:
-        found.append(Factor(many, (None, outer, *of_bias), (every,), label="o"))
-    return found
+        factors.append(Factor(many, (None, outer, *of_bias), (every,), label="o"))
+    return factors
 
 
 def _group_count(op: Op, local: ShardCall) -> Any:

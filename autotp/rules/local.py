@@ -35,7 +35,7 @@ class Sizes:
 
     graph: fx.Graph
     symbols: dict[sympy.Symbol, tuple[fx.Node, int]]
-    known: dict[Any, fx.Node] = field(default_factory=dict)
+    node_of: dict[Any, fx.Node] = field(default_factory=dict)
     formulas: dict[sympy.Symbol, Callable[[Sizes], fx.Node]] = field(default_factory=dict)  # of further symbols
     equal: Callable[[Sizes, Distribution], Any] | None = None  # what every rank owns of it, where known
 
@@ -43,15 +43,15 @@ class Sizes:
         """Remember a node whose value is a size."""
         val = node.meta.get("val")
         if hasattr(val, "node") and not isinstance(expression(val), int):
-            self.known.setdefault(expression(val), node)
+            self.node_of.setdefault(expression(val), node)
 
     def of(self, size: Size) -> int | fx.Node:
         """The int, or the node that computes this expression."""
         if isinstance(size, int) or size.is_Integer:
             return int(size)
-        if size not in self.known:
-            self.known[size] = self._compute(size)
-        return self.known[size]
+        if size not in self.node_of:
+            self.node_of[size] = self._compute(size)
+        return self.node_of[size]
 
     def share(self, partition: Distribution) -> Any:
         """What every rank owns of a symbolic partition, where it is known to be the same for all."""
@@ -149,10 +149,10 @@ class ShardCall:
         schema = getattr(op.target, "_schema", None)
         if schema is None:
             return op.target, tuple(args.values()), {}
-        given = [a for a in schema.arguments if args[a.name] != a.default_value or not a.has_default_value()]
-        last = max((i for i, a in enumerate(schema.arguments) if a in given and not a.kwarg_only), default=-1)
+        arguments = [a for a in schema.arguments if args[a.name] != a.default_value or not a.has_default_value()]
+        last = max((i for i, a in enumerate(schema.arguments) if a in arguments and not a.kwarg_only), default=-1)
         positional = tuple(args[a.name] for a in schema.arguments[: last + 1])
-        return op.target, positional, {a.name: args[a.name] for a in given if a.kwarg_only}
+        return op.target, positional, {a.name: args[a.name] for a in arguments if a.kwarg_only}
 
     def unchanged(self, op: Op) -> LocalCall:
         """The same call on this rank's operands."""

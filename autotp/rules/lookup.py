@@ -37,10 +37,10 @@ def _local_embedding(op: Op, local: ShardCall):
 
 def local_index(ids: Tensor, runs: Runs, rank: int, tp: int) -> tuple[Tensor, Tensor]:
     """Global indices of a split dimension as indices into this rank's shard, and which of them it holds."""
-    index, mine, held = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), 0
+    index, mine, offset = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool), 0
     for start, length in runs.spans(rank, tp):
         here = (ids >= start) & (ids < start + length)
-        index, mine, held = torch.where(here, ids - start + held, index), mine | here, held + length
+        index, mine, offset = torch.where(here, ids - start + offset, index), mine | here, offset + length
     return index, mine
 
 
@@ -57,10 +57,10 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, 
     Returns: [*ids, n].
     """
     index, mine = local_index(ids, runs, rank, tp)
-    known = (ids >= 0) & (ids < runs.length)
+    in_range = (ids >= 0) & (ids < runs.length)
     keep = mine & (ids != padding) if padding >= 0 else mine
     table = weight if weight.shape[0] else weight.sum(0, keepdim=True)  # no rows here: zeros that reach the weight
-    rows = aten.embedding.default(table, torch.where(known, index, table.shape[0]))
+    rows = aten.embedding.default(table, torch.where(in_range, index, table.shape[0]))
     masked = torch.where(keep.unsqueeze(-1), rows, 0)
     return masked if padding < 0 else masked + torch.where((mine & ~keep).unsqueeze(-1), rows.detach(), 0)
 
@@ -94,10 +94,10 @@ def gather(op: Op) -> Rule:
 @rule(aten.index.Tensor)
 def index(op: Op) -> Rule:
     """Advanced indexing: indexed dimensions stay whole, the others and the index's own dimensions split."""
-    found = advanced(op, op.ins[1:])
-    if found is None:
+    labels = advanced(op, op.ins[1:])
+    if labels is None:
         return Rule()
-    table, indices, result = found
+    table, indices, result = labels
     return loops(op, [table, *indices], [result], linear=(frozenset({0}),))
 
 

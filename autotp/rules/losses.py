@@ -27,8 +27,8 @@ def elementwise_loss(op: Op) -> Rule:
     """One number for each element; the mean over a split dimension is a local sum over the whole count."""
     if any(s != op.ins[0] for s in op.ins):
         return Rule()
-    kept = "..." if op.args["reduction"] == NONE else ""
-    return einsum(op, f"{','.join(['...'] * len(op.ins))}->{kept}", localise=_local_mean)
+    result = "..." if op.args["reduction"] == NONE else ""
+    return einsum(op, f"{','.join(['...'] * len(op.ins))}->{result}", localise=_local_mean)
 
 
 def _local_mean(op: Op, local: ShardCall):
@@ -47,8 +47,8 @@ def cross_entropy(op: Op) -> Rule:
     if len(op.ins[0]) == 1 or op.args["reduction"] == MEAN:
         return Rule()
     target = "n_..." if len(op.ins[1]) == len(op.ins[0]) else "n..."
-    kept = "n..." if op.args["reduction"] == NONE else ""
-    return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{kept}")
+    result = "n..." if op.args["reduction"] == NONE else ""
+    return einsum(op, f"n_...,{target}{',_' * len(op.ins[2:])}->{result}")
 
 
 @rule(OPS.checked_classes.default)

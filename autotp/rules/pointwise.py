@@ -98,6 +98,12 @@ def bucketize(op: Op) -> Rule:
     return einsum(op, "...,_->...")
 
 
+@rule(aten.searchsorted.Tensor)
+def searchsorted(op: Op) -> Rule:
+    """Each number is looked for on its own, where all look in the same row."""
+    return einsum(op, "_,...->...") if len(op.ins) == 2 and len(op.ins[0]) == 1 else Rule()
+
+
 @rule(aten.dropout, aten.native_dropout, aten.alpha_dropout, aten.feature_dropout)
 def dropout(op: Op) -> Rule:
     """The identity outside training; in training it must draw the same mask on every rank, so it runs whole."""

@@ -110,6 +110,6 @@ def gru_units(
     Returns: h of these units, [examples, units here].
     """
     own = torch.cat([h.narrow(1, start, length) for start, length in units.spans(rank, tp)], 1)
-    given, before = aten.linear(x, w_ih, b_ih).chunk(3, 1), aten.linear(h, w_hh, b_hh).chunk(3, 1)
-    r, z = (given[0] + before[0]).sigmoid(), (given[1] + before[1]).sigmoid()
-    return z * own + (1 - z) * (given[2] + r * before[2]).tanh()
+    of_input, before = aten.linear(x, w_ih, b_ih).chunk(3, 1), aten.linear(h, w_hh, b_hh).chunk(3, 1)
+    r, z = (of_input[0] + before[0]).sigmoid(), (of_input[1] + before[1]).sigmoid()
+    return z * own + (1 - z) * (of_input[2] + r * before[2]).tanh()

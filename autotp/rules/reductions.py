@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
+from autotp.kernels.operators import OPS
 
 from .core import broadcast, einsum, local_count, loops, rule, with_factors
 
@@ -67,7 +68,7 @@ def _local_mean(op: Op, local: ShardCall):
     return aten.div.Tensor, (summed, local.size(count)), {}
 
 
-@rule(aten.amax)
+@rule(aten.amax, aten.max.default)
 def largest(op: Op) -> Rule:
     """Of the parts, and then of those."""
     labels, out = _labels(op)
@@ -91,6 +92,12 @@ def largest(op: Op) -> Rule:
 def whole_reduction(op: Op) -> Rule:
     labels, out = _labels(op)
     return loops(op, [labels], [out] * len(op.outs), whole=frozenset(_reduced(op)))
+
+
+@rule(aten.quantile.scalar, aten.nanquantile.scalar)
+def quantile(op: Op) -> Rule:
+    """As other statistics, but that there is none of no numbers."""
+    return replace(whole_reduction(op), empty=False)
 
 
 @rule(aten.softmax, aten._softmax, aten.log_softmax, aten._log_softmax, aten.cumsum, aten.cumprod, aten.sort, aten.topk)
@@ -161,6 +168,15 @@ def batch_norm(op: Op) -> Rule:
     return einsum(op, f"bc...{',c' * len(op.ins[1:])}->bc...", empty=False)
 
 
+@rule(OPS.batch_norm.default, aten._native_batch_norm_legit_functional, aten._native_batch_norm_legit.no_stats)
+def functional_batch_norm(op: Op) -> Rule:
+    """In training with the statistics as results: every channel is on its own, its statistics are of all examples."""
+    if not op.args.get("training", True):
+        return Rule()
+    whole = f"_c{'_' * (len(op.ins[0]) - 2)}"
+    return einsum(op, f"{whole}{',c' * len(op.ins[1:])}->{whole}{',c' * len(op.outs[1:])}", empty=False)
+
+
 @rule(aten.glu.default)
 def glu(op: Op) -> Rule:
     """The dimension holds the loop twice: values, then gates."""
@@ -183,12 +199,6 @@ def weight_norm(op: Op) -> Rule:
     d = op.dim()
     labels = [[i if i == d else None for i in range(len(s))] for s in (*op.ins, *op.outs)]
     return loops(op, labels[:2], labels[2:], empty=False)
-
-
-@rule(aten.matrix_exp, aten.linalg_matrix_exp)
-def matrices(op: Op) -> Rule:
-    """Of many matrices each is on its own."""
-    return einsum(op, "...__->...__", empty=False)
 
 
 @rule(aten.stft)

@@ -64,9 +64,9 @@ def register_rule(
             f"linear, addends and empty belong to an einsum string; the function for {_names(targets)} says the same "
             "in the Rule that it returns."
         )
-    known = [t for t in targets if function_of(t) is not None]
-    if known and not replace:
-        raise InputError(f"{_names(known)} has a rule already. Pass replace=True to put this one in its place.")
+    with_rule = [t for t in targets if function_of(t) is not None]
+    if with_rule and not replace:
+        raise InputError(f"{_names(with_rule)} has a rule already. Pass replace=True to put this one in its place.")
     functions = {t: _Einsum.read(t, rule, linear, addends, empty) if isinstance(rule, str) else rule for t in targets}
     RULES.update(functions)
     USERS.update(targets)
@@ -98,59 +98,59 @@ class _Einsum:
     @classmethod
     def read(cls, target: Any, equation: str, linear: Any, addends: Any, empty: bool) -> _Einsum:
         """Check the string and the names against the operator's schema."""
-        schema, given = target._schema, f"the rule {equation!r} of {target._schema}"
+        schema, what = target._schema, f"the rule {equation!r} of {target._schema}"
         names = [a.name for a in schema.arguments if "Tensor" in str(a.type)]
         kinds = [str(r.type) for r in schema.returns]
         if not kinds or any(k != "Tensor" for k in kinds) and kinds != ["List[Tensor]"]:
             raise InputError(f"{schema} returns something other than tensors, so it cannot be split: it runs whole.")
         sides = equation.replace(" ", "").split("->")
         if len(sides) != 2:
-            raise InputError(f"{given} has no single '->' between its operands and its results.")
+            raise InputError(f"{what} has no single '->' between its operands and its results.")
         terms, results = sides[0].split(",") if names else [], sides[1].split(",")
-        for side, found, wanted in (("operands", terms, names), ("results", results, kinds)):
-            if len(found) != len(wanted):
+        for side, own_terms, slots in (("operands", terms, names), ("results", results, kinds)):
+            if len(own_terms) != len(slots):
                 raise InputError(
-                    f"{given} has {len(found)} terms for its {side}, should be {len(wanted)}: one for each of "
-                    f"{', '.join(wanted)}. An optional tensor has a term too."
+                    f"{what} has {len(own_terms)} terms for its {side}, should be {len(slots)}: one for each of "
+                    f"{', '.join(slots)}. An optional tensor has a term too."
                 )
-        _check_letters(given, terms, results)
-        sets = tuple((x,) if isinstance(x, str) else tuple(x) for x in _listed(linear))
-        for name in [*(n for s in sets for n in s), *_listed(addends)]:
+        _check_letters(what, terms, results)
+        sets = tuple((x,) if isinstance(x, str) else tuple(x) for x in _as_sequence(linear))
+        for name in [*(n for s in sets for n in s), *_as_sequence(addends)]:
             if name not in names:
-                raise InputError(f"{given} names {name!r} in linear or addends; its tensors are {', '.join(names)}.")
-        return cls(dict(zip(names, terms, strict=True)), tuple(results), sets, tuple(_listed(addends)), empty)
+                raise InputError(f"{what} names {name!r} in linear or addends; its tensors are {', '.join(names)}.")
+        return cls(dict(zip(names, terms, strict=True)), tuple(results), sets, tuple(_as_sequence(addends)), empty)
 
 
-def _check_letters(given: str, terms: list[str], results: list[str]) -> None:
+def _check_letters(what: str, terms: list[str], results: list[str]) -> None:
     for term in (*terms, *results):
         letters_ = [x for x in term if x.isalpha()]
         if not TERM.fullmatch(term):
-            raise InputError(f"{given} has the term {term!r}; a term is letters, `_`, and `...` at most once.")
+            raise InputError(f"{what} has the term {term!r}; a term is letters, `_`, and `...` at most once.")
         if len(set(letters_)) != len(letters_):
-            raise InputError(f"{given} has a letter twice in {term!r}. A diagonal cannot be split: write `_` there.")
+            raise InputError(f"{what} has a letter twice in {term!r}. A diagonal cannot be split: write `_` there.")
     new = {x for t in results for x in t if x.isalpha()} - set("".join(terms))
     if new:
         raise InputError(
-            f"{given} has {', '.join(sorted(new))} in its results alone. A dimension that no operand has stays whole: "
+            f"{what} has {', '.join(sorted(new))} in its results alone. A dimension that no operand has stays whole: "
             "write `_` there."
         )
     if "..." in "".join(results) and "..." not in "".join(terms):
-        raise InputError(f"{given} has `...` in its results alone.")
+        raise InputError(f"{what} has `...` in its results alone.")
 
 
-def _listed(names: Any) -> Sequence[Any]:
+def _as_sequence(names: Any) -> Sequence[Any]:
     return [names] if isinstance(names, str) else list(names)
 
 
 def _targets(op: Any) -> list[Any]:
     """The overloads that an operator, or its name, stands for."""
-    found = compat.operator(op)
-    if found is None:
+    operator = compat.operator(op)
+    if operator is None:
         raise InputError(
             f"{op!r} is no operator that torch knows. Give what torch.library.custom_op returned, an operator of "
             'torch.ops, or "namespace::name", after it is defined.'
         )
-    targets = overloads(found)
+    targets = overloads(operator)
     if not targets or any(t._schema.is_mutable for t in targets):
         raise InputError(f"{op} writes to its operands: captured graphs have no such operators, and it needs no rule.")
     return targets

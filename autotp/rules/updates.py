@@ -36,6 +36,13 @@ def index_add(op: Op) -> Rule:
     return loops(op, ins, [free], linear=(frozenset({0, 2}),), addends=frozenset({0} if adds else ()))
 
 
+@rule(aten.index_reduce.default)
+def index_reduce(op: Op) -> Rule:
+    """As `index_add`, but that no reduction is done in parts."""
+    free = [i if i != op.dim() else None for i in range(len(op.ins[0]))]
+    return loops(op, [free, [None], free], [free])
+
+
 @rule(aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
 def index_fill(op: Op) -> Rule:
     free = [i if i != op.dim() else None for i in range(len(op.ins[0]))]

@@ -322,9 +322,3 @@ def pad(op: Op) -> Rule:
     zero = not op.args.get("value") and op.args.get("mode", "constant") == "constant"
     linear = THROUGH if zero else ()
     return loops(op, [list(range(n))], [list(range(n))], whole=padded, linear=linear, empty=zero)
-
-
-@rule(aten.tril, aten.triu)
-def triangle(op: Op) -> Rule:
-    n = len(op.ins[0])
-    return loops(op, [list(range(n))], [list(range(n))], whole=frozenset({n - 1, n - 2}), linear=THROUGH)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from autotp.capture.capture import aliases, skeleton
-from autotp.capture.histories import with_histories
+from autotp.capture.copies import with_histories
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.driver.cached import Cached

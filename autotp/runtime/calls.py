@@ -233,7 +233,8 @@ class Calls:
                 if p is not None:
                     flags.append(p.requires_grad)
                     versions += 0 if p.is_inference() else p._version
-            flags += b"h" * gathers(part)
+            if part._forward_pre_hooks or part._forward_hooks:
+                flags += b"h" * gathers(part)
         return zlib.crc32(flags) if torch.is_grad_enabled() else 0, versions
 
     def _digest(self, key: Any, flat: Sequence[Any]) -> tuple[bytes, bytes]:

@@ -21,8 +21,8 @@ from autotp import compat
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 
+from .reading import Read
 from .shard_state import ShardState
-from .tree import Read
 
 
 def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | None = None) -> None:

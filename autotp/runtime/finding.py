@@ -108,7 +108,8 @@ class Finds:
         constants = {x.name: captured.constants[x.name] for x in captured.leaves if x.kind is CONSTANT}
         compiler = source.lowering.compiler(graph)
         write_in_place(captured, graph)
-        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs)
+        steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
+        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs, one=steps)
         call_form, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
         )

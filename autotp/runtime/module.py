@@ -164,7 +164,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
                     if value is not inputs[taker]:
                         inputs[taker].copy_(value)
             else:
-                split = self._source.want.outputs == "sharded"
+                split = self._source.want.outputs == "sharded" and captured.becomes(i) is None  # states are local
                 results.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)

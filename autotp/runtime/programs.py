@@ -25,9 +25,9 @@ from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
 from .call_key import Form
+from .reading import Read
 from .shard_state import ShardState
 from .storage import wrap
-from .tree import Read
 
 MOST_KNOWN = 4096  # signatures of calls
 MOST_PROGRAMS = 64  # of one module: attributes may be set to ever other values
@@ -223,4 +223,4 @@ def train_as(bare: nn.Module, parts: Iterable[nn.Module]) -> bool:
             if p is not None and parameter is not None and p.requires_grad != parameter.requires_grad:
                 p.requires_grad_(parameter.requires_grad)
                 differed = True
-                return differed
+    return differed

@@ -8,7 +8,7 @@ from operator import attrgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor import Replicate as Whole
@@ -18,10 +18,51 @@ from autotp.comm.ranks import Ranks
 from autotp.compat import local_of
 from autotp.errors import StateError
 from autotp.ir.layouts import chunk
+from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 
 from .storage import Storage, unwrap
 
 SHAPE, LOCAL_SHAPE = attrgetter("shape"), attrgetter("_local_tensor.shape")
+
+
+@dataclass
+class Read:
+    """A parameter or buffer that a unit reads at the start of its forward."""
+
+    node: fx.Node
+    name: str
+    storage: Storage | None  # None for a buffer or constant
+
+    @property
+    def owner(self) -> str:
+        """The module that has it."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def has_turn(self) -> bool:
+        """Whether it is read before its own module is called, and used in such calls alone."""
+        inside = []
+        for path in map(scope_path, self.node.users):
+            at = next((i for i, p in enumerate(path) if self.scope in (p, module_of(p))), -1)
+            inside.append(any(module_of(p) == self.owner for p in path[at + 1 :]))
+        return self.owner != "" and all(inside)
+
+    @property
+    def unit(self) -> str:
+        """The module that reads it: the repeated block that alone uses it, otherwise the root."""
+        block = block_of(self.name)
+        outside = [u for u in self.node.users if block not in map(module_of, scope_path(u))]
+        return block if self.node.users and not outside else ""
+
+    @property
+    def scope(self) -> str:
+        """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
+        regions = set()
+        for path in map(scope_path, self.node.users):
+            unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
+            regions.add(path[unit + 1] if unit + 1 < len(path) else "")
+        region = regions.pop() if len(regions) == 1 else ""
+        return region if is_region(region) else self.unit
 
 
 @dataclass(frozen=True)

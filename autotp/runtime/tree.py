@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -16,56 +15,16 @@ from autotp import compat
 from autotp.comm.conversions import function_for
 from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
-from autotp.ir.scopes import block_of, is_region, module_of, recomputed, scope_path
+from autotp.ir.scopes import is_region, module_of, recomputed
 from autotp.ir.specs import INVARIANT
-from autotp.runtime.lower import eager
+from autotp.runtime.lower import eager, single
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
 from .boundaries import Boundary, flows
 from .part import Part, standing_for
-from .reading import Place, places, reader
+from .reading import Place, Read, places, reader
 from .scope_tree import Scope, Stretch, apart, scopes
 from .storage import Storage
-
-
-@dataclass
-class Read:
-    """A parameter or buffer that a unit reads at the start of its forward."""
-
-    node: fx.Node
-    name: str
-    storage: Storage | None  # None for a buffer or constant
-
-    @property
-    def owner(self) -> str:
-        """The module that has it."""
-        return self.name.rpartition(".")[0]
-
-    @property
-    def has_turn(self) -> bool:
-        """Whether it is read before its own module is called, and used in such calls alone."""
-        inside = []
-        for path in map(scope_path, self.node.users):
-            at = next((i for i, p in enumerate(path) if self.scope in (p, module_of(p))), -1)
-            inside.append(any(module_of(p) == self.owner for p in path[at + 1 :]))
-        return self.owner != "" and all(inside)
-
-    @property
-    def unit(self) -> str:
-        """The module that reads it: the repeated block that alone uses it, otherwise the root."""
-        block = block_of(self.name)
-        outside = [u for u in self.node.users if block not in map(module_of, scope_path(u))]
-        return block if self.node.users and not outside else ""
-
-    @property
-    def scope(self) -> str:
-        """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
-        regions = set()
-        for path in map(scope_path, self.node.users):
-            unit = next((i for i, p in enumerate(path) if module_of(p) == self.unit), -1)
-            regions.add(path[unit + 1] if unit + 1 < len(path) else "")
-        region = regions.pop() if len(regions) == 1 else ""
-        return region if is_region(region) else self.unit
 
 
 def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
@@ -99,11 +58,20 @@ class Assembler:
             units.setdefault(read.scope, []).append(read)
         return units
 
-    def build(self, inputs: Sequence[fx.Node]) -> None:
-        """Give every part its function; the root's takes these inputs and returns the flat outputs."""
-        output = next(n for n in self.graph.nodes if n.op == "output")
-        results = [x for x in compat.tree_leaves(output.args[0]) if isinstance(x, fx.Node)]
-        self._part("")._programs[self.key] = self._function(self.whole, list(inputs), results, output.args[0])
+    def build(self, inputs: Sequence[fx.Node], one: bool = False) -> None:
+        """Give every part its function; the root's takes these inputs and returns the flat outputs.
+
+        Args:
+            one: where it is compiled, it is so as one function too, for calls without gradients.
+        """
+        result = self.graph.output_node().args[0]
+        results = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
+        function = self._function(self.whole, list(inputs), results, result)
+        if one and self.compiler is not None:
+            fetches = self._fetches([read for unit in self.units.values() for read in unit])
+            whole = single.single(self.graph, self.whole, inputs, fetches, self.compiler)
+            function = single.unless_touched(whole, Watch.over(self.parts, single.modules_in(self.whole)), function)
+        self._part("")._programs[self.key] = function
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False
@@ -131,7 +99,7 @@ class Assembler:
 
     def _write_reads(self, scope: Scope, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
         """The parameters and buffers of a scope, each kind by one call."""
-        for nodes, fetch in self._fetches(scope):
+        for nodes, fetch in self._fetches(self.units.get(scope.place, [])):
             fetched = graph.call_function(fetch, ())
             for i, node in enumerate(nodes):
                 env[node] = graph.call_function(operator.getitem, (fetched, i))
@@ -159,8 +127,7 @@ class Assembler:
         for i, node in enumerate(results):
             env[node] = graph.call_function(operator.getitem, (value, i))
 
-    def _fetches(self, scope: Scope) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
-        reads = self.units.get(scope.place, [])
+    def _fetches(self, reads: Sequence[Read]) -> list[tuple[list[fx.Node], Callable[[], Any]]]:
         parameters = [r for r in reads if r.storage is not None]
         buffers = [r for r in reads if r.storage is None]
         out = []

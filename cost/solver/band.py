@@ -17,6 +17,9 @@ plainest partitions of parameters; and then the least time, then the least S.
 
 The assignment at hand (the incumbent) is replaced only by a better one, and what cannot be in a better one is ruled out
 before the search branches. Both matter: rows of time and bytes make relaxations fractional.
+
+The least time is proved whatever the size. What comes after it is not, where a program has more than `LARGE` columns (a
+diffusion U-Net): its stages look at fewer nodes, and the incumbent stays where these do not settle it.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from .search import Search
 
 BAND = 0.02  # of the least seconds
 MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
+LARGE = (
+    8_000  # columns: a node of a larger program takes longer, and the general solver minutes (24 s a stage at 16,000)
+)
 EQUAL = 1e-9  # of the bytes: what counts as equal
 SAME = 1e-8  # of the seconds, and of S: what counts as equal at the end
 HALF = 0.5  # of a count
@@ -46,18 +52,19 @@ def plainest(program: IntegerProgram, incumbent: np.ndarray, most: float) -> np.
     time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
     search = program.search({}, time)
     search.add(time, most)
+    nodes, exact = MOST_NODES * LARGE // max(len(time), LARGE), len(time) <= LARGE
     if sent_bytes.any():
         scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))
         incumbent = _cheaper(search, scaled, time, incumbent, most)
-        incumbent = search.least(scaled, incumbent, EQUAL * SCALE, MOST_NODES)
+        incumbent = search.least(scaled, incumbent, EQUAL * SCALE, nodes, exact)
     # Counts differ by 1 at least: a collective weighs more than all penalties. Time and ties have stages of their own,
     # each scaled to `SCALE`: beside the counts they would be less than the solver's tolerance.
     one = 1 + program.most_penalty
     counts = program.dense(program.collectives) + program.dense(program.penalty) / one
-    incumbent = search.least(counts, incumbent, HALF / one, MOST_NODES)
+    incumbent = search.least(counts, incumbent, HALF / one, nodes, exact)
     for cost in (time, program.dense(program.second_order)):
         scaled = cost * (SCALE / (float(cost @ incumbent) or 1.0))
-        incumbent = search.least(scaled, incumbent, SAME * SCALE, MOST_NODES)
+        incumbent = search.least(scaled, incumbent, SAME * SCALE, nodes, exact)
     return incumbent
 
 

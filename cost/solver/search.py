@@ -61,7 +61,7 @@ class Search:
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
         return self._descend(cutoff)
 
-    def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int) -> np.ndarray:
+    def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int, exact: bool = True) -> np.ndarray:
         """The assignment of the least cost; what costs more than that is ruled out of this search for good.
 
         Columns are ruled out by their reduced costs, which say what an assignment with them costs at least.
@@ -69,7 +69,8 @@ class Search:
         Args:
             cost: per column, none of them negative.
             incumbent: an assignment, which is the answer where none is cheaper by `step`.
-            step: the least difference that counts. most: nodes of the search, after which the general solver goes on.
+            step: the least difference that counts. most: nodes of the search, after which the general solver goes on;
+                where it need not be `exact`, the incumbent stays.
         """
         self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
         root = self._relax({})
@@ -80,7 +81,7 @@ class Search:
         if best - bound >= step:
             self._rule_out(reduced, best - bound)
             reached, x = self._descend(best - step, root, most)
-            if x is None and reached < best - step:
+            if x is None and reached < best - step and exact:
                 x = self._better(cost, incumbent, best - step)
             incumbent = incumbent if x is None else x
         self._rule_out(reduced, float(cost @ incumbent) - bound)

@@ -103,10 +103,10 @@ def turned(flow: Flow, base: fx.Node) -> Adapter | None:
 
     The last of its operators is that product; it is of what the weights alone make, and of what comes in.
     """
-    read = flow.inputs(base) if frozen(flow, base) else []
-    if len(read) != 1:
+    inputs = flow.inputs(base) if frozen(flow, base) else []
+    if len(inputs) != 1:
         return None
-    node = read[0]
+    node = inputs[0]
     while node in flow.ops and flow.passes(node) and len(flow.ops[node].slots) == 1:
         node = flow.ops[node].slots[0]
     if node not in flow.ops or not flow.contraction(node) or len(flow.ops[node].slots) != 2:
@@ -135,8 +135,8 @@ def frozen(flow: Flow, node: fx.Node) -> bool:
 
 def frozen_table(flow: Flow, node: fx.Node) -> bool:
     """Whether an operator looks rows up in a matrix that is not trained."""
-    read = flow.parameters(node)
-    return node in flow.ops and short_name(node.target) in LOOKUPS and bool(read) and not any(map(_trained, read))
+    tables = flow.parameters(node)
+    return node in flow.ops and short_name(node.target) in LOOKUPS and bool(tables) and not any(map(_trained, tables))
 
 
 def _widths(flow: Flow, nodes: Iterable[fx.Node]) -> list[Size]:
@@ -149,20 +149,20 @@ def _of_weights(flow: Flow, start: fx.Node, others: Collection[fx.Node]) -> list
 
     None where it is made of more than these, or of nothing that is trained.
     """
-    passed: set[fx.Node] = set()
+    visited: set[fx.Node] = set()
     work, trained = [start], False
     while work:
         n = work.pop()
         if n in flow.weights:
             trained |= _trained(flow.weights[n])
-        elif n in passed or n in others or n in flow.own or n.op == "get_attr":
+        elif n in visited or n in others or n in flow.own or n.op == "get_attr":
             continue
         elif n.op != "call_function":
             return None
         else:
-            passed.add(n)
+            visited.add(n)
             work += n.all_input_nodes
-    return sorted(passed, key=flow.order.__getitem__) if trained else None
+    return sorted(visited, key=flow.order.__getitem__) if trained else None
 
 
 def _trained(leaf: fx.Node) -> bool:

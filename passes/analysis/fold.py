@@ -48,15 +48,21 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
                 signature, members = _signature(path, nodes, names, shape)
                 twins = first.setdefault(signature, members)
                 representative.update((n, t) for n, t in zip(members, twins, strict=True) if n is not t)
-    return {n: n for n in program.graph.nodes} | representative
+    return {n: _first(representative, n) for n in program.graph.nodes}
+
+
+def _first(representative: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    """What stands for a node: a block that stands for others may hold equal blocks itself."""
+    while node in representative:
+        node = representative[node]
+    return node
 
 
 def _instances(program: Capture, level: int, representative: dict) -> dict[str, dict[str, list[fx.Node]]]:
     """Container -> block -> its nodes, for the blocks at this depth of indexed modules."""
     out: dict[str, dict[str, list[fx.Node]]] = defaultdict(lambda: defaultdict(list))
-    members = {*representative, *representative.values()}
     for n in program.graph.nodes:
-        if n.op != "call_function" or n in members:
+        if n.op != "call_function" or n in representative:
             continue
         indexed = [p for p in module_path(n) if INDEXED.search(p)]
         if len(indexed) > level:

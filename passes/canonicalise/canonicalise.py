@@ -18,6 +18,7 @@ from autotp.passes.base import Changes, Pass
 from .complex_scatters import ComplexScatters
 from .composites import Composites
 from .drop_examples import DropExamples
+from .running_statistics import RunningStatistics
 from .strides import LayOut, Reshape
 
 
@@ -218,6 +219,6 @@ class RebindSizes(Pass[Capture]):
 
 
 CANONICAL: tuple[Pass[Capture], ...] = (
-    MergeTied(), InlineRegions(), Composites(), DropChecks(), DropExamples(), DropIdentities(), ComplexScatters(),
-    TileSlices(), RebindSizes(), Reshape(), LayOut(),
+    MergeTied(), InlineRegions(), Composites(), RunningStatistics(), DropChecks(), DropExamples(), DropIdentities(),
+    ComplexScatters(), TileSlices(), RebindSizes(), Reshape(), LayOut(),
 )  # fmt: skip

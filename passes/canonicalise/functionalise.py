@@ -53,7 +53,7 @@ def _lift(graph: fx.Graph, state: Set[str]) -> dict[int, str]:
     output, order = graph.output_node(), {n: i for i, n in enumerate(graph.nodes)}
     final: dict[fx.Node, fx.Node] = {}
     for node in [n for n in graph.nodes if mutates(n)]:
-        buffer = written(node)
+        buffer = written_operand(node)
         if buffer is None or buffer.op != "placeholder" or buffer.name not in state:
             continue
         final[buffer] = buffer
@@ -93,7 +93,7 @@ def regions(graph: fx.Graph) -> list[fx.Graph]:
     return graphs
 
 
-def written(node: fx.Node) -> fx.Node | None:
+def written_operand(node: fx.Node) -> fx.Node | None:
     """The operand that an in-place operator writes to."""
     return node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
 
@@ -123,7 +123,7 @@ class _Memory:
 
     def rewrite(self, node: fx.Node) -> bool:
         """Make one in-place operator functional; False where another value sees what it writes."""
-        target, twin = written(node), _twin(node)
+        target, twin = written_operand(node), _twin(node)
         if target is None or twin is None or len(self.of[target]) != 1 or self._read_later(target, node):
             return False
         node.target = twin
@@ -136,11 +136,11 @@ class _Memory:
 
         Every later use of a name for the old memory becomes a use of what is made here.
         """
-        part = whole = written(write)
+        part = whole = written_operand(write)
         twin, cuts = _twin(write), []
         while whole is not None and whole.target in PARTS:
             cuts.append(whole)
-            whole = written(whole)
+            whole = written_operand(whole)
         if twin is None or whole is None or whole.op != "call_function" or self._leaf(whole, write):
             return False
         stale = {n: self._path(n, whole) for n in self._later(whole, write)}
@@ -163,7 +163,7 @@ class _Memory:
         """The views that lead from the whole to this name of its memory; None where others than views do."""
         path: list[fx.Node] = []
         while name is not whole:
-            base = written(name)
+            base = written_operand(name)
             if base is None or mutates(name) or not self.of[base] & self.of[name] or len(self.of[name]) != 1:
                 return None
             path.insert(0, name)

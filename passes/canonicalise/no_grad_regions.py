@@ -13,7 +13,7 @@ from torch import Tensor, fx
 from autotp.ir.graph import CUTS, floating, tensors
 from autotp.ir.op import aten, is_tensor
 
-from .functionalise import mutates, written
+from .functionalise import mutates, written_operand
 
 
 def detach_regions(graph: fx.Graph, leaves: Set[str]) -> fx.Node | None:
@@ -63,7 +63,7 @@ class _Flow:
 
     def _operator(self, node: fx.Node) -> None:
         operands = [x for x in node.all_input_nodes if is_tensor(x)]
-        target = written(node) if mutates(node) else None
+        target = written_operand(node) if mutates(node) else None
         if target is not None and target in self.cut and self.memory[target] & self.places:
             self.odd.append(node)
         if node.target in CUTS or any(x in self.cut and self.memory[x] & self.memory[node] for x in operands):

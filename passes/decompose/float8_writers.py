@@ -129,9 +129,10 @@ class Delayed(Writer):
 
     def __post_init__(self) -> None:
         self.histories = {leaf.name: leaf.node for leaf in self.program.leaves}
-        ours = tuple(f".{name}" for name in (HISTORY, LATEST))
-        leaves = self.program.leaves
-        self.program.leaves = [replace(x, kind=BUFFER) if f".{x.name}".endswith(ours) else x for x in leaves]
+        self.program.leaves = [*self.program.leaves]
+        for i, leaf in enumerate(self.program.leaves):
+            if leaf.name.rpartition(".")[2] in (HISTORY, LATEST):
+                self.program.leaves[i] = replace(leaf, kind=BUFFER)
 
     @classmethod
     def knows(cls, program: Capture, weight: str) -> bool:
@@ -160,7 +161,7 @@ class Delayed(Writer):
         """The largest values of a further call of a layer."""
         if name in self.seen:
             pairs = zip(self.seen[name], amaxes, strict=True)
-            amaxes = tuple(a if a is b else call(aten.maximum.default, a, b) for a, b in pairs)
+            amaxes = tuple(call(aten.maximum.default, *pair) for pair in pairs)
         self.seen[name] = amaxes
 
     def _before(self, node: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:

@@ -122,7 +122,7 @@ class Builder:
         )
         items += [item for item, _ in carried if not item.outs]
         uses = self._uses({n: i for i, n in enumerate(heads)}, items, carried)
-        problem = Problem(items, uses, self.prices.convert, self.memory, traffic=self.prices.sent)
+        problem = Problem(items, uses, self.prices.convert, self.memory, traffic=self.prices.traffic)
         problem.savings = Savings(problem, heads, self.prices, self.ops, self.leaves).all()
         # Pins have taken choices away by now. That some neighbour cannot live with what is left is said here, by name.
         names = {n: self.leaves[n].name for n in heads if n in self.leaves}

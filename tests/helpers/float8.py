@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.capture.histories import with_histories
+from autotp.capture.copies import with_histories
 from autotp.cost import Cluster
 from autotp.driver.options import CaptureRequest, Options, Steering
 from autotp.driver.pipeline import capture_model, plan_stages
@@ -109,7 +109,7 @@ class Simulated(nn.Module):
         self.staged = plan_stages(
             captured, notes, Options.read(tp, Steering(sequence_parallel=True, cluster=SLOW)), "Words"
         )
-        self.parts, self.buffers = {}, {}
+        self.parts, self.places = {}, {}
         values = simulate.weights_of(with_histories(model, request.precision))
         for leaf, node in self._leaves():
             if not leaf.kind.passed:
@@ -117,7 +117,7 @@ class Simulated(nn.Module):
                 parts = [x.clone() for x in layout.split(values[leaf.name].detach(), tp)]
                 trained = leaf.kind.trained
                 self.parts[node] = [nn.Parameter(x) for x in parts] if trained else parts
-                self.buffers |= {} if trained else {leaf.name: node}
+                self.places |= {} if trained else {leaf.name: node}
         trained = [p for parts in self.parts.values() for p in parts if p.requires_grad]
         self.every, self.tp = nn.ParameterList(trained), tp
 
@@ -129,7 +129,7 @@ class Simulated(nn.Module):
         given = {n: self.parts.get(n, [ids] * self.tp) for _, n in self._leaves()}
         ranks = simulate.run(self.staged.sharded, self.tp, given)
         for position, name in self.staged.planned.program.mutations.items():
-            self.parts[self.buffers[name]] = [outputs[position] for outputs in ranks]
+            self.parts[self.places[name]] = [outputs[position] for outputs in ranks]
         return Everywhere.apply(*(outputs[0] for outputs in ranks))
 
 

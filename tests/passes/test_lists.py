@@ -57,6 +57,30 @@ def test_what_is_decided_does_not_grow_with_depth(monkeypatch):
     assert decided(Lists(5)) > decided(Lists(3)) > few
 
 
+class Nested(nn.Module):
+    """Lists of blocks in the items of a list, as the transformers of a U-Net's attentions."""
+
+    def __init__(self, depth: int, inner: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.levels = nn.ModuleList([self._level(inner) for _ in range(depth)])
+
+    @staticmethod
+    def _level(inner: int) -> nn.Sequential:
+        return nn.Sequential(*[nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(inner)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for level in self.levels:
+            x = level(x)
+        return x
+
+
+def test_equal_blocks_within_equal_blocks_decide_once():
+    few = decided(Nested(2, 2))
+    assert decided(Nested(2, 4)) == decided(Nested(3, 4)) == few
+    assert autotp.verify(Nested(2, 3), 2, X)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 1, 0)])
 def test_items_that_are_called_again_are_no_blocks(order):
     program, _ = capture_model(Lists(2, order), Inputs(X), torch.device("cpu"), check=False)

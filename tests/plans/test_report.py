@@ -37,6 +37,23 @@ def test_heads_are_counted(tp, heads, local):
     assert f"  {heads}; per rank {local}\n" in planned_for("llama", tp).report()
 
 
+class Scaled(nn.Sequential):
+    """Layers, and a weight in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 16), nn.Linear(16, 8))
+        self.register_buffer("scale", torch.ones(1, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[1](self[0](x)) * self.scale
+
+
+def test_a_block_that_reads_a_weight_in_a_buffer_is_shown():
+    plan = make_plan(Scaled(), 2, example_inputs=torch.zeros(2, 8))
+    assert "scale" in {n for b in plan.blocks for n in b.parameters}
+    assert "MLP  16 wide" in plan.report()
+
+
 def test_heads_are_counted_of_another_size():
     text = planned_for("llama", 2, num_attention_heads=4, num_key_value_heads=2).report()
     assert "  4 heads, 2 kv heads, 16 wide; per rank 2 heads, 1 kv head\n" in text and "8 heads" not in text

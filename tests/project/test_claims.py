@@ -134,7 +134,8 @@ KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
 
 FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
     "torch": "create_graph foreach fullgraph fused weights_only",
-    "transformers, accelerate": "cache_implementation parallelism_config save_only_model tp_plan use_cache",
+    "transformers": "cache_implementation save_only_model tp_plan use_cache",
+    "accelerate": "parallelism_config",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",
     "models of other libraries": "is_causal lstm",

@@ -76,6 +76,18 @@ def test_a_rank_holds_its_part(what, monkeypatch):
     assert totals.local_parameters > 0.6 * totals.parameters, "the negative control"
 
 
+def test_batch_norms_in_training_split_with_their_channels_and_write_their_statistics(monkeypatch):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(64)  # twice, so that the second reads what the first has written
+    model = nn.Sequential(nn.Conv2d(4, 64, 3), norm, nn.ReLU(), nn.Conv2d(64, 64, 1), norm, nn.Conv2d(64, 8, 1))
+    report = autotp.verify(model, 2, IMAGE)
+    assert report and report.plan is not None and report.capture_error == 0
+    sent = report.plan.totals.sent
+    monkeypatch.delitem(RULES, torch.ops.autotp.batch_norm.default)
+    plan = autotp.plan(model, 2, example_inputs=IMAGE)
+    assert plan.totals.sent > 1.5 * sent, "the negative control"
+
+
 def test_a_convolution_of_fewer_groups_than_ranks_is_split_within_them():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 32, 1), nn.Conv2d(32, 64, 3, groups=2), nn.ReLU(), nn.Conv2d(64, 8, 1))

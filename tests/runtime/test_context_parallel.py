@@ -67,5 +67,5 @@ def test_outputs_losses_and_gradients_are_those_of_one_device(pool):
 
 def misplaced(rank: int, world: int, group: Any) -> dict[str, Any]:
     """The negative control: queries without their places in the sequence."""
-    with patch.object(dealt_attention, "seen", lambda *_: None):
+    with patch.object(dealt_attention, "attention_mask", lambda *_: None):
         return two_axes(rank, world, group, "llama", False)

@@ -83,7 +83,7 @@ def test_what_is_cast_is_gathered_in_a_byte_an_element():
     prices, value = staged.builder.prices, staged.planned.program.graph.find_nodes(op="call_function", target=CAST)[0]
     ways = [(x.outs[0], R) for n, x in staged.planned.decisions.items() if n is value]
     size = 2 * 8 * WIDTH
-    assert prices.sent((value, 0), *ways[0]).bytes == size / 2 + 8 * size / 2  # there in a byte, back in eight
+    assert prices.traffic((value, 0), *ways[0]).bytes == size / 2 + 8 * size / 2  # there in a byte, back in eight
 
 
 def test_unsharded_it_is_torchaos():

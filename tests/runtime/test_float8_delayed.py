@@ -13,7 +13,7 @@ import autotp
 from autotp.errors import InputError
 from autotp.ir.layouts import Partial, R
 from autotp.ir.marks import mark
-from autotp.kernels.float8 import GRADIENT, INPUT, scale_of
+from autotp.kernels.float8_numbers import GRADIENT, INPUT, scale_of
 from autotp.proof.certificate.certificate import certificate
 from tests.helpers.float8 import SMALL, Simulated, apart, one_device, train, words
 

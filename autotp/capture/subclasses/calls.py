@@ -11,12 +11,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from autotp import compat
 from autotp.capture.carrying import forwarding
 
 from .weights import RECIPES
+
+NO_HANDLER = "Unable to cast NotImplemented"  # torch, of a subclass that no mode of a trace takes
 
 
 class _Handling(TorchFunctionMode):
@@ -31,13 +34,25 @@ class _Handling(TorchFunctionMode):
         wraps = [kind for kind in types if hasattr(kind, "__tensor_flatten__")]
         call = func, [id(x) for x in args]
         if not wraps or not inspect.ismethod(wraps[0].__torch_function__) or call in self.handled:
-            return func(*args, **kwargs)
+            return self._left(func, types, args, kwargs)
         self.handled.append(call)
         try:
             with self:
                 return wraps[0].__torch_function__(func, types, args, kwargs)
         finally:
             self.handled.pop()
+
+    def _left(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """What is left to torch: where a subclass handles it below autograd, which a trace does not get to, by that."""
+        made: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
+        try:
+            return func(*args, **kwargs)
+        except RuntimeError as error:
+            overload = compat.overload_of(func, args, kwargs) if made and NO_HANDLER in str(error) else None
+            if overload is None:
+                raise
+        with self:
+            return made[0].__torch_dispatch__(overload, types, args, kwargs)
 
 
 @contextmanager

@@ -32,7 +32,7 @@ def once(of: Boundaries, boundaries: list[Boundary], trial: FakeRun | None) -> l
         first = by[modules[0]]
         around.append(Boundary(parent, "input", in_dim=first.in_dim, spread=first.spread, place=place))
         for m in modules:
-            out[m] = replace(by[m], given=None, spread=(False, by[m].spread[1]))
+            out[m] = replace(by[m], in_dim=None, spread=(False, by[m].spread[1]))
         others = [m for m in of.readers[value] if m not in modules]
         of.readers[value] = [parent, *others] if others else []
     return [*around, *out.values()]

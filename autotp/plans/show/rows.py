@@ -72,7 +72,7 @@ def parts(plan: Plan) -> Iterator[EqualBlocks]:
 def _part(plan: Plan, index: int, block: Block, parameters: Mapping[str, Parameter], names: set[str]) -> EqualBlocks:
     members = {j for j, b in enumerate(plan.blocks) if b.first == index}
     detail = f"{block.detail}; per rank {block.local}" if block.local else block.detail
-    own = [parameters[n] for n in block.parameters]
+    own = [parameters[n] for n in block.parameters if n in parameters]  # a block may read a weight in a buffer
     weights = _weights(own, block.module, names)
     equal = _grouped([c for c in plan.collectives if c.block in members])
     kind = NAMES.get(block.kind, block.kind)

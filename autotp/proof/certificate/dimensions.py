@@ -74,23 +74,23 @@ class Dimensions:
                 x = self.stands[node.args[0]]  # type: ignore[index]
                 self.stands[node] = Stand(transit(x.value, *node.args[1:3]), graded)  # type: ignore[arg-type]
             else:
-                self.stands[node] = Stand(self._made(node), graded)
+                self.stands[node] = Stand(self._result_type(node), graded)
 
-    def _made(self, node: fx.Node) -> Any:
+    def _result_type(self, node: fx.Node) -> Any:
         """The type of what an operator makes, or of a leaf."""
         origin, index = self.sharded.origin[node]
         op, layout = self.planned.ops.get(origin), self.sharded.layouts[node]
         if op is None or not op.slots or alike(self.planned, self.sharded, node):
             return self._as_planned(node, layout)
-        found = _Equation(self, node, op, self.planned.rules[origin] or Rule()).type(index)
-        if found is None:
+        spmd_type = _Equation(self, node, op, self.planned.rules[origin] or Rule()).type(index)
+        if spmd_type is None:
             self.unsaid[str(op.target)] = None
             return self._as_planned(node, layout)
         self.checked += 1
-        kind = spmd_types().get_axis_local_type(found, AXIS)
+        kind = spmd_types().get_axis_local_type(spmd_type, AXIS)
         if layout.partial and kind is not spmd_types().P:
             raise RefusedError("dimensions", node, f"the value is {kind}, should be a pending sum")
-        return found
+        return spmd_type
 
     def _as_planned(self, node: fx.Node, layout: Layout) -> Any:
         spmd = spmd_types()
@@ -104,10 +104,10 @@ class Dimensions:
             if not isinstance(out, fx.Node) or out not in self.stands:
                 continue
             state = self.planned.program.becomes(i)
-            wanted = R if state is None else self.sharded.states.get(state, R)
-            found = spmd.get_partition_spec(self.stands[out].value)
-            dims = [d for d, axis in enumerate(found or ()) if axis is not None]
-            goal = [wanted.dim] if wanted.split else []  # type: ignore[attr-defined]
+            layout = R if state is None else self.sharded.states.get(state, R)
+            partition = spmd.get_partition_spec(self.stands[out].value)
+            dims = [d for d, axis in enumerate(partition or ()) if axis is not None]
+            goal = [layout.dim] if layout.split else []  # type: ignore[attr-defined]
             if dims != goal:
                 raise RefusedError("dimensions", node, f"output {i} is split along {dims}, should be {goal}")
 
@@ -131,18 +131,18 @@ class _Equation:
         out = self._term(decision.factor, len(self.op.ins) + index)
         if not factors:
             return None
-        read = [terms[s] for s in factors]
-        letters = {"_", *"".join(read)}
+        operand_terms = [terms[s] for s in factors]
+        letters = {"_", *"".join(operand_terms)}
         new = next((d for d, x in enumerate(out) if x not in letters), None)  # a loop that no operand has
         right = out if new is None else f"{out[:new]}_{out[new + 1 :]}"
-        found = self._einsum(read, right, [slots[s] for s in factors], factors)
+        spmd_type = self._einsum(operand_terms, right, [slots[s] for s in factors], factors)
         if new is not None and decision.factor is not None and out[new] == ascii_letters[decision.factor]:
             spmd = spmd_types()
-            found = spmd_types("rules").convert(found, AXIS, src=spmd.R, dst=spmd.S(new))
+            spmd_type = spmd_types("rules").convert(spmd_type, AXIS, src=spmd.R, dst=spmd.S(new))
         for s in added:
-            pair = [Stand(found, True), slots[s]]
-            found = self._together([right, terms[s]], right, pair)
-        return found
+            pair = [Stand(spmd_type, True), slots[s]]
+            spmd_type = self._together([right, terms[s]], right, pair)
+        return spmd_type
 
     def _operands(self) -> Iterator[tuple[int, Stand]]:
         """Slot -> what arrives there; slots that the rank's call does not read are left out."""
@@ -156,12 +156,12 @@ class _Equation:
 
     def _arrivals(self) -> Iterator[fx.Node]:
         """The values that this node is made of, through what its rule wrote in between."""
-        todo, seen = list(self.node.all_input_nodes), set()
+        todo, visited = list(self.node.all_input_nodes), set()
         while todo:
             n = todo.pop(0)
-            if n in seen:
+            if n in visited:
                 continue
-            seen.add(n)
+            visited.add(n)
             if n in self.tier.stands:
                 yield n
             else:
@@ -176,11 +176,11 @@ class _Equation:
         return "".join(self._letter(split, slot, d) for d in range(len(shape)))
 
     def _letter(self, split: int | None, slot: int, dim: int) -> str:
-        held = [i for i, carry in enumerate(self._carries(slot)) if carry is not None and carry.dim == dim]
-        if split in held:
+        loops = [i for i, carry in enumerate(self._carries(slot)) if carry is not None and carry.dim == dim]
+        if split in loops:
             return ascii_letters[split]  # type: ignore[index]
-        plain = len(held) == 1 and held[0] < len(ascii_letters) and self._plain(held[0], split)
-        return ascii_letters[held[0]] if plain else "_"
+        plain = len(loops) == 1 and loops[0] < len(ascii_letters) and self._plain(loops[0], split)
+        return ascii_letters[loops[0]] if plain else "_"
 
     def _plain(self, factor: int, split: int | None) -> bool:
         """Whether this loop is the only one of each dimension that carries it, and every slot's."""

@@ -60,9 +60,9 @@ class Certificate:
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"{self.checker} refuses {self.refusal}"
-        said = (
+        text = (
             f"{self.checker} accepts the program of {self.tp} ranks: {self.operators} operators and "
             f"{self.conversions} conversions typed from {self.leaves} leaves, {self.partials} pending sums and "
             f"{self.outputs} outputs; dimensions of {self.dimensions} operators by the strings of the rule table"
         )
-        return f"{said}, not of {', '.join(self.unsaid)}" if self.unsaid else said
+        return f"{text}, not of {', '.join(self.unsaid)}" if self.unsaid else text

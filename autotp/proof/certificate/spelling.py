@@ -96,8 +96,8 @@ def _linear(summand: Summand, x: Tensor, weight: Tensor, bias: Tensor | None = N
 
 def _with_matrix(product: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def call(summand: Summand, added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-        found = summand(product(a, b))
-        return torch.add(torch.mul(added, beta) if beta != 1 else added, found, alpha=alpha)
+        matrix = summand(product(a, b))
+        return torch.add(torch.mul(added, beta) if beta != 1 else added, matrix, alpha=alpha)
 
     return call
 
@@ -107,9 +107,9 @@ def _convolution(target: Any) -> Callable[..., Tensor]:
 
     def call(summand: Summand, x: Tensor, weight: Tensor, bias: Tensor | None = None, *rest: Any) -> Tensor:
         with spmd_types().no_typecheck():
-            found = target(x, weight, None, *rest)
-        type_by_rule([x, weight], ((0,), (1,)), found)
-        product = summand(found)
+            result = target(x, weight, None, *rest)
+        type_by_rule([x, weight], ((0,), (1,)), result)
+        product = summand(result)
         if bias is None:
             return product
         return torch.add(product, torch.reshape(bias, [-1, *[1] * (weight.ndim - 2)]))

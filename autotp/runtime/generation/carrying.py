@@ -46,7 +46,7 @@ class Carriers:
         layouts: of the states that programs have met, by name.
         sizes: (state, dimension) -> its size where all programs left the same number there, else None.
         moving: attributes whose whole numbers change from call to call, as (class, attribute).
-        named: arguments that the user named as states.
+        state_names: arguments that the user named as states.
     """
 
     names: tuple[str, ...]
@@ -55,41 +55,44 @@ class Carriers:
     layouts: dict[str, Layout] = field(default_factory=dict)
     moving: set[tuple[type, str]] = field(default_factory=set)
     sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
-    named: tuple[str, ...] = ()
+    state_names: tuple[str, ...] = ()
     forward: Callable[..., Any] | None = None
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, named: tuple[str, ...] = ()) -> Carriers:
+    def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = ()) -> Carriers:
         """For a module of which this is the skeleton."""
-        return cls(tuple(inspect.signature(bare.forward).parameters), rank, tp, named=named, forward=bare.forward)
+        parameters = tuple(inspect.signature(bare.forward).parameters)
+        return cls(parameters, rank, tp, state_names=state_names, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes))
 
     def named_places(self, spec: Any) -> dict[int, str]:
         """Where in a call's leaves the states lie that the user named."""
-        if not self.named or self.forward is None:
+        if not self.state_names or self.forward is None:
             return {}
         if spec not in self.places:
-            self.places[spec] = places_of(self.forward, spec, self.named)
+            self.places[spec] = places_of(self.forward, spec, self.state_names)
         return self.places[spec]
 
-    def told(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], Given]:
+    def as_tensors(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any], CarriedPairs]:
         """The arguments with every such object as its tensors, and which those are."""
-        given: Given = []
+        pairs: CarriedPairs = []
 
         def one(value: Any, name: str) -> Any:
             if not is_carrier(value):
                 return value
-            given.append((value, describe(value, name, self.moving)))
-            return given[-1][1]
+            pairs.append((value, describe(value, name, self.moving)))
+            return pairs[-1][1]
 
         # More arguments than names are those of `*args`.
         names = [*self.names, *map(str, range(len(self.names), len(args)))]
         positional = [one(x, name) for x, name in zip(args, names, strict=False)]
-        return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, given
+        return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, pairs
 
     def learn(self, captured: Capture) -> bool:
         """Take note of numbers that a capture shows to change from call to call.
@@ -103,10 +106,10 @@ class Carriers:
             return False
         self._measure(captured)
         pairs = list(zip(before, returned.after, strict=True))
-        found = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
-        new = {(owner, name) for owner, name, _ in found} - self.moving
+        counters = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
+        new = {(owner, name) for owner, name, _ in counters} - self.moving
         self.moving |= new
-        return any(was and (owner, name) in new for owner, name, was in found)
+        return any(was and (owner, name) in new for owner, name, was in counters)
 
     def _measure(self, captured: Capture) -> None:
         """Take note of the sizes that states are left with, where some size of the state is not a number."""
@@ -119,16 +122,16 @@ class Carriers:
             if any(not isinstance(n, int) for n in shape):
                 for d, n in enumerate(shape):
                     number = n if d and isinstance(n, int) and n > 1 else None  # of 0 and 1 torch makes numbers
-                    known = self.sizes.setdefault((name, d), number)
-                    self.sizes[name, d] = number if known == number else None
+                    before = self.sizes.setdefault((name, d), number)
+                    self.sizes[name, d] = number if before == number else None
 
     def cut(self, name: str) -> Cut | None:
         """How a state is split; None where it is whole. Remembered, as every step asks for every state."""
         layout = self.layouts.get(name)
-        known = self.cuts.get(name)
-        if known is None or known[0] is not layout:
-            self.cuts[name] = known = layout, self._cut(layout)
-        return known[1]
+        entry = self.cuts.get(name)
+        if entry is None or entry[0] is not layout:
+            self.cuts[name] = entry = layout, self._cut(layout)
+        return entry[1]
 
     def _cut(self, layout: Layout | None) -> Cut | None:
         if layout is None or layout.sharded_dim is None or layout.distribution is None or self.tp == 1:
@@ -165,7 +168,7 @@ class Carriers:
         shape = [*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]]
         return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
 
-    def held(self, name: str, tensor: Any) -> Any:
+    def of_caller(self, name: str, tensor: Any) -> Any:
         """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
 
         An empty tensor means to many that there is no state yet.
@@ -177,7 +180,7 @@ class Carriers:
         return tensor.new_zeros(()).expand(shape)
 
 
-Given = list[tuple[Any, Carried]]
+CarriedPairs = list[tuple[Any, Carried]]
 BATCH = (
     "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
     "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
@@ -202,18 +205,18 @@ class Arguments:
     def read(self) -> None:
         """Read the arguments, again where more is known by now."""
         self.wrong = ""
-        args, kwargs, self.given = self.carriers.told(self.args, self.kwargs)
+        args, kwargs, self.given = self.carriers.as_tensors(self.args, self.kwargs)
         self.flat, self.spec = compat.tree_flatten((args, kwargs))
         self.whole = self.flat
-        named = self.carriers.named_places(self.spec)
-        if not self.given and not named:
+        places_of_names = self.carriers.named_places(self.spec)
+        if not self.given and not places_of_names:
             return
         self.whole = list(self.flat)
-        ways = ((states_of(self.spec) if self.given else {}, self.carriers.whole), (named, self.carriers.part))
-        for places, read in ways:
+        objects = states_of(self.spec) if self.given else {}
+        for places, take in ((objects, self.carriers.whole), (places_of_names, self.carriers.part)):
             for at, name in places.items():
                 if isinstance(self.flat[at], Tensor):
-                    self.flat[at], self.whole[at], wrong = read(name, self.flat[at])
+                    self.flat[at], self.whole[at], wrong = take(name, self.flat[at])
                     self.wrong = self.wrong or wrong
 
     def check(self) -> None:
@@ -242,15 +245,15 @@ class Arguments:
         if not isinstance(outputs, Returned):
             return outputs
         pairs = zip(self.given, outputs.after, strict=True)
-        objects = [assign(obj, self._held(after), was.tensors) for (obj, was), after in pairs]
+        objects = [assign(obj, self._of_caller(after), was.tensors) for (obj, was), after in pairs]
 
         def whole(value: Any) -> Any:
             if isinstance(value, Same):
                 return objects[value.index]
-            return rebuilt(self._held(value)) if isinstance(value, Carried) else value
+            return rebuilt(self._of_caller(value)) if isinstance(value, Carried) else value
 
         return compat.tree_map(whole, outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
 
-    def _held(self, after: Carried) -> Carried:
-        held = [self.carriers.held(*pair) for pair in zip(after.shape.names, after.tensors, strict=True)]
-        return Carried(after.shape, held)
+    def _of_caller(self, after: Carried) -> Carried:
+        tensors = [self.carriers.of_caller(*pair) for pair in zip(after.shape.names, after.tensors, strict=True)]
+        return Carried(after.shape, tensors)

@@ -21,7 +21,7 @@ from autotp.proof.report import TOLERANCE, Decoded, Difference
 from autotp.proof.simulate import StepError
 
 from .simulated import CPU, Simulated, Step
-from .tokens import Generated, Named, calls_of
+from .tokens import Generated, NamedCalls, calls_of
 
 FAILS = (
     "autotp.verify(generate={count}): the model itself fails {what}: {error}. Give shorter example inputs, or others."
@@ -53,12 +53,13 @@ def decoded(
     except StepError as e:
         return _failed(e, calls, count)
     calls.forward(simulated.call)
-    found = compared(steps, simulated.restart(ranks=False)[0], calls.seen(), calls.total - count)
-    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), calls.seen())
-    if found.difference is None and not gap <= max(trial.tolerance(), _rounding(simulated)):
+    comparison = compared(steps, simulated.restart(ranks=False)[0], calls.token_positions(), calls.total - count)
+    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), calls.token_positions())
+    if comparison.difference is None and not gap <= max(trial.tolerance(), _rounding(simulated)):
         what = f"the logits of the captured programs are off by {gap:.1e} from those of the model's own generation"
-        return Decoded(**{**vars(found), "model_error": gap, "difference": _difference("logits", gap, what, "capture")})
-    return Decoded(**{**vars(found), "model_error": gap})
+        difference = _difference("logits", gap, what, "capture")
+        return Decoded(**{**vars(comparison), "model_error": gap, "difference": difference})
+    return Decoded(**{**vars(comparison), "model_error": gap})
 
 
 def _rounding(simulated: Simulated) -> float:
@@ -68,14 +69,14 @@ def _rounding(simulated: Simulated) -> float:
     return rounding({v.dtype for v in values if v.dtype.is_floating_point})
 
 
-def _own(model: nn.Module, calls: Generated | Named, count: int) -> list[list[Tensor]]:
+def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> list[list[Tensor]]:
     """What the model itself gives, in its own dtype, for each call of it."""
     rows: list[list[Tensor]] = []
 
     def call(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        made = model.get_submodule(entry)(*args, **kwargs)
-        rows.extend([calls.rows(made)] if not entry else [])
-        return made
+        outputs = model.get_submodule(entry)(*args, **kwargs)
+        rows.extend([calls.rows(outputs)] if not entry else [])
+        return outputs
 
     for run, what in ((calls.decode, f"while it decodes {count} tokens"), (calls.forward, "on all tokens at once")):
         try:
@@ -84,22 +85,25 @@ def _own(model: nn.Module, calls: Generated | Named, count: int) -> list[list[Te
         except AutoTPError:
             raise
         except Exception as error:  # whatever a user's forward may raise
-            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            raise InputError(FAILS.format(count=count, what=what, error=said)) from error
+            text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            raise InputError(FAILS.format(count=count, what=what, error=text)) from error
     return rows[:-1]
 
 
-def compared(steps: Sequence[Step], forward: Step, seen: Tensor | None, prompt: int) -> Decoded:
+def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prompt: int) -> Decoded:
     """Hold the calls of the ranks against those of the unsharded programs, and against one forward of all tokens.
 
     Args:
         steps: the prompt's call, and one for each token. forward: of all tokens.
-        seen: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
+        unpadded: which positions are no padding; None where all are. prompt: how many positions come before the tokens.
     """
     whole, last = _joined([s.outputs for s in steps]), steps[-1].states
-    ranks = [_joined([s.ranks[r] for s in steps]) for r in range(len(steps[0].ranks))]
-    logits = max((_rows_error(each, forward.outputs, seen) for each in ranks), default=0.0)
-    caches = {name: _cache_error(state.put_together(), forward.states.get(name), seen) for name, state in last.items()}
+    by_rank = zip(*(s.ranks for s in steps), strict=True)
+    ranks = [_joined(outputs) for outputs in by_rank]
+    logits = max((_rows_error(each, forward.outputs, unpadded) for each in ranks), default=0.0)
+    caches = {}
+    for name, state in last.items():
+        caches[name] = _cache_error(state.put_together(), forward.states.get(name), unpadded)
     cache = max(caches.values(), default=0.0)
     positions = max((min(a.shape[1], b.shape[1]) for a, b in zip(whole, forward.outputs, strict=False)), default=0)
     first = _on_ranks(steps, prompt)
@@ -125,47 +129,53 @@ def _on_ranks(steps: Sequence[Step], prompt: int) -> Difference | None:
     return None
 
 
-def _largest(found: Tensor | None, whole: Tensor) -> str:
+def _largest(value: Tensor | None, whole: Tensor) -> str:
     """Where two values differ most."""
-    if found is None or found.shape != whole.shape or not whole.numel():
+    if value is None or value.shape != whole.shape or not whole.numel():
         return ""
-    at = (found - whole).abs().flatten().argmax()
+    at = (value - whole).abs().flatten().argmax()
     return f", most at {[int(i) for i in torch.unravel_index(at, whole.shape)]}"
 
 
 def _joined(calls: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     """Outputs of several calls as those of one: along their positions, which are dimension 1."""
-    return [torch.cat(list(each), 1) for each in zip(*calls, strict=False) if all(x.ndim > 1 for x in each)]
+    out = []
+    for each in zip(*calls, strict=False):
+        if all(x.ndim > 1 for x in each):
+            out.append(torch.cat(list(each), 1))
+    return out
 
 
-def _rows_error(found: Sequence[Tensor], wanted: Sequence[Tensor], seen: Tensor | None) -> float:
+def _rows_error(rows_of_ranks: Sequence[Tensor], expected: Sequence[Tensor], positions: Tensor | None) -> float:
     """How far the last positions of outputs are off, those of padding aside; inf where there are none to compare."""
     errors = []
-    for a, b in zip(found, wanted, strict=False):
+    for a, b in zip(rows_of_ranks, expected, strict=False):
         rows = min(a.shape[1], b.shape[1])
         a, b = a[:, -rows:].double(), b[:, -rows:].double()
-        where = None if seen is None or seen.shape[1] < rows else seen[:, -rows:]
+        where = None if positions is None or positions.shape[1] < rows else positions[:, -rows:]
         errors.append(relative(a, b) if where is None else relative(a[where], b[where]))
     return max(errors, default=float("inf"))
 
 
-def _cache_error(found: Tensor | None, wanted: Any, seen: Tensor | None) -> float:
+def _cache_error(value: Tensor | None, state: Any, positions: Tensor | None) -> float:
     """How far a cached tensor is off, at positions that are no padding."""
-    if found is None or wanted is None:
+    if value is None or state is None:
         return float("inf")
-    whole = wanted.whole
-    if seen is not None and found.shape == whole.shape and seen.shape[0] == whole.shape[0]:
-        for d in (d for d in range(1, whole.ndim) if whole.shape[d] == seen.shape[1]):
-            mask = seen.view([n if i in (0, d) else 1 for i, n in enumerate(whole.shape)])
-            return relative(found * mask, whole * mask)
-    return relative(found, whole)
+    whole = state.whole
+    if positions is not None and value.shape == whole.shape and positions.shape[0] == whole.shape[0]:
+        for d in (d for d in range(1, whole.ndim) if whole.shape[d] == positions.shape[1]):
+            sizes = [1] * whole.ndim
+            sizes[0], sizes[d] = whole.shape[0], whole.shape[d]
+            mask = positions.view(sizes)
+            return relative(value * mask, whole * mask)
+    return relative(value, whole)
 
 
-def _failed(error: StepError, calls: Generated | Named, count: int) -> Decoded:
+def _failed(error: StepError, calls: Generated | NamedCalls, count: int) -> Decoded:
     path = module_path(error.node)
     what, detail = short_name(error.node.target), f"it fails on a rank: {str(error).splitlines()[0]}"
-    named = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
-    return Decoded(calls.total - count, count, 0, 0, float("inf"), float("inf"), float("inf"), named)
+    difference = Difference("decoding", error.node.name, what, path[-1] if path else "", float("inf"), detail)
+    return Decoded(calls.total - count, count, 0, 0, float("inf"), float("inf"), float("inf"), difference)
 
 
 def _difference(value: str, error: float, detail: str, direction: str = "decoding") -> Difference:

@@ -22,7 +22,7 @@ class Generates:
 
     _source: Any
     _shards: Any
-    _known: Any
+    _programs_by_call: Any
     _carriers: Any
     _changes: Any
     _mode: Any
@@ -41,9 +41,9 @@ class Generates:
                 "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
                 "without cp; its state dict is this one's."
             )
-        made = shell(self, self._source.bare)  # type: ignore[arg-type]
+        generator = shell(self, self._source.bare)  # type: ignore[arg-type]
         with one_generator(self._source.ranks, self._shards.device):
-            return made.generate(*args, **kwargs)
+            return generator.generate(*args, **kwargs)
 
     @property
     def _steps(self) -> Steps:
@@ -74,8 +74,8 @@ class Generates:
         try:
             captured = self._capture(call, self._mode())
         except CaptureError as error:
-            if told := call.other_batch():
-                raise InputError(told) from error
+            if reason := call.other_batch():
+                raise InputError(reason) from error
             raise
         while self._carriers.learn(captured):
             call.read()

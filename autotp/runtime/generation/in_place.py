@@ -75,14 +75,14 @@ def write_in_place(captured: Capture, graph: fx.Graph) -> int:
     Returns: how many writes are in place now.
     """
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    named = dict(zip((x.node for x in captured.leaves), placeholders, strict=True))
+    placeholder_of = dict(zip((x.node for x in captured.leaves), placeholders, strict=True))
     tensors = [x for x in captured.inputs if isinstance(x.node.meta.get("val"), Tensor)]
     outputs, order = compat.tree_leaves(graph.output_node().args[0]), {n: i for i, n in enumerate(graph.nodes)}
     count = 0
     for position, taker in captured.mutations.items():
         if not isinstance(taker, int) or not tensors[taker].kind.carried:
             continue
-        state, value = named[tensors[taker].node], outputs[position]
+        state, value = placeholder_of[tensors[taker].node], outputs[position]
         if not isinstance(value, fx.Node) or value.target not in WRITES or value.args[0] is not state:
             continue
         others = [user for user in state.users if user is not value]

@@ -67,13 +67,13 @@ def shell(sharded: Any, bare: nn.Module) -> Any:
     """
     if not callable(getattr(type(bare), "generate", None)):
         raise StateError(NO_GENERATE.format(name=type(bare).__name__))
-    made: dict[int, nn.Module] = {}
+    stand_ins: dict[int, nn.Module] = {}
     for path, module in bare.named_modules():
-        made[id(module)] = _standing(sharded, module, path)
+        stand_ins[id(module)] = _standing(sharded, module, path)
     for module in bare.modules():
-        children = {name: child and made[id(child)] for name, child in module._modules.items()}
-        made[id(module)].__dict__["_modules"] = children
-    root = made[id(bare)]
+        children = {name: child and stand_ins[id(child)] for name, child in module._modules.items()}
+        stand_ins[id(module)].__dict__["_modules"] = children
+    root = stand_ins[id(bare)]
     plain = set(bare.__dict__) - set(nn.Module().__dict__)
     root.__dict__.update({n: sharded.__dict__[n] for n in plain if n in sharded.__dict__})
     return root
@@ -84,9 +84,9 @@ def _standing(sharded: Any, module: nn.Module, path: str) -> nn.Module:
         kind = shell_class(type(module))
     except TypeError:  # a class that allows no other to derive from it
         kind = type(module)
-    made = kind.__new__(kind)
-    made.__dict__.update(module.__dict__, _sharded=sharded, _path=path)
-    return made
+    stand_in = kind.__new__(kind)
+    stand_in.__dict__.update(module.__dict__, _sharded=sharded, _path=path)
+    return stand_in
 
 
 @contextlib.contextmanager

@@ -93,15 +93,15 @@ class Simulated:
 
     def __post_init__(self) -> None:
         self.bare = skeleton(self.model, CPU).eval()
-        self.carriers = Carriers.of(self.bare, named=self.request.states)
+        self.carriers = Carriers.of(self.bare, state_names=self.request.states)
         self.layouts: dict[str, Layout] = dict(self.plan.states)
         self.weights: dict[str, Any] = {name: double(real(x)) for name, x in weights_of(self.model).items()}
-        self.given: dict[int, tuple[Tensor, torch.dtype]] = {}  # by parts of the model, such as an encoder
+        self.output_dtypes: dict[int, tuple[Tensor, torch.dtype]] = {}  # by parts of the model, such as an encoder
 
     def restart(self, ranks: bool) -> list[Step]:
         """Begin another sequence with the programs that are there; returns the calls of the one before."""
-        done, self.steps, self.states, self.ranks = self.steps, [], {}, ranks
-        return done
+        steps, self.steps, self.states, self.ranks = self.steps, [], {}, ranks
+        return steps
 
     @torch.no_grad()
     def call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -116,12 +116,15 @@ class Simulated:
         both = Both(program.capture, program.sharded, self._values(program.capture, tensors))
         whole = both.whole()
         every = both.ranks(self.plan.tp, self._parts(program.capture, tensors)) if self.ranks else []
-        made = call.settle(self._left(both, whole, every, tensors, entry))
+        outputs = call.settle(self._outputs_after(both, whole, every, tensors, entry))
         if not entry:
             at = {id(x): i for i, x in enumerate(whole)}
-            rows = [x for x in self.rows(made) if id(x) in at]
-            self.steps.append(Step(rows, [[r[at[id(x)]] for x in rows] for r in every], self.states))
-        return made
+            rows = [x for x in self.rows(outputs) if id(x) in at]
+            of_ranks = []
+            for results in every:
+                of_ranks.append([results[at[id(x)]] for x in rows])
+            self.steps.append(Step(rows, of_ranks, self.states))
+        return outputs
 
     # ---- programs --------------------------------------------------------------------------------------------------
 
@@ -130,9 +133,9 @@ class Simulated:
         mode = mode_of(self.bare.modules(), CPU)
         for _ in range(2):
             whole = self._as_in_the_model(call)
-            called, _ = form(self.bare.get_submodule(call.entry), whole, call.spec)
+            call_form, _ = form(self.bare.get_submodule(call.entry), whole, call.spec)
             for program in self.programs:
-                order = program.order(called, whole, mode) if program.entry == call.entry else None
+                order = program.order(call_form, whole, mode) if program.entry == call.entry else None
                 if order is not None:
                     return program, order
             self._add(call)
@@ -148,8 +151,8 @@ class Simulated:
         sharded, count = as_it_runs(sharded, self.plan.tp, self.options.objective)
         self.rewritten += count
         values = [x.node.meta.get("val") for x in captured.inputs]
-        called, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
-        self.programs.append(Program(captured, sharded, sharded.graph, len(self.programs), called, entry=call.entry))
+        call_form, _ = form(self.bare.get_submodule(call.entry), values, captured.in_spec)
+        self.programs.append(Program(captured, sharded, sharded.graph, len(self.programs), call_form, entry=call.entry))
 
     def _captured(self, call: Arguments) -> Capture:
         bare = skeleton(self.bare, CPU)
@@ -159,55 +162,56 @@ class Simulated:
 
     def _as_in_the_model(self, call: Arguments) -> list[Any]:
         """The leaves of a call with the dtypes that the model itself would give and take."""
-        known = {id(x): dtype for x, dtype in self.given.values()}
-        known |= {id(s.tensor): s.dtype for s in self.states.values()}
+        dtype_of = {id(x): dtype for x, dtype in self.output_dtypes.values()}
+        dtype_of |= {id(s.tensor): s.dtype for s in self.states.values()}
         pairs = zip(call.flat, call.whole, strict=True)
-        return [
-            torch.empty(was.shape, dtype=known[id(x)], device="meta") if id(x) in known else was for x, was in pairs
-        ]
+        out = []
+        for x, was in pairs:
+            out.append(torch.empty(was.shape, dtype=dtype_of[id(x)], device="meta") if id(x) in dtype_of else was)
+        return out
 
     # ---- values ----------------------------------------------------------------------------------------------------
 
     def _values(self, captured: Capture, tensors: Sequence[Tensor]) -> list[Any]:
         """Of all leaves, whole."""
-        passed, found = iter(tensors), []
+        arguments, values = iter(tensors), []
         for leaf in captured.leaves:
             val: Any = leaf.node.meta.get("val")
             if leaf.kind is SEEDS:
-                found.append(torch.arange(len(val)))
+                values.append(torch.arange(len(val)))
             elif leaf.kind.passed:
-                found.append(next(passed) if isinstance(val, Tensor) else val)
+                values.append(next(arguments) if isinstance(val, Tensor) else val)
             else:
-                found.append(self.weights.get(leaf.name, captured.constants.get(leaf.name)))
-        return found
+                values.append(self.weights.get(leaf.name, captured.constants.get(leaf.name)))
+        return values
 
     def _parts(self, captured: Capture, tensors: Sequence[Tensor]) -> dict[str, list[Tensor]]:
         """What each rank has of the states that this call passes as the call before left them."""
-        named = [x.name for x in captured.inputs if isinstance(x.node.meta.get("val"), Tensor)]
-        kept = {name: self.states[name] for name in named if name in self.states}
-        return {name: kept[name].parts for name, x in zip(named, tensors, strict=True) if _is(x, kept.get(name))}
+        names = [x.name for x in captured.inputs if isinstance(x.node.meta.get("val"), Tensor)]
+        states = {name: self.states[name] for name in names if name in self.states}
+        return {name: states[name].parts for name, x in zip(names, tensors, strict=True) if _is(x, states.get(name))}
 
-    def _left(
+    def _outputs_after(
         self, both: Both, results: list[Any], every: list[list[Any]], tensors: Sequence[Tensor], entry: str
     ) -> Any:
         """The outputs as tensors and descriptions, after states, buffers and inputs are what they are afterwards."""
-        captured, kept, states = both.captured, [], dict(self.states)
-        made = compat.tree_leaves(captured.graph.output_node().args[0])
+        captured, user_outputs, states = both.captured, [], dict(self.states)
+        output_nodes = compat.tree_leaves(captured.graph.output_node().args[0])
         for i, value in enumerate(results):
             taker, name = captured.mutations.get(i), captured.becomes(i)
             if isinstance(taker, str):
                 self.weights[taker] = value
             elif taker is None:
-                kept.append(value)
+                user_outputs.append(value)
             if isinstance(value, Tensor) and name is not None:
-                held = tensors[taker].copy_(value) if isinstance(taker, int) else value
-                dtype = made[i].meta["val"].dtype
+                tensor = tensors[taker].copy_(value) if isinstance(taker, int) else value
+                dtype = output_nodes[i].meta["val"].dtype
                 whole = value.clone()  # a later call may write to what the caller's object has
-                states[name] = State(whole, [r[i] for r in every], both.left_as(i), dtype, held)
+                states[name] = State(whole, [r[i] for r in every], both.left_as(i), dtype, tensor)
             elif isinstance(value, Tensor) and entry:
-                self.given[id(value)] = value, made[i].meta["val"].dtype
+                self.output_dtypes[id(value)] = value, output_nodes[i].meta["val"].dtype
         self.states = self.states if entry else states
-        return compat.tree_unflatten(kept, captured.out_spec)
+        return compat.tree_unflatten(user_outputs, captured.out_spec)
 
 
 def _is(tensor: Tensor, state: State | None) -> bool:

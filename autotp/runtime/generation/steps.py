@@ -49,22 +49,22 @@ class StepKind:
     """Calls that are equal but for sizes. `digest` says which in any process."""
 
     digest: str
-    found: list[tuple[Program, list[int], Fit]] = field(default_factory=list)
+    programs: list[tuple[Program, list[int], Fit]] = field(default_factory=list)
 
     def program(self, flat: Sequence[Any]) -> tuple[Program, list[int]] | None:
         """What runs a call of these sizes, the latest first; None where it is not known yet."""
-        self.found = [each for each in self.found if each[0].runs]
-        for at, (program, order, fit) in enumerate(self.found):
+        self.programs = [each for each in self.programs if each[0].runs]
+        for at, (program, order, fit) in enumerate(self.programs):
             if fit.takes(flat):
                 if at:
-                    self.found.insert(0, self.found.pop(at))
+                    self.programs.insert(0, self.programs.pop(at))
                 return program, order
         return None
 
     def learn(self, program: Program, order: list[int]) -> None:
         """Note a program that ran such a call."""
-        if all(known is not program for known, _, _ in self.found):
-            self.found.insert(0, (program, order, Fit(program.capture, order)))
+        if all(other is not program for other, _, _ in self.programs):
+            self.programs.insert(0, (program, order, Fit(program.capture, order)))
 
 
 class Steps:
@@ -87,9 +87,9 @@ class Steps:
             (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
         )
         whole = (grad, key, spec, leaves)
-        found = self.kinds.get(whole)
-        if found is None:
+        kind = self.kinds.get(whole)
+        if kind is None:
             if len(self.kinds) >= MOST:
                 self.kinds.clear()
-            found = self.kinds[whole] = StepKind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
-        return found
+            kind = self.kinds[whole] = StepKind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
+        return kind

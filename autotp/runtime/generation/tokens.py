@@ -34,9 +34,9 @@ class Forced:
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         """Scores that leave the next token only."""
-        chosen = self.tokens[:, min(self.at, self.tokens.shape[1] - 1)].to(scores.device)
+        tokens = self.tokens[:, min(self.at, self.tokens.shape[1] - 1)].to(scores.device)
         self.at += 1
-        return torch.full_like(scores, -torch.inf).scatter(1, chosen[:, None], 0.0)
+        return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
 class Caller:
@@ -71,8 +71,8 @@ class Generated:
 
     def decode(self, call: Call) -> None:
         """Prefill and decode."""
-        made = self._generate(call, self.inputs, self.count + 1)
-        self.sequence = made[:, :-1]
+        sequence = self._generate(call, self.inputs, self.count + 1)
+        self.sequence = sequence[:, :-1]
 
     def forward(self, call: Call) -> None:
         """One call with all tokens; after `decode`."""
@@ -81,7 +81,7 @@ class Generated:
         inputs = {name: self._longer(name, x, ids, length) for name, x in self.inputs.items()}
         self._generate(call, {**inputs, self.prompt: self.sequence}, 1)
 
-    def seen(self) -> Tensor | None:
+    def token_positions(self) -> Tensor | None:
         """Which positions are no padding, [batch, all positions]; None where all are."""
         mask = self.inputs.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.shape != self._ids().shape:
@@ -90,15 +90,15 @@ class Generated:
 
     def rows(self, outputs: Any) -> list[Tensor]:
         """What is compared of a call's outputs."""
-        found = getattr(outputs, "logits", None)
-        return (
-            [found] if isinstance(found, Tensor) else [x for x in compat.tree_leaves(outputs) if isinstance(x, Tensor)]
-        )
+        logits = getattr(outputs, "logits", None)
+        if isinstance(logits, Tensor):
+            return [logits]
+        return [x for x in compat.tree_leaves(outputs) if isinstance(x, Tensor)]
 
     def _generate(self, call: Call, inputs: dict[str, Any], new: int) -> Tensor:
         keeps: dict[str, Any] = {"logits_to_keep": 0} if self._keeps() else {}
-        made = shell(Caller(call), self.bare)
-        return made.generate(
+        generator = shell(Caller(call), self.bare)
+        return generator.generate(
             **inputs, **keeps, max_new_tokens=new, min_new_tokens=new, do_sample=False, num_beams=1, use_cache=True,
             logits_processor=[Forced(self.tokens)], return_dict_in_generate=False,
         )  # fmt: skip
@@ -109,15 +109,17 @@ class Generated:
 
     def _ids(self) -> Tensor:
         names = (self.prompt, "input_ids")
-        found = next((x for n in names if isinstance(x := self.inputs.get(n), Tensor)), None)
-        if found is not None and not found.is_floating_point():
-            return found
+        ids = next((x for n in names if isinstance(x := self.inputs.get(n), Tensor)), None)
+        if ids is not None and not ids.is_floating_point():
+            return ids
         batch = next(x.shape[0] for x in compat.tree_leaves(self.inputs) if isinstance(x, Tensor))
         return torch.arange(2, 12).expand(batch, -1)
 
     def _ends(self) -> list[int]:
         end = getattr(getattr(self.bare, "generation_config", None), "eos_token_id", None)
-        return end if isinstance(end, list) else [] if end is None else [end]
+        if isinstance(end, list):
+            return end
+        return [] if end is None else [end]
 
     def _longer(self, name: str, x: Any, ids: Tensor, length: int) -> Any:
         """An input that has a number for each token, as `generate` goes on with it."""
@@ -131,15 +133,15 @@ class Generated:
 
 def _others(ids: Tensor, ends: Sequence[int], count: int) -> Tensor:
     """So many tokens for each row, of those in the prompt, none of which ends it."""
-    known = ids.unique()
-    known = known[~torch.isin(known, torch.tensor(ends, dtype=known.dtype))] if ends else known
-    known = known if len(known) else ids.unique()
+    words = ids.unique()
+    words = words[~torch.isin(words, torch.tensor(ends, dtype=words.dtype))] if ends else words
+    words = words if len(words) else ids.unique()
     rows, places = torch.arange(ids.shape[0])[:, None], torch.arange(count)[None]
-    return known[(places * 7 + rows * 3 + places * places) % len(known)]
+    return words[(places * 7 + rows * 3 + places * places) % len(words)]
 
 
 @dataclass
-class Named:
+class NamedCalls:
     """The calls of a module some of whose outputs come back as inputs, as the user says.
 
     Attributes:
@@ -175,7 +177,7 @@ class Named:
         """One call with all tokens."""
         call("", (), {**self.inputs, **self.longer})
 
-    def seen(self) -> None:
+    def token_positions(self) -> None:
         """No position is known as padding."""
 
     def rows(self, outputs: Any) -> list[Tensor]:
@@ -184,7 +186,7 @@ class Named:
         return [x for x in compat.tree_leaves(outputs) if isinstance(x, Tensor) and id(x) not in states]
 
 
-def calls_of(model: nn.Module, bare: nn.Module, inputs: Inputs, count: int, names: Names) -> Generated | Named:
+def calls_of(model: nn.Module, bare: nn.Module, inputs: Inputs, count: int, names: Names) -> Generated | NamedCalls:
     """The calls of a model.
 
     Args:
@@ -192,12 +194,12 @@ def calls_of(model: nn.Module, bare: nn.Module, inputs: Inputs, count: int, name
 
     """
     bound = bind(model.forward, inputs)
-    given = {**bound.arguments, **inputs.kwargs}
+    arguments = {**bound.arguments, **inputs.kwargs}
     variadic = {n for n, p in bound.signature.parameters.items() if p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    given = {name: x for name, x in given.items() if name not in variadic}
+    arguments = {name: x for name, x in arguments.items() if name not in variadic}
     if names:
-        return Named(given, count, names)
-    return Generated(bare, given, count)
+        return NamedCalls(arguments, count, names)
+    return Generated(bare, arguments, count)
 
 
 def check_count(model: nn.Module, count: Any, names: Names, cp: int = 1) -> None:

@@ -36,17 +36,17 @@ def _shared(share: Callable[..., Any]) -> Callable[..., Any]:
     return of
 
 
-def _reading(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(read)
+def _reading(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
     def of(tensor: Any, *args: Any, **kwargs: Any) -> Any:
         if not ours(tensor):
-            return read(tensor, *args, **kwargs)
+            return function(tensor, *args, **kwargs)
         if in_parts(tensor):
             raise StateError(
                 f"{name}() of a tensor that lies over the ranks as {tensor.placements}: each holds its own part. Call "
                 ".full_tensor() first, on every rank; for all parameters sharded.full_state_dict(), for gradients "
                 "sharded.full_grad_dict(). Then log on one rank."
             )
-        return read(compat.local_of(tensor), *args, **kwargs)
+        return function(compat.local_of(tensor), *args, **kwargs)
 
     return of

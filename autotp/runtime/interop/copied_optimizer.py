@@ -32,8 +32,8 @@ AWKWARD = (nn.Module, Optimizer)  # too large to copy; steps on parameters of it
 
 def can_copy(optimizer: Optimizer) -> bool:
     """Whether all that an optimizer holds can be copied: plain values, and optimizers of the same parameters."""
-    held = [v for k, v in vars(optimizer).items() if not _kept_out(optimizer, k)]
-    return all(can_copy(v) and _of(v) == _of(optimizer) if isinstance(v, Optimizer) else _plain(v) for v in held)
+    attributes = [v for k, v in vars(optimizer).items() if not _kept_out(optimizer, k)]
+    return all(can_copy(v) and _of(v) == _of(optimizer) if isinstance(v, Optimizer) else _plain(v) for v in attributes)
 
 
 def copied(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Optimizer:
@@ -44,15 +44,15 @@ def copied(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, A
         groups: the copy's own param_groups.
         memo: id of a parameter -> what the copy holds in its place.
     """
-    made = object.__new__(type(optimizer))
+    clone = object.__new__(type(optimizer))
     rest = {k: v for k, v in vars(optimizer).items() if k not in ("state", "param_groups")}
     rest = {k: v for k, v in rest.items() if not _kept_out(optimizer, k)}
     memo = {**memo, **{id(v): copied(v, groups, memo) for v in rest.values() if isinstance(v, Optimizer)}}
     others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
-    held = {k: copy.deepcopy(v, {**others, **memo}) for k, v in rest.items()}
-    vars(made).update({k: _once(v) if isinstance(v, list) else v for k, v in held.items()})
-    made.__setstate__({"state": defaultdict(dict), "param_groups": groups})
-    return made
+    attributes = {k: copy.deepcopy(v, {**others, **memo}) for k, v in rest.items()}
+    vars(clone).update({k: _once(v) if isinstance(v, list) else v for k, v in attributes.items()})
+    clone.__setstate__({"state": defaultdict(dict), "param_groups": groups})
+    return clone
 
 
 def _once(values: list[Any]) -> list[Any]:
@@ -78,11 +78,11 @@ def _plain(value: Any) -> bool:
     return all(isinstance(v, PLAIN) for v in _leaves(value, set()))
 
 
-def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
+def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
     """What a value consists of, as far as that is known."""
-    if id(value) in seen:
+    if id(value) in visited:
         return
-    seen.add(id(value))
+    visited.add(id(value))
     inside: Any = ()
     if isinstance(value, dict):
         inside = [*value.keys(), *value.values()]
@@ -97,4 +97,4 @@ def _leaves(value: Any, seen: set[int]) -> Iterator[Any]:
     else:
         inside = [*vars(value).values()]
     for v in inside:
-        yield from _leaves(v, seen)
+        yield from _leaves(v, visited)

@@ -29,7 +29,7 @@ from autotp.runtime.shard_state import ShardState
 WORLD = "0"  # what torch calls the group of all processes
 
 
-def drawn(like: Tensor, count: int) -> Tensor:
+def random_seed(like: Tensor, count: int) -> Tensor:
     """What a training program's random numbers come from, on a tensor's device: one of torch's default generator."""
     return seeds(count, 0, base_seed()).to(like.device)
 
@@ -55,8 +55,8 @@ class Reader(fx.Tracer):
 
     def trace(self, root: Any, concrete_args: dict[str, Any] | None = None) -> fx.Graph:
         """The graph of a module that torch.fx wrote."""
-        called = tuple(f for f in type(root).forward.__globals__.values() if inspect.isfunction(f))
-        super().__init__(autowrap_functions=called)
+        functions = tuple(f for f in type(root).forward.__globals__.values() if inspect.isfunction(f))
+        super().__init__(autowrap_functions=functions)
         return super().trace(root, concrete_args)
 
 
@@ -104,14 +104,14 @@ class Exports:
         """
         ranks = self._source.ranks
         with self._calls.together("program"):
-            call = together(ranks, "reading the inputs", lambda: self._asked(example_inputs, training, group))
+            call = together(ranks, "reading the inputs", lambda: self._call_of(example_inputs, training, group))
             with torch.set_grad_enabled(training):
                 program, order = self._find(call)
                 return together(
-                    ranks, "exporting the program", lambda: self._written(program, order, call, training, group)
+                    ranks, "exporting the program", lambda: self._write(program, order, call, training, group)
                 )
 
-    def _asked(self, example: Any, training: bool, group: str) -> Arguments:
+    def _call_of(self, example: Any, training: bool, group: str) -> Arguments:
         """The call, where there can be a program for it."""
         if not isinstance(group, str):
             raise InputError(f"group={group!r} is no name. Give the group's group_name in the process that loads it.")
@@ -131,7 +131,7 @@ class Exports:
             raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
         return call
 
-    def _written(
+    def _write(
         self, program: Program, order: Sequence[int], call: Arguments, training: bool, group: str
     ) -> ExportedProgram | fx.GraphModule:
         names = _names(call.spec, self._carriers.names)
@@ -149,23 +149,23 @@ class Exports:
 
 
 @dataclass(frozen=True)
-class Named:
+class LeafName:
     """The name of a leaf of a call, and whether it was given by position."""
 
     name: str
     positional: bool
 
 
-def _names(spec: Any, positional: Sequence[str]) -> list[Named]:
+def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
     """Of every leaf of a call's arguments, in order."""
     args, kwargs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
     more = (f"argument_{i}" for i in range(len(positional), len(args)))
-    given = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
+    positional_values = [(name, value, True) for name, value in zip([*positional, *more], args, strict=False)]
     out = []
-    for name, value, by_place in [*given, *((k, v, False) for k, v in kwargs.items())]:
+    for name, value, by_place in [*positional_values, *((k, v, False) for k, v in kwargs.items())]:
         leaves = compat.tree_leaves(value)
         alone = leaves == [value]
-        out += [Named(name if alone else f"{name}_{i}", by_place) for i in range(len(leaves))]
+        out += [LeafName(name if alone else f"{name}_{i}", by_place) for i in range(len(leaves))]
     return out
 
 
@@ -200,11 +200,11 @@ class _Writer:
         self.root, self.graph = nn.Module(), fx.Graph(tracer_cls=Reader)
         self.env: dict[fx.Node, fx.Node] = {}
 
-    def module(self, names: Sequence[str], group: str, held: float) -> fx.GraphModule:
+    def module(self, names: Sequence[str], group: str, rank_bytes: float) -> fx.GraphModule:
         """The module; it takes tensors by these names, in the order of the program's."""
         places = self.source.places()
         places["tp"] = places["tp"]._replace(group=group)
-        flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, held)
+        flat, _ = self.source.lowering.program(self.program.sharded, places, self.shards.device, rank_bytes)
         self._leaves([n for n in flat.nodes if n.op == "placeholder"], names)
         for node in flat.nodes:
             if node.op != "output" and node not in self.env:
@@ -224,7 +224,7 @@ class _Writer:
                 self.env[node] = inputs[-1]
         for leaf, node in pairs:
             if leaf.kind is SEEDS:  # of a value, as what reads none is constant to torch.fx
-                self.env[node] = self.graph.call_function(drawn, (inputs[0], leaf.node.meta["val"].shape[0]))
+                self.env[node] = self.graph.call_function(random_seed, (inputs[0], leaf.node.meta["val"].shape[0]))
             elif not leaf.kind.passed and (node.users or leaf.name in self.program.capture.mutations.values()):
                 self.env[node] = self._weight(leaf)
             else:
@@ -242,35 +242,37 @@ class _Writer:
         if leaf.kind is CONSTANT:
             owner.register_buffer(name, self.program.capture.constants[leaf.name])
         elif leaf.kind.trained:
-            held = state.pieces(self.shards, first)
-            weight = self._local(first, [compat.part_of(p.detach()) for p in held])
-            owner.register_parameter(name, nn.Parameter(weight, self.training and held[0].requires_grad))
+            parts = state.pieces(self.shards, first)
+            weight = self._local(first, [compat.part_of(p.detach()) for p in parts])
+            owner.register_parameter(name, nn.Parameter(weight, self.training and parts[0].requires_grad))
         else:
             owner.register_buffer(name, compat.part_of(state.buffer_of(self.shards, first)))
         return self.graph.get_attr(leaf.name)
 
-    def _local(self, first: str, held: list[Tensor]) -> Tensor:
+    def _local(self, first: str, parts: list[Tensor]) -> Tensor:
         """The rank's slice of a parameter."""
         storage, ranks = self.shards.storages[first], self.shards.ranks
         if storage.held_whole and ranks is not None:
-            return storage.layout.to_runtime().take(held[0], ranks.rank, ranks.tp)
-        return storage.local(held)
+            return storage.layout.to_runtime().take(parts[0], ranks.rank, ranks.tp)
+        return storage.local(parts)
 
     def _outputs(self, values: Sequence[Any]) -> None:
         """What it returns, in plain containers; what it writes is written first."""
-        captured, kept = self.program.capture, []
+        captured, results = self.program.capture, []
         tensors = [n for n in self.graph.nodes if n.op == "placeholder"]
         buffers = {n.target: n for n in self.graph.nodes if n.op == "get_attr"}
         for i, value in enumerate(values):
-            made = self.env[value] if isinstance(value, fx.Node) else value
+            node = self.env[value] if isinstance(value, fx.Node) else value
             taker = captured.mutations.get(i)
             if taker is None:
-                kept.append(made)
+                results.append(node)
                 continue
             into = buffers[taker] if isinstance(taker, str) else tensors[taker]
-            self.graph.call_function(aten.copy_.default, (into, self.graph.call_function(aten.detach.default, (made,))))
-        stands = [torch.empty(0) if isinstance(x, fx.Node) else x for x in kept]  # a class may look at what it is given
-        nodes = {id(s): x for s, x in zip(stands, kept, strict=True) if isinstance(x, fx.Node)}
+            self.graph.call_function(aten.copy_.default, (into, self.graph.call_function(aten.detach.default, (node,))))
+        stands: list[Any] = []  # a class may look at what it is given
+        for x in results:
+            stands.append(torch.empty(0) if isinstance(x, fx.Node) else x)
+        nodes = {id(s): x for s, x in zip(stands, results, strict=True) if isinstance(x, fx.Node)}
         whole = compat.tree_unflatten(stands, captured.out_spec)
         self.graph.output(_plain(whole, nodes))
 

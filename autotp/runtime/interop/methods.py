@@ -64,24 +64,24 @@ class Methods:
             shards = self.__dict__.get("_shards")
             if shards is None or name.startswith("__") or name in shards.bare._modules:
                 raise
-            found = self._of_the_original(shards.bare, name)
-            if found is None:
+            member = self._of_the_original(shards.bare, name)
+            if member is None:
                 raise
-        return found
+        return member
 
     def _of_the_original(self, bare: nn.Module, name: str) -> Any:
         """A method or property of the original's class, or what the original passes on of the modules in it."""
         above = getattr(type(bare), name, None)
         if isinstance(above, property):
             return above.__get__(self)
-        found = getattr(bare, name, None)  # by the class's own `__getattr__`, where it has one
-        of = found if isinstance(found, nn.Module) else getattr(found, "__self__", None)
+        member = getattr(bare, name, None)  # by the class's own `__getattr__`, where it has one
+        of = member if isinstance(member, nn.Module) else getattr(member, "__self__", None)
         path = next((path for path, m in bare.named_modules() if m is of), None)
         if path is None:
-            return found if isinstance(found, types.MethodType) else None  # of the class itself
+            return member if isinstance(member, types.MethodType) else None  # of the class itself
         part = self._shards.parts[path]
-        if found is of:
+        if member is of:
             return part
         if name in REFUSED:
             return types.MethodType(_refuser(name), part)
-        return types.MethodType(found.__func__, part) if isinstance(found, types.MethodType) else None
+        return types.MethodType(member.__func__, part) if isinstance(member, types.MethodType) else None

@@ -79,8 +79,8 @@ def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
 
     Torch's own reduces the note as the first gradient lies.
     """
-    grads, found, scale = args
-    op([_local(g) for g in grads], found, scale)
+    grads, overflow, scale = args
+    op([_local(g) for g in grads], overflow, scale)
     meshes: dict[Any, set[int]] = {}
     for g in grads:
         if isinstance(g, DTensor):
@@ -89,7 +89,7 @@ def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
     for mesh, split in meshes.items():
         if split:
             lies = [Partial("max") if i in split else Replicate() for i in range(mesh.ndim)]
-            found.copy_(DTensor.from_local(found.clone(), mesh, lies, run_check=False).full_tensor())
+            overflow.copy_(DTensor.from_local(overflow.clone(), mesh, lies, run_check=False).full_tensor())
 
 
 def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -177,19 +177,19 @@ def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
 
     They are then squared in place and the like, which torch refuses for summands.
     """
-    found = compat.by_default(op, args, kwargs)
-    if isinstance(found, DTensor) and found.ndim and any(p.is_partial() for p in found.placements) and stepping():
-        whole = [Replicate() if p.is_partial() else p for p in found.placements]
-        return found.redistribute(placements=whole)
-    return found
+    norms = compat.by_default(op, args, kwargs)
+    if isinstance(norms, DTensor) and norms.ndim and any(p.is_partial() for p in norms.placements) and stepping():
+        whole = [Replicate() if p.is_partial() else p for p in norms.placements]
+        return norms.redistribute(placements=whole)
+    return norms
 
 
 def _refuse_unlike(op: Any, tensors: Sequence[Any]) -> None:
     """Refuse tensors that do not lie in one way, or in summands."""
     ways = {(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in tensors}
     if len(ways) > 1 or any(way is not None and any(p.is_partial() for p in way[1]) for way in ways):
-        told = " and ".join("whole" if way is None else str(way[1]) for way in ways)
-        raise StateError(f"{op} computes element by element, and its tensors lie over the ranks as {told}.")
+        layouts = " and ".join("whole" if way is None else str(way[1]) for way in ways)
+        raise StateError(f"{op} computes element by element, and its tensors lie over the ranks as {layouts}.")
 
 
 def _is_list(value: Any) -> bool:

@@ -101,5 +101,5 @@ def _planned(layer: Layer | None, direction: str) -> list[tuple[str, float]]:
     """The collectives of the plan's layer in the order of a pass, with their seconds."""
     steps = layer.steps if layer is not None else ()
     ordered = steps if direction == "forward" else reversed(steps)
-    found = [(getattr(step, f"{direction}_sends"), getattr(step, direction)) for step in ordered]
-    return [(sends, took) for sends, took in found if sends and took]
+    sends = [(getattr(step, f"{direction}_sends"), getattr(step, direction)) for step in ordered]
+    return [(sends, took) for sends, took in sends if sends and took]

@@ -96,9 +96,9 @@ class Profiled:
     def _measured(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None, marks: Marks) -> list[Span]:
         cuda = self._shards.device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=activities, acc_events=True) as seen:
+        with profile(activities=activities, acc_events=True) as profiler:
             self._step(inputs, loss, marks)
-        return _spans(seen.events() or [], cuda)
+        return _spans(profiler.events() or [], cuda)
 
     @contextlib.contextmanager
     def _as_before(self) -> Iterator[None]:
@@ -114,16 +114,16 @@ class Profiled:
         finally:
             for p, grad in grads:
                 p.grad = grad
-            for part, held in buffers:
-                part._buffers.update(held)
+            for part, tensors in buffers:
+                part._buffers.update(tensors)
 
 
-def _loss(out: Any, given: Callable[[Any], Tensor] | None) -> Tensor:
-    if given is not None:
-        found = given(out)
-        if not isinstance(found, Tensor) or found.numel() != 1 or not found.requires_grad:
+def _loss(out: Any, function: Callable[[Any], Tensor] | None) -> Tensor:
+    if function is not None:
+        value = function(out)
+        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
             raise InputError("loss= gave no tensor of one element that has a gradient.")
-        return found
+        return value
     own = out.get("loss") if hasattr(out, "get") else getattr(out, "loss", None)
     values = [own] if isinstance(own, Tensor) else compat.tree_leaves(out)
     graded = [x for x in values if isinstance(x, Tensor) and x.requires_grad]

@@ -44,8 +44,8 @@ def _around(run: Callable[[], Tensor], local: Any, source: Any, target: Any) -> 
 
 def _group(source: Any, target: Any) -> str:
     """The group whose ranks communicate; "" where nobody does, or the ranks of no sharded module."""
-    mesh, changed = source.mesh, list(zip(source.placements, target.placements, strict=True))
-    dims = [i for i, (a, b) in enumerate(changed) if a != b and not a.is_replicate() and mesh.size(i) > 1]
+    mesh, pairs = source.mesh, list(zip(source.placements, target.placements, strict=True))
+    dims = [i for i, (a, b) in enumerate(pairs) if a != b and not a.is_replicate() and mesh.size(i) > 1]
     names = [mesh.get_group(i).group_name for i in dims]
     if not names:
         return ""

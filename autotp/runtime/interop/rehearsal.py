@@ -37,15 +37,15 @@ CLOSE = 0.1  # largest difference as a part of the largest change: rounding in b
 REST = 5  # elements of a dimension that is not split
 RIGHT = "Adam, AdamW, SGD, Adagrad, Adafactor, RMSprop, Adadelta, NAdam, RAdam, Adamax, ASGD and Rprop of torch.optim"
 
-_known: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
-_done: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
-_passed: set[Any] = set()  # optimizers with options, and kinds, that need no further rehearsal
+_states_by_id: weakref.WeakValueDictionary[int, ShardState] = weakref.WeakValueDictionary()
+_rehearsals: weakref.WeakKeyDictionary[Optimizer, tuple[int, ...]] = weakref.WeakKeyDictionary()
+_exempt: set[Any] = set()  # optimizers with options, and kinds, that need no further rehearsal
 _rehearsing = False
 
 
 def watch(shards: ShardState) -> None:
     """Optimizers over this module's parameters are rehearsed before their first step."""
-    _known[id(shards)] = shards
+    _states_by_id[id(shards)] = shards
     _hook()
 
 
@@ -58,16 +58,16 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Called before every step of every optimizer."""
     if torch.compiler.is_compiling():
         return
-    seen = id(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups)  # other states when loaded
-    if _rehearsing or _done.get(optimizer) == seen:
+    sizes = id(optimizer.state), *(len(group["params"]) for group in optimizer.param_groups)  # other states when loaded
+    if _rehearsing or _rehearsals.get(optimizer) == sizes:
         return
-    for shards in list(_known.values()):
+    for shards in list(_states_by_id.values()):
         if shards.ranks is not None and shards.tp > 1 and (kinds := _kinds(optimizer, shards)):
             foreign.refuse_states(optimizer, shards.ranks)
             rehearse(optimizer, kinds, shards.ranks)
-            if optimizer not in _done:
+            if optimizer not in _rehearsals:
                 optimizer.register_state_dict_pre_hook(foreign.refuse_writers)
-    _done[optimizer] = seen
+    _rehearsals[optimizer] = sizes
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
     Raises:
         StateError: on every rank; it names the optimizer, a parameter, and what to use instead.
     """
-    kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _passed}
+    kinds = {k: v for k, v in kinds.items() if _key(optimizer, k) not in _exempt}
     if not kinds or not can_copy(optimizer):
         return
     fault = _trial(optimizer, kinds, ranks)
@@ -107,7 +107,7 @@ def rehearse(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> None:
             "that look at whole matrices, as Muon does, those that compute with DTensors throughout, on parameters "
             "held in one piece."
         )
-    _passed.update(_key(optimizer, kind) for kind in kinds)
+    _exempt.update(_key(optimizer, kind) for kind in kinds)
 
 
 def _slower(optimizer: Optimizer) -> str:
@@ -126,14 +126,14 @@ def _key(optimizer: Optimizer, kind: PieceKind) -> Any:
 def _kinds(optimizer: Optimizer, shards: ShardState) -> Kinds:
     """The kinds of this module's parameters that the optimizer updates."""
     group_of = {p: i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-    found: Kinds = {}
+    kinds: Kinds = {}
     for name, storage in shards.storages.items():
         owner, _, leaf = name.rpartition(".")
-        held = [p for n in storage.names(leaf) if (p := shards.parts[owner]._parameters.get(n)) is not None]
-        if held and held[0] in group_of and len(held) == len(storage.names(leaf)):
-            kind = PieceKind(group_of[held[0]], held[0].dtype, small(storage))
-            found.setdefault(kind, []).append((name, [*held]))
-    return found
+        pieces = [p for n in storage.names(leaf) if (p := shards.parts[owner]._parameters.get(n)) is not None]
+        if pieces and pieces[0] in group_of and len(pieces) == len(storage.names(leaf)):
+            kind = PieceKind(group_of[pieces[0]], pieces[0].dtype, small(storage))
+            kinds.setdefault(kind, []).append((name, [*pieces]))
+    return kinds
 
 
 def small(storage: Storage) -> Storage:
@@ -164,8 +164,8 @@ def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     wrong = [k for k in kinds if _apart(k, data[k][0], whole[k][0], cut[k], ranks)]
     if not wrong:
         return ""
-    name, held = kinds[wrong[0]][0]
-    pieces = f", which is held in {len(held)} pieces," if len(held) > 1 else ""
+    name, parts = kinds[wrong[0]][0]
+    pieces = f", which is held in {len(parts)} pieces," if len(parts) > 1 else ""
     return f"a step on {name}{pieces} comes out otherwise"
 
 
@@ -204,8 +204,8 @@ def _stepped(
     optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kinds: Kinds, with_closure: bool
 ) -> dict[PieceKind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
-    stand = {kind: [nn.Parameter(t) for t in given[0]] for kind, given in values.items()}
-    made = _over(optimizer, stand, kinds)
+    stand = {kind: [nn.Parameter(t) for t in copies[0]] for kind, copies in values.items()}
+    copied_optimizer = _over(optimizer, stand, kinds)
     step: Any = type(optimizer).step
     for i in range(STEPS):
 
@@ -218,9 +218,9 @@ def _stepped(
 
         closure()
         if with_closure:
-            step(made, closure)
+            step(copied_optimizer, closure)
         else:
-            step(made)
+            step(copied_optimizer)
     return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
 
 
@@ -228,8 +228,8 @@ def _over(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kind
     """The optimizer as it is made, with stand-ins in place of parameters; nothing that it holds is shared."""
     memo: dict[int, Any] = {}
     for kind, entries in kinds.items():
-        for _, held in entries:
-            for i, p in enumerate(held):
+        for _, parameters in entries:
+            for i, p in enumerate(parameters):
                 memo[id(p)] = stand[kind][min(i, len(stand[kind]) - 1)]
     groups: list[dict[str, Any]] = []
     for i, group in enumerate(optimizer.param_groups):
@@ -242,9 +242,9 @@ def _over(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kind
 
 def _apart(kind: PieceKind, start: Tensor, whole: Tensor, cut: list[Any], ranks: Ranks) -> bool:
     """Whether this rank's pieces ended elsewhere than the whole tensor's did."""
-    wanted = kind.storage.shard(whole, ranks.mesh, ranks.rank, ranks.device)
+    expected = kind.storage.shard(whole, ranks.mesh, ranks.rank, ranks.device)
     change = float((whole - start).abs().max())
-    far = [(a.to_local() - b.to_local()).abs() for a, b in zip(cut, wanted, strict=True)]
+    far = [(a.to_local() - b.to_local()).abs() for a, b in zip(cut, expected, strict=True)]
     return any(x.numel() > 0 and not float(x.max()) <= CLOSE * change for x in far)
 
 

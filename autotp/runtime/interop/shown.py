@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 from typing import Any
 
@@ -29,15 +30,29 @@ TRAINER = (
 
 
 @functools.lru_cache(256)
-def looking_like(kind: Any, original: type[nn.Module], named: bool) -> Any:
-    """A class of sharded modules with the signature of the original's forward; `named`: and with its name."""
+def looking_like(kind: Any, original: type[nn.Module], shown: type[nn.Module], named: bool) -> Any:
+    """A class of sharded modules with the signature of a forward, and where `named` with the original's name.
 
-    @functools.wraps(original.forward)
+    Args:
+        kind: of sharded modules. original: the model's class. shown: the class of the forward.
+        named: whether tools ask for the name.
+    """
+
+    @functools.wraps(shown.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 
     body = {"__module__": kind.__module__, "__doc__": kind.__doc__, "forward": forward}
     return type(kind)(original.__name__ if named else kind.__name__, (kind,), body)
+
+
+def _with_arguments(model: nn.Module) -> type[nn.Module]:
+    """The class whose forward says what a model takes: PEFT's may take anything, and pass it on to the base model."""
+    parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
+    anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
+    base: Any = getattr(model, "get_base_model", None) if anything else None
+    shown: Any = base() if callable(base) else model
+    return type(shown)
 
 
 class Shown:
@@ -50,7 +65,8 @@ class Shown:
         """Be of a class that shows the original's: tools ask it for the forward's arguments, and some for its name."""
         if not isinstance(model, Shown):
             generates = callable(getattr(type(model), "generate", None))
-            self.__class__ = looking_like(type(self), type(model), generates or is_transformers(model))
+            named = generates or is_transformers(model)
+            self.__class__ = looking_like(type(self), type(model), _with_arguments(model), named)
 
     def __getattr__(self, name: str) -> Any:
         try:

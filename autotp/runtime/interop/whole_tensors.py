@@ -96,18 +96,18 @@ def _transpose(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
     return _become(args[0], args[0].t())
 
 
-def _become(tensor: Any, made: Any) -> Any:
+def _become(tensor: Any, source: Any) -> Any:
     """Give a DTensor the size and the local tensor of another."""
-    _data.__set__(tensor, made)
-    tensor._local_tensor, tensor._spec = made._local_tensor, made._spec
+    _data.__set__(tensor, source)
+    tensor._local_tensor, tensor._spec = source._local_tensor, source._spec
     return tensor
 
 
 def _view(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _torchs[operator](operator, args, kwargs)
+    view = _torchs[operator](operator, args, kwargs)
     if torch.is_grad_enabled() and args[0].requires_grad:
-        return found  # which autograd lets nobody write to
-    return windows.follow(found, args[0], operator, args, kwargs)
+        return view  # which autograd lets nobody write to
+    return windows.follow(view, args[0], operator, args, kwargs)
 
 
 @torch.no_grad()
@@ -133,8 +133,8 @@ def _assign(tensor: DTensor, value: Tensor) -> DTensor:
             f"{mesh}. Assign a whole tensor, the same on every rank, or a DTensor over the same ranks."
         )
     if isinstance(value, DTensor):
-        made: Any = value.detach()
-        return made if made.placements == tensor.placements else made.redistribute(placements=tensor.placements)
+        data: Any = value.detach()
+        return data if data.placements == tensor.placements else data.redistribute(placements=tensor.placements)
     return _part(value.detach().to(compat.local_of(tensor).device), tensor)
 
 

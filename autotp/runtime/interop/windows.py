@@ -35,13 +35,13 @@ class Window(DTensor):
         plain = compat.tree_map_only(Tensor, lambda t: _plain(t, window), (args, kwargs))
         if func is aten.fill_.Tensor:
             func, plain = aten.fill_.Scalar, ((plain[0][0], args[1].item()), {})
-        found = func(*plain[0], **plain[1])
-        written = _written_by(func, args, kwargs)
-        for each in written:
+        result = func(*plain[0], **plain[1])
+        targets = _written_by(func, args, kwargs)
+        for each in targets:
             _write_back(each)
-        if written and isinstance(found, DTensor):
-            return written[0]
-        return follow(found, args[0], func, args, kwargs) if func._schema._is_view_op() else found
+        if targets and isinstance(result, DTensor):
+            return targets[0]
+        return follow(result, args[0], func, args, kwargs) if func._schema._is_view_op() else result
 
 
 def _plain(tensor: Tensor, window: DTensor) -> Tensor:
@@ -58,19 +58,19 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Window]:
     out = []
     for i, declared in enumerate(func._schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
-            given = args[i] if i < len(args) else kwargs.get(declared.name)
-            out += [x for x in compat.tree_leaves(given) if isinstance(x, Window)]
+            argument = args[i] if i < len(args) else kwargs.get(declared.name)
+            out += [x for x in compat.tree_leaves(argument) if isinstance(x, Window)]
     return out
 
 
-def follow(found: Any, of: DTensor, func: Any, args: Any, kwargs: Any) -> Any:
+def follow(result: Any, of: DTensor, func: Any, args: Any, kwargs: Any) -> Any:
     """What a view operator made of a tensor: windows, where it is no view of the tensor's memory, or of one."""
-    several = isinstance(found, list | tuple)
-    for i, made in enumerate(found if several else [found]):
-        if isinstance(made, DTensor) and (isinstance(of, Window) or not _one_memory(made, of)):
-            made.__class__ = Window  # type: ignore[assignment]
-            made._source = (of, func, tuple(args[1:]), dict(kwargs), i if several else None)  # type: ignore[attr-defined]
-    return found
+    several = isinstance(result, list | tuple)
+    for i, view in enumerate(result if several else [result]):
+        if isinstance(view, DTensor) and (isinstance(of, Window) or not _one_memory(view, of)):
+            view.__class__ = Window  # type: ignore[assignment]
+            view._source = (of, func, tuple(args[1:]), dict(kwargs), i if several else None)  # type: ignore[attr-defined]
+    return result
 
 
 def _one_memory(a: DTensor, b: DTensor) -> bool:

@@ -52,6 +52,6 @@ def quick(node: fx.Node) -> Any:
 def submodule(module: nn.Module, steps: Iterable[str], otherwise: nn.Module) -> nn.Module:
     """The module under these names, through whatever was put there; `otherwise` where a name is missing."""
     for step in steps:
-        found = module._modules.get(step)
-        module = getattr(module, step, otherwise) if found is None else found
+        child = module._modules.get(step)
+        module = getattr(module, step, otherwise) if child is None else child
     return module

@@ -54,8 +54,8 @@ class Lowering:
         if backend == EAGER and options:
             raise InputError(f"options={options!r}: backend='eager' has no options. Leave it out.")
         if not callable(backend) and backend not in (EAGER, *torch.compiler.list_backends(exclude_tags=None)):
-            known = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
-            raise InputError(f"backend={backend!r} is not known to torch.compile; choose {known}, or pass a function.")
+            names = ", ".join(map(repr, (EAGER, *torch.compiler.list_backends())))
+            raise InputError(f"backend={backend!r} is not known to torch.compile; choose {names}, or pass a function.")
         return cls(backend, options, read_switches(switches), reduces=read_reduce_dtype(reduce_dtype))
 
     def compiler(self, graph: fx.Graph) -> Compiler | None:
@@ -110,7 +110,7 @@ class Lowering:
         sharded: Sharded,
         axes: Mapping[str, MeshPlace],
         device: torch.device,
-        held: float,
+        rank_bytes: float,
         judges: Mapping[str, Judge] | None = None,
     ) -> tuple[fx.Graph, Fired]:
         """The program of one rank, optimised, and what became of each optimisation.
@@ -119,10 +119,10 @@ class Lowering:
             sharded: the program of all ranks.
             axes: this rank's place on each mesh axis.
             device: where it computes.
-            held: bytes that the fullest rank holds by the plan.
+            rank_bytes: bytes that the fullest rank holds by the plan.
             judges: as `judges` gives them, the same on every rank.
         """
-        setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, held, judges or {})
+        setting = Setting(axes["tp"], self.cluster, self.objective, device, self.name, rank_bytes, judges or {})
         program = RankProgram(sharded.graph, setting, axes)
         specialise, *optimisations = schedule().rank
         run_passes(program, (specialise,))

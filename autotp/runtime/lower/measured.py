@@ -98,21 +98,21 @@ class Measures:
     verdicts: Verdicts
     compile: Callable[[Any], Any] | None = None
     clock: Clock | None = None
-    said: dict[str, Speed] = field(default_factory=dict)
+    speeds: dict[str, Speed] = field(default_factory=dict)
 
     def __call__(self, alternative: Alternative) -> Verdict:
         """Measure where some rank has not yet, and agree. A collective call."""
         parts = [alternative.key, "trained" * self.training, "compiled" * (self.compile is not None)]
         parts += [self._link] if alternative.sends else []
         key = " ".join(filter(None, parts))
-        known = self.said.get(key) or self.verdicts.read(key)
-        if any(x is None for x in self._everyone(known, alternative.name)):
-            known = self.measure(alternative)
-            self.verdicts.write(key, known)
-        assert known is not None
-        self.said[key] = known
-        worst = min(self._everyone(known, alternative.name), key=lambda x: (not x.fault, x.ratio))
-        verdict = Verdict(not worst.fault and worst.ratio >= GAIN, worst.told)
+        speed = self.speeds.get(key) or self.verdicts.read(key)
+        if any(x is None for x in self._everyone(speed, alternative.name)):
+            speed = self.measure(alternative)
+            self.verdicts.write(key, speed)
+        assert speed is not None
+        self.speeds[key] = speed
+        worst = min(self._everyone(speed, alternative.name), key=lambda x: (not x.fault, x.ratio))
+        verdict = Verdict(not worst.fault and worst.ratio >= GAIN, worst.text)
         log.info("%s on %s: %s", alternative.name, self.device, verdict.why)
         if (watcher := _watcher.get()) is not None:
             watcher.verdict(alternative, verdict, self.device)
@@ -150,8 +150,8 @@ class Measures:
             torch.manual_seed(0)
             operands = [self._draw(x, alternative.operands) for x in alternative.operands]
             ways = [self._way(f, operands) for f in (alternative.plain, alternative.other)]
-            wanted, began = ways[0](), time.monotonic()
-            fault = differs(ways[1](), wanted)
+            expected, began = ways[0](), time.monotonic()
+            fault = differs(ways[1](), expected)
             took = time.monotonic() - began
             return ways, fault or (f"its first call took {took:.0f} s" if took > PATIENCE else "")
         except Exception as error:  # of Triton, of Inductor, of the device: training goes on without it
@@ -173,8 +173,8 @@ class Measures:
             if not grads:
                 draw = torch.Generator(self.device).manual_seed(1)  # another: along operands a norm's gradient is 0
                 grads.extend(torch.randn(x.shape, dtype=x.dtype, device=x.device, generator=draw) for x in sums)
-            found = torch.autograd.grad(sums, graded, grads, allow_unused=True)
-            return tuple(map(_detached, (*results, *found)))
+            gradients = torch.autograd.grad(sums, graded, grads, allow_unused=True)
+            return tuple(map(_detached, (*results, *gradients)))
 
         return call
 
@@ -194,19 +194,19 @@ class Measures:
         if value.shape is None:
             return value.number
         if value.dtype.is_floating_point or value.dtype.is_complex:
-            made = torch.randn(value.shape, dtype=value.dtype, device=self.device)
-            return made.requires_grad_(value.graded)
+            operand = torch.randn(value.shape, dtype=value.dtype, device=self.device)
+            return operand.requires_grad_(value.graded)
         if value.dtype == torch.bool:
             return torch.rand(value.shape, device=self.device) < 0.5
         lengths = [n for x in among if x.dtype.is_floating_point for n in x.shape or () if n > 1]
         return torch.randint(min(lengths, default=2), value.shape, dtype=value.dtype, device=self.device)
 
 
-def differs(found: Outputs, wanted: Outputs) -> str:
+def differs(results: Outputs, expected: Outputs) -> str:
     """How far results are apart, where that is more than rounding; "" where it is not."""
-    if list(map(_form, found)) != list(map(_form, wanted)):
+    if list(map(_form, results)) != list(map(_form, expected)):
         return "differs in shape or type"
-    for a, b in zip(found, wanted, strict=True):
+    for a, b in zip(results, expected, strict=True):
         apart = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30) if a.numel() else 0.0
         if not float(apart) <= CLOSE.get(a.dtype, EXACT):  # nan too
             return f"differs by {float(apart):.1e} of the largest value"

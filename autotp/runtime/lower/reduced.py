@@ -14,18 +14,18 @@ from autotp.ir.marks import mark
 WIDE = {"float32": torch.float32, "float64": torch.float64}
 
 
-def read_reduce_dtype(given: Any) -> torch.dtype | None:
+def read_reduce_dtype(request: Any) -> torch.dtype | None:
     """The type that a public function's argument asks for, checked.
 
     Raises:
         InputError: it is none that gradients are added up in.
     """
-    found: Any = WIDE.get(given, given) if isinstance(given, str) else given
-    if found is not None and found not in WIDE.values():
+    dtype: Any = WIDE.get(request, request) if isinstance(request, str) else request
+    if dtype is not None and dtype not in WIDE.values():
         raise InputError(
-            f"reduce_dtype={given!r}: give torch.float32 or torch.float64, or None for the parameters' own."
+            f"reduce_dtype={request!r}: give torch.float32 or torch.float64, or None for the parameters' own."
         )
-    return found
+    return dtype
 
 
 def narrower(x: torch.Tensor, dtype: torch.dtype) -> bool:

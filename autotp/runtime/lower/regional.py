@@ -9,6 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import repeat
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -22,7 +24,8 @@ from autotp.ir.scopes import module_of
 from autotp.runtime.generation.in_place import WRITES, worded
 
 Function = Callable[..., Any]
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS_OF = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CHILDREN = attrgetter("_modules")
 
 
 @dataclass
@@ -34,12 +37,14 @@ class Compiler:
         fused: counts what the micro-pipeline pass fuses, where that is switched on.
         made: structure of a stretch -> what was compiled for it.
         stretches: how many were asked for.
+        one: whether the program is one function too, for calls without gradients.
     """
 
     compile: Callable[[Function], Function]
     fused: Fused | None = None
     made: dict[Any, Function] = field(default_factory=dict)
     stretches: int = 0
+    one: bool = False
 
     def function(self, graph: fx.Graph, name: str, shapes: Sequence[Any]) -> Function:
         """The compiled function of a graph.
@@ -50,7 +55,7 @@ class Compiler:
             shapes: what flows in, one for each placeholder: stretches that differ in it are not shared.
         """
         if not any(n.op == "call_function" and isinstance(n.meta.get("val"), Tensor) for n in graph.nodes):
-            return _function(graph, name)  # sizes alone
+            return function_of(graph, name)  # sizes alone
         self.stretches += 1
         key = (renumbered(shapes), structure(graph))
         if key not in self.made:
@@ -65,23 +70,28 @@ class Compiler:
         def run(*args: Any) -> Any:
             graded = torch.is_grad_enabled()
             if graded not in made:
-                compiled = self.compile(_function(graph, name))
+                compiled = self.compile(function_of(graph, name))
                 made[graded] = worded(compiled) if writes else compiled
             return made[graded](*args)
 
         return run
 
+    def whole(self, graph: fx.Graph) -> Function:
+        """The compiled function of a program that runs without gradients as one (`single.py`)."""
+        self.one = True
+        return worded(self.compile(function_of(graph, "program")))
+
     def told(self, backend: str) -> Iterator[tuple[str, str]]:
         """What became of it until now: names, the backend's first, and words."""
-        yield (
-            backend,
-            f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions",
-        )
+        one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
+        parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions"
+        yield backend, parts + one
         if self.fused is not None:
             yield "micro_pipeline", self.fused.summary()
 
 
-def _function(graph: fx.Graph, name: str) -> Function:
+def function_of(graph: fx.Graph, name: str) -> Function:
+    """The function that a graph is."""
     return fx.GraphModule(nn.Module(), graph, name).forward
 
 
@@ -128,26 +138,30 @@ class Watch:
     Where one is hooked or wrapped, the function runs uncompiled, through the modules.
     """
 
-    modules: tuple[tuple[nn.Module, str, nn.Module], ...]
+    owners: tuple[nn.Module, ...]
+    leaves: tuple[str, ...]
+    modules: tuple[nn.Module, ...]
 
     @staticmethod
     def over(parts: Mapping[str, nn.Module], paths: Iterable[str]) -> Watch:
         """The modules with these paths of calls, among all by their path."""
-        found = []
-        for path in dict.fromkeys(map(module_of, paths)):
-            owner, _, leaf = path.rpartition(".")
-            found.append((parts[owner], leaf, parts[path]))
-        return Watch(tuple(found))
+        own = list(dict.fromkeys(map(module_of, paths)))
+        places = [path.rpartition(".") for path in own]
+        owners = tuple([parts[owner] for owner, _, _ in places])
+        leaves = tuple([leaf for _, _, leaf in places])
+        return Watch(owners, leaves, tuple([parts[path] for path in own]))
 
     def untouched(self) -> bool:
-        """Whether nobody would notice that the modules are not called."""
-        return all(
-            owner._modules.get(leaf) is module
-            and "forward" not in module.__dict__
-            and not module.__dict__.get("_late")  # a weight that is made at the module's own call
-            and not any(getattr(module, hooks) for hooks in HOOKS)
-            for owner, leaf, module in self.modules
-        )
+        """Whether nobody would notice that the modules are not called.
+
+        Asked before every call of what is compiled: so by loops of the interpreter's own.
+        """
+        if any(map(any, map(HOOKS_OF, self.modules))):
+            return False
+        if tuple(map(dict.get, map(CHILDREN, self.owners), self.leaves)) != self.modules:
+            return False
+        own = list(map(vars, self.modules))  # a forward of its own, or a weight that is made at the module's own call
+        return not any(map(dict.__contains__, own, repeat("forward"))) and not any(map(dict.get, own, repeat("_late")))
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:

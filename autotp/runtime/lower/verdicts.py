@@ -31,7 +31,7 @@ class Speed:
     fault: str = ""
 
     @property
-    def told(self) -> str:
+    def text(self) -> str:
         return self.fault or f"{self.ratio:.2f} of torch's speed"
 
 
@@ -67,17 +67,17 @@ class Verdicts:
 
     path: Path | None
     device: str
-    known: dict[str, Speed] = field(default_factory=dict)
+    speeds: dict[str, Speed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.known |= {k: Speed(**v) for k, v in self._all().get(self.device, {}).items()}
+        self.speeds |= {k: Speed(**v) for k, v in self._all().get(self.device, {}).items()}
 
     def read(self, key: str) -> Speed | None:
-        return self.known.get(key)
+        return self.speeds.get(key)
 
     def write(self, key: str, speed: Speed) -> None:
         """Keep it; a file that cannot be written is a line in the log."""
-        self.known[key] = speed
+        self.speeds[key] = speed
         if self.path is None:
             return
         everything = self._all()  # other ranks write too

@@ -34,6 +34,7 @@ UPDATES = [
     case(aten.scatter.value, f(4, 6, 5), 1, ints(6, 4, 3, 5), 2.0),
     case(aten.scatter_add, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5)),
     case(aten.scatter_add, ints(9, 4, 6, 5), 0, ints(4, 3, 6, 4), ints(9, 5, 6, 5)),
+    case(aten.index_reduce, f(4, 6, 5), 1, ints(6, 3), f(4, 3, 5), "amax"),
     case(aten.scatter_reduce.two, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5), "amax"),
     case(aten.scatter_reduce.two, f(4, 6, 5), 1, ints(6, 4, 3, 5), f(4, 3, 5), "mean", include_self=False),
     case(aten.index_add, f(4, 6, 5), 1, ints(6, 8), f(4, 8, 5), alpha=2),

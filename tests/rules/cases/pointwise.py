@@ -129,6 +129,7 @@ POINTWISE = [
     replace(case(aten.copy, f(4, 3), f(3)), reference=lambda x, src: src.expand_as(x).clone()),
     case(aten.copy, ints(5, 4, 3), f(3)),
     case(aten.bucketize.Tensor, f(4, 3), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64)),
+    case(aten.searchsorted.Tensor, torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64), f(4, 3)),
     case(aten.isin.Tensor_Tensor, ints(9, 4, 3), ints(9, 4)),
     case(aten.masked_fill.Scalar, f(4, 3), flags(3), 0),
     case(aten.masked_fill.Scalar, f(4, 3), flags(4, 1), -1e9),

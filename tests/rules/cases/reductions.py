@@ -8,6 +8,7 @@ from autotp.kernels.operators import OPS
 from tests.rules.cases.draw import aten, case, cplx, f, flags, frozen, ints, pos
 
 NORM = {"training": False, "momentum": 0.1, "eps": 1e-5, "cudnn_enabled": False}
+DEFINITE = 0.1 * f(4, 3, 3) + 3 * torch.eye(3, dtype=torch.float64)
 REDUCTIONS = [
     case(aten.sum, f(4, 3)),
     case(aten.sum, flags(4, 3)),
@@ -59,7 +60,17 @@ REDUCTIONS = [
     frozen(2, aten.batch_norm, f(4, 6), None, None, f(6), pos(6), **NORM),
     case(aten.batch_norm, f(1, 6, 5), None, None, None, None, **{**NORM, "training": True}),
     case(aten.batch_norm, f(3, 6, 5), f(6), f(6), None, None, **{**NORM, "training": True}),
-    *(case(op, f(4, 3, 3)) for op in (aten.matrix_exp, aten.linalg_matrix_exp)),
+    *(case(op, f(4, 3, 3)) for op in (aten.matrix_exp, aten.linalg_matrix_exp, aten.linalg_inv, aten.linalg_inv_ex)),
+    *(case(op, f(4, 3, 3)) for op in (aten.linalg_qr, aten.linalg_det, aten.linalg_slogdet)),
+    *(case(op, DEFINITE) for op in (aten.linalg_cholesky, aten.linalg_cholesky_ex)),
+    case(aten.linalg_solve, DEFINITE, f(4, 3, 6)),
+    case(aten.linalg_solve, DEFINITE[0], f(6, 3), left=False),
+    *(case(op, f(4, 3, 5), 0.3, 1) for op in (aten.quantile.scalar, aten.nanquantile.scalar)),
+    case(aten.linalg_householder_product, f(4, 5, 3), f(4, 3)),
+    frozen(2, OPS.batch_norm, f(4, 6, 5), f(6), f(6), f(6), pos(6), 0.1, 1e-5, False),
+    frozen(2, OPS.batch_norm, f(4, 6), None, None, f(6), pos(6), 0.1, 1e-5, False),
+    frozen(2, aten._native_batch_norm_legit_functional, f(4, 6, 5), f(6), f(6), f(6), pos(6), True, 0.1, 1e-5),
+    case(aten._native_batch_norm_legit.no_stats, f(4, 6, 5), f(6), f(6), True, 0.1, 1e-5),
     case(aten.stft, f(4, 32), 8, 4, window=pos(8), return_complex=True),
     case(aten.stft, f(32), 8, window=pos(8), return_complex=True),
     case(aten.nanmean, f(4, 3, 5), [1]),
@@ -111,6 +122,7 @@ LOSSES = [
     case(aten.poisson_nll_loss, f(4, 6), pos(4, 6), True, False, 1e-8, 1),
     case(aten.cross_entropy_loss, f(6, 5), ints(5, 6), None, 0),
     frozen(1, aten.amax, f(4, 6), [1]),
+    frozen(1, aten.max, f(4, 6)),
     frozen(1, aten.amax, f(4, 6, 8), [0, -1], True),
     case(OPS.checked_classes, ints(5, 6), 5, -100),
     frozen(2, OPS.class_sums, f(6, 8), f(6), ints(8, 6), False),

@@ -50,7 +50,7 @@ class Decoding:
     def again(self) -> Any:
         """Decode once more, and compare."""
         self.calls.decode(self.simulated.call)
-        return compared(self.simulated.restart(ranks=True), self.forward, self.calls.seen(), 6)
+        return compared(self.simulated.restart(ranks=True), self.forward, self.calls.token_positions(), 6)
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def decoding() -> Decoding:
 
 
 def test_what_is_decoded_is_one_forward(decoding):
-    found = compared(decoding.steps, decoding.forward, decoding.calls.seen(), 6)
+    found = compared(decoding.steps, decoding.forward, decoding.calls.token_positions(), 6)
     assert found.difference is None and found.logits_error < 1e-12 and found.cache_error < 1e-12
     assert (found.prompt, found.tokens, found.positions, found.states) == (6, NEW, 6 + NEW, 2)
     assert len(decoding.simulated.programs) == 2  # without a past, and with one

@@ -101,6 +101,28 @@ def test_a_quantised_model_is_split_and_computes_the_same(name):
         assert held <= 1.03 * whole / tp
 
 
+def test_stacked_experts_of_transformers_are_split_with_their_scales():
+    kinds = torchao("torchao.quantization.quantize_.workflows.float8.float8_tensor")
+    import transformers  # noqa: PLC0415  most of these tests do without
+
+    torch.manual_seed(0)
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4}
+    small = {**SHAPE, **heads, "hidden_size": 64, "intermediate_size": 256, "num_local_experts": 4}
+    model: Any = transformers.MixtralForCausalLM(transformers.MixtralConfig(**small)).bfloat16().eval()
+    model.set_experts_implementation("grouped_mm")
+    experts = model.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        made = kinds.Float8Tensor.from_hp(getattr(experts, name).detach(), granularity=torchao().PerRow())
+        setattr(experts, name, nn.Parameter(made, requires_grad=False))
+    model = quantised(model, "float8").requires_grad_(False)
+    assert share(model) >= 0.8
+    inputs = normalise({"input_ids": torch.randint(64, (2, 4)), "use_cache": False})
+    for report in proofs(model, inputs, 2, 4):
+        assert report and report.output_error < 1e-9, report
+        layouts: Any = {p.name.rpartition(".")[2]: p.layout for p in report.plan.parameters}  # type: ignore[union-attr]
+        assert all(layouts[f"_{n}_qdata"].dim == layouts[f"_{n}_scale"].dim for n in ("gate_up_proj", "down_proj"))
+
+
 @pytest.mark.parametrize("kind", ["int8 dynamic", "float8 tensorwise"])
 def test_a_whole_model_whose_activations_are_quantised_as_they_come(kind):
     torchao()  # skips where it is not installed
@@ -195,7 +217,7 @@ def test_a_rank_holds_its_part_of_the_numbers_and_saves_and_loads_them(pool, tmp
 
 
 def test_a_weight_that_is_read_or_set_on_the_sharded_module_names_its_parts():
-    model = quantised(Mlp(32, 64))
+    model: Any = quantised(Mlp(32, 64))
     sharded: Any = autotp.compile(model, 1, example_inputs=torch.randn(2, 3, 32))
     with pytest.raises(AttributeError, match="weight of up is quantised.*: _weight_qdata, _weight_scale"):
         sharded.up.weight  # noqa: B018  reading is what is tried

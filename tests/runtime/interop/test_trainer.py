@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peft
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -134,7 +136,9 @@ def stock(model: Any, folder: str) -> dict[str, Any]:
         trainer_of(model, folder, stock=True, parallelism_config=ShardedParallelism(model))
     AcceleratorState._reset_state()
     model.load_state_dict(gpt2().state_dict())
-    told = trainer_of(model, folder, stock=True, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    data: Any = {"train_dataset": rows(20, 0), "eval_dataset": rows(5, 99)}
+    arguments = settings(folder, save_only_model=True, parallelism_config=ShardedParallelism(model))
+    told = Trainer(model=model, args=arguments, compute_metrics=right, **data)
     told.train()
     told.save_model(folder)
     predicted: Any = told.predict(rows(5, 99))  # type: ignore[arg-type]
@@ -197,3 +201,30 @@ def test_with_dp_the_losses_are_those_of_one_process_with_all_rows(tmp_path):
     for name, wanted in one["history"].items():
         assert found[0]["history"][name] == pytest.approx(wanted, abs=1e-4), name
     assert found[0]["resumed"] == found[0]["history"]  # to the bit, from other weights
+
+
+def with_adapters(rank: int, folder: str, world: int) -> dict[str, Any]:
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)  # read by peft (transformers 5.23)
+    example = {n: torch.stack([row[n] for row in rows(2, 0)]) for n in ("input_ids", "labels")}
+    lora = peft.LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True)
+    own: Any = peft.get_peft_model(gpt2(), lora)
+    own = own if world == 1 else autotp.compile(own, tp=world, example_inputs=example)
+    start = {n: t.clone() for n, t in own.state_dict().items() if "lora_" in n}
+    trainer = trainer_of(own, folder)
+    trainer.train()
+    if world > 1:
+        own.load_state_dict(start, strict=False)
+        again = trainer_of(own, folder)
+        again.train(resume_from_checkpoint=f"{folder}/checkpoint-{HALF}")
+        return {"history": history(trainer), "resumed": history(again)}
+    return {"history": history(trainer)}
+
+
+def test_adapters_are_trained_and_resumed(tmp_path):
+    (one,) = own_world.run(with_adapters, str(tmp_path / "one"), 1, world=1)
+    found = own_world.run(with_adapters, str(tmp_path / "two"), 2, world=2)[0]
+    for name, wanted in one["history"].items():
+        assert found["history"][name] == pytest.approx(wanted, abs=1e-4), name
+    assert found["resumed"] == found["history"]  # to the bit, from the adapters as they were at first
+    files = {p.name for p in (tmp_path / "two" / f"checkpoint-{STEPS}").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files

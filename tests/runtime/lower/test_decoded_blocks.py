@@ -99,7 +99,7 @@ def test_inputs_modes_and_numbers_of_others_are_looked_at_before_every_call(monk
 def test_what_is_torchs_and_autotps_own_is_not_looked_at():
     function, inputs = stretch(attend, (1, 2, 1, 4), (1, 1, 3, 4), (1, 1, 3, 4), more=(None, None))
     kept: list[tuple[bool, str]] = []
-    needed = compat.running._needed
+    needed = compat.running._exchangeable
 
     def noted(guards: Sequence[Any]) -> list[bool]:
         kept.extend((keep, g.name) for keep, g in zip(needed(guards), guards, strict=True) if g.is_global)

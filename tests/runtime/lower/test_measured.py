@@ -276,4 +276,4 @@ def test_ranks_take_one_verdict_that_of_the_slowest(pool):
 
 
 def test_a_speed_in_words():
-    assert Speed(1.314).told == "1.31 of torch's speed" and Speed(0.0, "failed: OSError").told == "failed: OSError"
+    assert Speed(1.314).text == "1.31 of torch's speed" and Speed(0.0, "failed: OSError").text == "failed: OSError"

@@ -1,0 +1,125 @@
+"""A program as one compiled function, in which equal blocks are compiled once.
+
+For a step of decoding, whose arithmetic is so short that what surrounds a compiled function counts: the lookup among
+what was compiled, the sizes that it is given, Python between one block and the next. `regional.py` compiles by parts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autotp import compat
+from autotp.ir.copying import copy_node
+from autotp.ir.scopes import block_of, is_region, module_of
+from autotp.log import log
+from autotp.runtime.generation.in_place import WRITES
+
+from .regional import Compiler, Function, Watch, flow, function_of, pure, renumbered, structure
+
+Fetch = tuple[list[fx.Node], Callable[[], Sequence[Tensor]]]
+WRITTEN = frozenset(WRITES.values())
+NOTHING = type(None)
+TRAINED = attrgetter("requires_grad")
+
+
+def single(
+    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler
+) -> Function:
+    """A whole program as one compiled function of its inputs; it gives None where a module is to read its own weights.
+
+    Args:
+        graph: of one rank. scope: the calls that it is made of (`scope_tree.Scope`). inputs: what it is called with.
+        fetches: what it reads of the module, and what reads that. compiler: knows the backend.
+    """
+    takes = [*inputs, *(node for nodes, _ in fetches for node in nodes)]
+    compiled = compiler.whole(_flat(graph, list(_parts(scope)), takes))
+    reads = [read for _, read in fetches]
+
+    def run(*given: Tensor) -> Any:
+        values: list[Any] = [*given]
+        for read in reads:
+            values += read()
+        return None if NOTHING in map(type, values) else compiled(*values)
+
+    return run
+
+
+def _flat(graph: fx.Graph, parts: Sequence[Any], takes: Sequence[fx.Node]) -> fx.Graph:
+    """The graph of operators, and of calls of what equal blocks share."""
+    whole = fx.Graph()
+    env = {node: whole.placeholder(node.name) for node in takes}
+    blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
+    counts = Counter(key for key, *_ in blocks.values())
+    shared: dict[Any, Function] = {}
+    for part in parts:
+        key, taken, gives = blocks.get(id(part), (None, [], []))
+        if counts[key] < 2:
+            for node in [part] if isinstance(part, fx.Node) else part.nodes():
+                env[node] = copy_node(node, whole, env.__getitem__)
+            continue
+        if key not in shared:
+            function = function_of(pure(part.nodes(), taken, gives), part.path)
+            shared[key] = compat.compiled_once(function, __name__, "block")
+        value = whole.call_function(shared[key], tuple(env[n] for n in taken))
+        env.update((node, whole.call_function(operator.getitem, (value, i))) for i, node in enumerate(gives))
+        env.update((node, env[node.args[0]]) for node in part.nodes() if node.target in WRITTEN)  # type: ignore[index]
+    outputs = graph.output_node().args[0]
+    whole.output(compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, outputs))
+    return whole
+
+
+def _parts(scope: Any) -> Iterator[Any]:
+    """Operators and repeated blocks, in order."""
+    for item in scope.items:
+        if isinstance(item, fx.Node) or block_of(path := module_of(item.path)) == path != "":
+            yield item
+        else:
+            yield from _parts(item)
+
+
+def _block(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node], list[fx.Node]]:
+    """What equal blocks share, and what one takes and gives; a state that it writes to is not among what it gives."""
+    inside = dict.fromkeys(nodes)
+    takes = list(dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in inside))
+    read = [n for n in nodes if not n.users.keys() <= inside.keys()]  # outside of it
+    gives = [n for n in read if n.target not in WRITTEN]
+    return (renumbered([flow(n) for n in takes]), structure(pure(nodes, takes, gives))), takes, gives
+
+
+def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:
+    """A program that runs as one function without gradients, and else by parts.
+
+    By parts it runs too where a module in it is hooked or wrapped, and from then on where torch cannot compile it as
+    one; both are the same operators and collectives in the same order.
+
+    Args:
+        whole: the one function. watch: over all modules of the program. by_parts: the same with a function for each.
+    """
+    compiles = [True]
+
+    def run(*inputs: Tensor) -> Any:
+        graded = torch.is_grad_enabled() or any(map(TRAINED, inputs))
+        if graded or not compiles[0] or not watch.untouched():
+            return by_parts(*inputs)
+        try:
+            outputs = whole(*inputs)
+            if outputs is not None:
+                return outputs
+        except compat.CannotCompile as error:
+            log.warning("the program is compiled by parts, since torch cannot compile it as one: %s", error)
+            compiles[0] = False
+        return by_parts(*inputs)
+
+    return run
+
+
+def modules_in(scope: Any) -> list[str]:
+    """The paths of the modules that a program calls."""
+    return [x.path for x in scope.inner() if not is_region(x.path)]

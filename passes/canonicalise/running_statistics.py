@@ -1,0 +1,74 @@
+"""Batch norms in training: the running statistics that one writes become results of its own, and outputs.
+
+Torch's operator writes to its operands, and no schema says so: every rank would have to run it whole, to keep the same
+statistics. As results they split with the channels, and what a rank's channels come to is gathered: two rows a norm.
+"""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import fx
+
+from autotp.ir.graph import Capture, caller
+from autotp.ir.leaves import BUFFER
+from autotp.ir.op import Op, aten
+from autotp.kernels.operators import OPS
+from autotp.passes.base import Changes, Pass
+
+
+@dataclass(frozen=True)
+class RunningStatistics(Pass[Capture]):
+    """Running statistics are results of the batch norm that writes them."""
+
+    name: ClassVar[str] = "running-statistics"
+
+    def idle(self, program: Capture) -> str:
+        """Only where there are some."""
+        found = any(n.target is aten.batch_norm.default for n in program.graph.nodes)
+        return "" if found else "no batch norm"
+
+    def run(self, program: Capture) -> Changes:
+        buffers = {leaf.node: leaf.name for leaf in program.leaves if leaf.kind is BUFFER}
+        final: dict[str, fx.Node] = {}
+        norms = [n for n in program.graph.nodes if n.target is aten.batch_norm.default and n.args[5] is True]
+        changed = 0
+        for node in norms:
+            if all(Op.of(node).args[name] in buffers for name in ("running_mean", "running_var")):
+                final |= _functional(program.graph, node, buffers)
+                changed += 1
+        known = set(program.mutations.values())
+        added = {name: value for name, value in final.items() if name not in known}
+        output = program.graph.output_node()
+        first = len(output.args[0])  # type: ignore[arg-type]
+        output.args = ((*output.args[0], *added.values()),)  # type: ignore[misc]
+        program.mutations = {**program.mutations, **{first + i: name for i, name in enumerate(added)}}
+        return Changes(changed, "batch norms have their running statistics as results")
+
+
+def _functional(graph: fx.Graph, node: fx.Node, buffers: dict[fx.Node, str]) -> dict[str, fx.Node]:
+    """The norm with its statistics as results, which later readers of the buffers read.
+
+    Args:
+        node: the norm. buffers: values that buffers have -> their names; those that are made here are added.
+
+    Returns: buffer -> the value that it has now.
+    """
+    args, call = Op.of(node).args, caller(graph, node)
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    with graph.inserting_before(node):
+        names = ("input", "weight", "bias", "running_mean", "running_var", "momentum", "eps", "cudnn_enabled")
+        norm = call(OPS.batch_norm.default, *(args[name] for name in names))
+        result, *statistics = [call(operator.getitem, norm, i) for i in range(3)]
+        statistics = [call(aten.detach.default, x) for x in statistics]
+    node.replace_all_uses_with(result)
+    graph.erase_node(node)
+    final = {}
+    for name, value in zip(("running_mean", "running_var"), statistics, strict=True):
+        before = args[name]
+        before.replace_all_uses_with(value, delete_user_cb=lambda user: order.get(user, -1) > order[node])
+        buffers[value] = buffers[before]
+        final[buffers[before]] = value
+    return final

@@ -1,0 +1,109 @@
+"""A step with a cache runs as one compiled function, and by parts where it must."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, fx
+from transformers import DynamicCache, StaticCache
+
+import autotp
+from autotp.runtime.lower.regional import Watch
+from autotp.runtime.lower.single import unless_touched
+from tests.helpers.models import transformer
+
+LAYERS, PROMPT = 3, 6
+IDS = torch.randint(1, 60, (2, PROMPT + 5), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled() -> None:
+    torch._dynamo.reset()
+
+
+class Noting:
+    """A backend that notes the blocks of what it compiles, and of what runs; it refuses those that it shall not see."""
+
+    def __init__(self, refuse: bool = False) -> None:
+        self.refuse, self.compiled, self.calls = refuse, [], []
+
+    def __call__(self, gm: fx.GraphModule, inputs: Any) -> Callable[..., Any]:
+        blocks = sum("invoke_subgraph" in str(node.target) for node in gm.graph.nodes)
+        if blocks and self.refuse:
+            raise NotImplementedError("no blocks here")
+        self.compiled.append(blocks)
+
+        def run(*args: Any) -> Any:
+            self.calls.append(blocks)
+            return gm.forward(*args)
+
+        return run
+
+
+def decoding(backend: Any, static: bool) -> tuple[Any, Any, Callable[[int], Tensor]]:
+    """A Llama on one rank, its cache after a prompt, and a step: the difference to the forward of all tokens."""
+    model: Any = transformer("llama", num_hidden_layers=LAYERS).double()
+    sharded: Any = autotp.compile(model, 1, example_inputs={"input_ids": IDS[:, :PROMPT]}, backend=backend)
+    length = IDS.shape[1]
+    cache: Any = StaticCache(model.config, max_cache_len=length) if static else DynamicCache(config=model.config)
+    sharded(input_ids=IDS[:, :PROMPT], past_key_values=cache, use_cache=True)
+    whole = model(IDS, use_cache=False).logits
+
+    def step(at: int) -> Tensor:
+        found = sharded(
+            input_ids=IDS[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=cache, use_cache=True
+        )
+        return (found.logits[:, 0] - whole[:, at]).abs().max()
+
+    return sharded, cache, step
+
+
+@pytest.mark.parametrize("static", [False, True])
+@torch.no_grad()
+def test_a_step_is_one_function_whose_equal_blocks_are_compiled_once(static):
+    backend = Noting()
+    sharded, cache, step = decoding(backend, static)
+    assert step(PROMPT) < 1e-12
+    backend.calls.clear()
+    written = cache.layers[1].keys
+    assert step(PROMPT + 1) < 1e-12 and step(PROMPT + 2) < 1e-12
+    assert backend.calls == [LAYERS, LAYERS]
+    assert (cache.layers[1].keys is written) == static
+    assert "without gradients one function" in sharded.plan.report()
+    count = len(backend.compiled)
+    cache.layers[2].keys[..., 0, :] += 1.0
+    assert step(PROMPT + 3) > 1e-3 and len(backend.compiled) == count  # the cache of every block is read
+
+
+@torch.no_grad()
+def test_what_hooks_a_block_sees_it():
+    backend = Noting()
+    sharded, _, step = decoding(backend, static=False)
+    seen: list[int] = []
+    handle = sharded.model.layers[1].mlp.register_forward_hook(lambda *_: seen.append(1))
+    assert step(PROMPT) < 1e-12 and seen == [1] and LAYERS not in backend.calls
+    handle.remove()
+    assert step(PROMPT + 1) < 1e-12 and backend.calls[-1] == LAYERS and seen == [1]
+
+
+def test_what_has_gradients_or_lacks_a_weight_goes_by_parts():
+    x, one = torch.ones(1), unless_touched(lambda *_: "one", Watch((), (), ()), lambda *_: "parts")
+    assert one(x) == "parts"
+    with torch.no_grad():
+        assert one(x) == "one" and one(x, torch.ones(1, requires_grad=True)) == "parts"
+        assert unless_touched(lambda *_: None, Watch((), (), ()), lambda *_: "parts")(x) == "parts"
+
+
+@torch.no_grad()
+def test_a_backend_that_takes_no_blocks_compiles_by_parts(caplog):
+    backend = Noting(refuse=True)
+    _, _, step = decoding(backend, static=False)
+    with caplog.at_level(logging.WARNING, "autotp"):
+        assert step(PROMPT) < 1e-12
+        assert step(PROMPT + 1) < 1e-12
+    (message,) = [record.message for record in caplog.records if record.name == "autotp"]
+    assert "by parts" in message and "no blocks here" in message and set(backend.calls) == {0}
