@@ -6,12 +6,24 @@ from collections.abc import Callable
 
 from torch import fx
 
-from autotp.ir.graph import tensors
+from autotp.errors import PlanError
+from autotp.ir.graph import Capture, tensors
 from autotp.ir.layouts import Size
 from autotp.ir.op import EXPERTS, Op
 from autotp.ir.program import Planned
 
-from .prices import LOOKUPS, is_free, nbytes
+from .objective import Objective
+from .prices import LOOKUPS, is_free, lengths, nbytes
+
+
+def check_lengths(program: Capture, objective: Objective) -> None:
+    """Refuse to plan for decoding where no input has a length: there is no one token to price."""
+    past = any(x.kind.carried for x in program.leaves)
+    if objective.name == "decode" and not past and not lengths(program):
+        raise PlanError(
+            "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
+            "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
+        )
 
 
 def weights_read(planned: Planned, hint: Callable[[Size], int]) -> float:

@@ -12,7 +12,6 @@ from torch import Tensor, fx
 
 from autotp.comm import conversions
 from autotp.cost.solver.problem import Traffic
-from autotp.errors import PlanError
 from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
@@ -320,16 +319,6 @@ def lengths(program: Capture) -> set[Any]:
     """The symbols of the inputs' second dimension: the lengths of sequences."""
     sides = [shape_of(leaf.node)[1:2] for leaf in program.inputs]
     return {s for side in sides for s in side if not isinstance(s, int)} & set(program.hints)
-
-
-def check_lengths(program: Capture, objective: Objective) -> None:
-    """Refuse to plan for decoding where no input has a length: there is no one token to price."""
-    past = any(x.kind.carried for x in program.leaves)
-    if objective.name == "decode" and not past and not lengths(program):
-        raise PlanError(
-            "objective='decode' prices one new token a sequence, but no input has a second dimension of any length "
-            "(the plan's notes say whether sizes had to be fixed). Use objective='prefill'."
-        )
 
 
 def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:

@@ -41,7 +41,11 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
 
 
-CannotCompile = torch._dynamo.exc.TorchDynamoException  # the function, or for the backend: nothing has run
+def cannot_compile() -> type[Exception]:
+    """What is raised where a function, or the backend for it, cannot be compiled: nothing has run then."""
+    from torch._dynamo.exc import TorchDynamoException  # a second of CPU time, for those who compile
+
+    return TorchDynamoException
 
 
 def compiled_once(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from autotp.capture.refusals import refuse_scripted, refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
-from autotp.cost.prices import check_lengths
+from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
 from autotp.ir.graph import Capture, draws, short_name

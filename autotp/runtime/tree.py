@@ -17,10 +17,11 @@ from autotp.comm.ranks import Ranks
 from autotp.ir.copying import copy_node
 from autotp.ir.scopes import is_region, module_of, recomputed
 from autotp.ir.specs import INVARIANT
+from autotp.passes.analysis.flows import flows
 from autotp.runtime.lower import eager, single
 from autotp.runtime.lower.regional import Compiler, Watch, either, flow, pure
 
-from .boundaries import Boundary, flows
+from .boundaries import Boundary
 from .part import Part, standing_for
 from .reading import Place, Read, places, reader
 from .scope_tree import Scope, Stretch, apart, scopes

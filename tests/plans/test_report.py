@@ -44,8 +44,8 @@ class Scaled(nn.Sequential):
         super().__init__(nn.Linear(8, 16), nn.Linear(16, 8))
         self.register_buffer("scale", torch.ones(1, 8))
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self[1](self[0](x)) * self.scale
+    def forward(self, input: Tensor) -> Tensor:
+        return self[1](self[0](input)) * self.scale
 
 
 def test_a_block_that_reads_a_weight_in_a_buffer_is_shown():
