@@ -45,13 +45,13 @@ from .operators import (
 from .packing import packed_graph, unpacked_graph
 from .running import (
     VARIANTS,
+    CannotCompile,
     IncompatibleKeys,
     after_backward,
     around_backward,
     around_redistribution,
     below_autograd,
     by_default,
-    cannot_compile,
     compile_whole,
     compiled_once,
     flat_mesh,
@@ -87,9 +87,9 @@ from .trees import (
 )
 
 __all__ = [
-    "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket",
+    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket",
     "TreeSpec", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
-    "below_autograd", "by_default", "c10d_ops", "cannot_compile", "checkpoints_as", "children", "compile_whole", "compiled_once",
+    "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "compiled_once",
     "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
     "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "is_composite", "is_node",
     "is_user_node", "know_records",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch._dynamo.exc import TorchDynamoException
 from torch.distributed import _symmetric_memory as symmetric_memory
 from torch.distributed._composable.replicate_with_fsdp import replicate as replicate
 from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
@@ -41,11 +42,7 @@ def compile_whole(function: Callable[..., Any], backend: Any, options: dict[str,
     return torch.compile(function, fullgraph=True, backend=backend, options=options, **more)
 
 
-def cannot_compile() -> type[Exception]:
-    """What is raised where a function, or the backend for it, cannot be compiled: nothing has run then."""
-    from torch._dynamo.exc import TorchDynamoException  # a second of CPU time, for those who compile
-
-    return TorchDynamoException
+CannotCompile = TorchDynamoException  # the function, or for the backend: nothing has run
 
 
 def compiled_once(function: Callable[..., Any], module: str, name: str) -> Callable[..., Any]:

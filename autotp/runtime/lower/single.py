@@ -112,7 +112,7 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
             outputs = whole(*inputs)
             if outputs is not None:
                 return outputs
-        except compat.cannot_compile() as error:
+        except compat.CannotCompile as error:
             log.warning("the program is compiled by parts, since torch cannot compile it as one: %s", error)
             compiles[0] = False
         return by_parts(*inputs)
