@@ -7,6 +7,7 @@ says so, by the place where it is; that is no error however long it takes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import selectors
 import socket
@@ -15,7 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -163,17 +164,31 @@ def doing(channel: Channel) -> str:
     return f"{time.monotonic() - since:.0f} s {state}{what}{where}{_place(thread)}"
 
 
-def _stack(thread: int) -> Iterator[FrameType]:
-    """The frames of a thread, innermost first."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        yield frame
-        frame = frame.f_back
+def stack(thread: int) -> list[FrameType]:
+    """The frames of a thread, innermost first.
+
+    No garbage is collected meanwhile: Python 3.11 collects within `f_back`, what is collected may let the thread run
+    on, and the frame of which `f_back` is making an object has ended by then: a segmentation fault.
+
+    Args:
+        thread: identity of the thread.
+    """
+    collects, frames = gc.isenabled(), []
+    gc.disable()
+    try:
+        frame = sys._current_frames().get(thread)
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+    finally:
+        if collects:
+            gc.enable()
+    return frames
 
 
 def _place(thread: int) -> str:
     """The innermost line that is not a library's."""
-    for frame in _stack(thread):
+    for frame in stack(thread):
         file = frame.f_code.co_filename
         if not file.startswith(LIBRARIES) and "site-packages" not in file:
             return f", at {os.path.basename(file)}:{frame.f_lineno} in {frame.f_code.co_name}"
@@ -187,7 +202,7 @@ def collective(thread: int, group: str) -> tuple[object, str] | None:
         thread: identity of the thread that may wait. group: name of its process group.
     """
     primitive, words, steps = None, "", []
-    for frame in _stack(thread):
+    for frame in stack(thread):
         file = frame.f_code.co_filename
         ours = file.startswith(HERE)
         inner = frame.f_locals if ours else {}  # others run on meanwhile: reading theirs has crashed
