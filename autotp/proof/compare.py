@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,6 +22,8 @@ from .expected import Expected, expect, watched
 from .numerics import largest, layout_error, loss, own_leaf, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, run
+
+HANDS_ON = (operator.getitem, torch.ops.aten.detach.default)  # what these give is made where their operand is
 
 
 def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
@@ -135,6 +138,8 @@ class _Proof:
     def _scale(self, node: fx.Node) -> float:
         """The largest of what a value is made of: a sum of these may be zero. A buffer that an operator writes to is
         made of what that reads."""
+        while node.target in HANDS_ON:
+            node = node.all_input_nodes[0]
         makers = list(node.users) if node.op == "placeholder" else [node]
         read = [self.expected.values.get(resolve(i)) for maker in makers for i in maker.all_input_nodes]
         return max((largest(v) for v in read if v is not None and not v.is_complex()), default=0.0)
@@ -187,11 +192,12 @@ class _Proof:
 
     def _compare_written(self) -> Difference | None:
         """What buffers have after the backward, which may write to them."""
+        wholes = compat.tree_leaves(self.planned.program.graph.output_node().args[0])
         nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
         ranks = [compat.tree_leaves(o) for o in self.outputs]
         for i, whole in self.expected.written.items():
             if self.planned.program.becomes(i) is None and not whole.requires_grad:
-                error = layout_error([r[i] for r in ranks], self._spec(I), whole)
+                error = layout_error([r[i] for r in ranks], self._spec(I), whole, self._scale(wholes[i]))
                 if not error <= TOLERANCE:
                     named = self.planned.program.mutations[i]
                     return self._difference("backward", nodes[i], error, f"it leaves {named} off by {error:.2e}")

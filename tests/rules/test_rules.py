@@ -36,7 +36,7 @@ def test_every_choice_of_the_rule_is_right(name):
 def test_every_rule_has_a_case_that_splits_something():
     entered = {function.__name__ for function in RULES.values()}
     split = {n for n, cases in BY_FUNCTION.items() if any((r := program(c).rule) and r.factors for c in cases)}
-    assert entered - split == {"numbered", "checked_classes"}  # whole by nature
+    assert entered - split == {"numbered", "checked_classes", "float8_record", "float8_before"}  # whole by nature
 
 
 def test_every_operator_in_the_table_has_a_case():
@@ -138,7 +138,7 @@ WRONG: list[tuple[Case, Callable[[Op], Rule], str]] = [
     (case(aten.linear, f(3, 6), f(4, 6), f(4)), changed(addends=frozenset()), "result 0 is wrong"),
     (case(aten.index_add, f(4, 6), 1, ints(6, 8), f(4, 8)), changed(addends=frozenset()), "result 0 is wrong"),
     (case(aten.mean.dim, f(4, 6), [1]), changed(localise=None), "result 0 is wrong"),
-    (case(aten.embedding, f(8, 6), ints(8, 5)), changed(localise=None), "index out of range"),
+    (case(aten.embedding, f(8, 6), torch.tensor([6, 1, 7, 3, 5])), changed(localise=None), "index out of range"),
     (case(aten.view, f(2, 12), [2, 3, 4]), changed(localise=None), "shape"),
     (case(aten.view, f(2, 12), [2, 4, 3]), unscaled, "expects|shape"),
     (case(aten.expand, f(1, 6), [4, 6]), changed(localise=None), "expanded size"),
