@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from itertools import cycle
 
 import torch
 from torch import Tensor
@@ -28,9 +27,12 @@ def _products(x: Tensor, w: Tensor, g: Tensor) -> object:
 
 
 def _layer(x: Tensor, w: Tensor, g: Tensor) -> object:
-    """A linear layer forward and backward, with all that eager execution starts for its three products."""
-    x, w, bias = (t.detach().requires_grad_() for t in (x, w, g[0]))
-    return F.linear(x, w, bias).backward(g)
+    """A linear layer forward and backward, with all that eager execution starts for its three products.
+
+    The gradient of the weight stays, as until an optimizer's step.
+    """
+    x, bias = (t.detach().requires_grad_() for t in (x, g[0]))
+    return F.linear(x, w.requires_grad_(), bias).backward(g)
 
 
 @dataclass(frozen=True)
@@ -146,12 +148,19 @@ def product(device: torch.device) -> Callable[[], object]:
 def _in_turn(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, cold: int
 ) -> Iterator[tuple[Tensor, ...]]:
-    """Operands of these shapes, without end: others each time, until `cold` bytes have been read."""
+    """Operands of these shapes, without end: others each time, until `cold` bytes have been read.
+
+    Then all gradients go at once, as after a step: what a system takes back and gives again counts.
+    """
     nbytes = sum(map(math.prod, shapes)) * dtype.itemsize
     # Random numbers: a device multiplies ones faster, for they take less power.
     count = max(cold // nbytes, 1)
     many = [torch.rand(count, *shape, device=device).to(dtype) for shape in shapes]
-    return cycle(zip(*many, strict=True))
+    sets = [tuple(operands) for operands in zip(*many, strict=True)]
+    while True:
+        yield from sets
+        for x in (x for operands in sets for x in operands):
+            x.grad = None
 
 
 def _next(call: Callable[..., object], operands: Iterator[tuple[Tensor, ...]]) -> object:
