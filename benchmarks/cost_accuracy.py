@@ -210,9 +210,8 @@ predicted over measured:
 {table(["", "rank correlation", "mean error", "worst error", "predicted / measured"], found)}
 Every operator counts as a kernel at the calibrated rates, and what starts it is the mean over a chain of small
 operators (`Cluster.launch_overhead`, for a matrix product `product_launches` of it). Not counted: the loss, copies
-that a reshape makes, page faults of large new tensors, and the program's own Python. At tp=1 nothing is waited for:
-there the CPU time of a step is what it takes on cores that nothing else uses, and what its measured time has beyond
-that is other work on these cores."""
+that a reshape makes, and the program's own Python. At tp=1 nothing is waited for: there the CPU time of a step is what
+it takes on cores that nothing else uses, and what its measured time has beyond that is other work on these cores."""
 
 
 if __name__ == "__main__":

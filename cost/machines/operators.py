@@ -139,8 +139,8 @@ def _attentions(clock: Clock, sizes: MeasuredSizes, step: Callable[[str], None])
 
 
 def product(device: torch.device) -> Callable[[], object]:
-    """A call that computes for as long as one of a step's smaller products takes on this device."""
-    rows, n = SIZES[device.type].matmuls[0]
+    """A call that computes for about as long as a step of a small model does between two collectives."""
+    rows, n = SIZES[device.type].matmuls[2]
     x, w = torch.rand(rows, n, device=device), torch.rand(n, n, device=device)
     return lambda: x @ w @ w @ w
 
