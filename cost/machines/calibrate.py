@@ -163,7 +163,7 @@ def _numbers(c: Cluster, transfers: list[Transfer]) -> str:
     between = link(c.inter_latency, c.inter_bandwidth, any(c.spans_nodes(t.n, t.stride) for t in transfers))
     memory = f"memory {c.memory_bandwidth / 1e9:.4g} GB/s, launch {c.launch_overhead * 1e6:.3g} us"
     memory += f", {c.product_launches:.3g} launches a matmul"
-    memory += (
-        f"\nmatmuls move their operands {c.packing:.2g} times besides; attention at {c.attention_rate:.0%} of the rate"
+    products = (
+        f"matmuls move their operands {c.packing:.2g} times besides, attention at {c.attention_rate:.0%} of the rate"
     )
-    return f"GFLOP/s: {rates}\n{memory}\nin a node: {inside}\nbetween nodes: {between}"
+    return f"GFLOP/s: {rates}\n{memory}\n{products}\nin a node: {inside}\nbetween nodes: {between}"

@@ -47,6 +47,7 @@ class MeasuredSizes:
             their time; a device's queue hides it.
         cold: bytes of operands that are taken in turn, more than a cache of one's own holds: what a step multiplies
             was last read a step ago.
+        between: rows and width of the matmuls that ranks compute between two collectives.
         budget: seconds for each.
     """
 
@@ -56,6 +57,7 @@ class MeasuredSizes:
     transfers: tuple[int, ...]
     products: Callable[[Tensor, Tensor, Tensor], object]
     cold: int
+    between: tuple[int, int]
     budget: float = 0.1
 
 
@@ -65,14 +67,14 @@ SIZES = {
         ((16, 96), (8, 320)),
         (2**18, 2**20, 2**22, 2**24),
         (2**12, 2**16, 2**20, 2**23),
-        _layer, 2**26,
+        _layer, 2**26, (384, 384),
     ),
     "cuda": MeasuredSizes(
         ((1024, 1024), (512, 4096), (2048, 2048), (4096, 4096), (8192, 8192)),
         ((64, 1024), (64, 4096)),
         (2**24, 2**26, 2**28),
         (2**12, 2**18, 2**22, 2**26, 2**28),
-        _products, 2**27,
+        _products, 2**27, (2048, 2048),
     ),
 }  # fmt: skip
 
@@ -140,7 +142,7 @@ def _attentions(clock: Clock, sizes: MeasuredSizes, step: Callable[[str], None])
 
 def product(device: torch.device) -> Callable[[], object]:
     """A call that computes for about as long as a step of a small model does between two collectives."""
-    rows, n = SIZES[device.type].matmuls[2]
+    rows, n = SIZES[device.type].between
     x, w = torch.rand(rows, n, device=device), torch.rand(n, n, device=device)
     return lambda: x @ w @ w @ w
 
