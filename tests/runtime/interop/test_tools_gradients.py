@@ -208,7 +208,7 @@ def refusing(rank: int, world: int, group: Any) -> list[str]:
 def test_what_is_not_supported_is_refused_with_a_sentence(pool):
     for one, two, three in pool.run(refusing):
         assert "dp=" in one and one == two
-        assert "create_graph=True" in three and "without dp" in three
+        assert "create_graph=True" in three and "over tp alone" in three
 
 
 def twice(rank: int, world: int, group: Any) -> dict[str, float]:
