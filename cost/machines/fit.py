@@ -68,7 +68,7 @@ def fit(kernels: Sequence[Kernel], transfers: Sequence[Transfer], base: Cluster)
 
     Args:
         kernels: "launch" (a kernel that does nothing to speak of), "product launch" (a matrix product of that kind),
-            "copy", and matmuls by dtype.
+            matmuls by dtype, "attention", and operators without arithmetic to count.
         transfers: collectives inside a node, and between nodes (of ranks that are all in different ones).
         base: gives every number that nothing was measured for, and the number of devices in a node. Where matmuls
             were measured, a dtype that was not is left out, so that it counts as float32.

@@ -95,9 +95,11 @@ def kernels(clock: Clock, dtypes: Iterable[torch.dtype], step: Callable[[str], N
     seconds = clock.time(partial(sizes.products, *least)) / PASSES
     yield Kernel("product launch", "float32", 2.0 * TINY**3, 1.0, seconds)
     yield from _memory(clock, sizes, step)
-    for dtype in filter(partial(_multiplies, device), dtypes):
+    usable = list(filter(partial(_multiplies, device), dtypes))
+    for dtype in usable:
         yield from _matmuls(clock, sizes, dtype, step)
-    yield from _attentions(clock, sizes, step)
+    fused = torch.bfloat16 if device.type == "cuda" and torch.bfloat16 in usable else torch.float32
+    yield from _attentions(clock, sizes, fused, step)
 
 
 def _memory(clock: Clock, sizes: MeasuredSizes, step: Callable[[str], None]) -> Iterator[Kernel]:
@@ -127,9 +129,10 @@ def _matmuls(clock: Clock, sizes: MeasuredSizes, dtype: torch.dtype, step: Calla
             break
 
 
-def _attentions(clock: Clock, sizes: MeasuredSizes, step: Callable[[str], None]) -> Iterator[Kernel]:
-    """Fused causal attention forward and backward, in the dtype that the device has its kernel for."""
-    dtype = torch.float32 if clock.device.type == "cpu" else torch.bfloat16
+def _attentions(
+    clock: Clock, sizes: MeasuredSizes, dtype: torch.dtype, step: Callable[[str], None]
+) -> Iterator[Kernel]:
+    """Fused causal attention forward and backward; its rate counts against that of matmuls of the dtype."""
     for heads, length in sizes.attentions:
         step("attention")
         operands = _in_turn([(1, heads, length, HEAD)] * 3, dtype, clock.device, sizes.cold)

@@ -16,7 +16,7 @@ from autotp.comm import conversions
 from autotp.ir.graph import size_hint
 from autotp.ir.layouts import Groups, Layout, R, Size
 from autotp.ir.marks import mark
-from autotp.ir.op import sizes
+from autotp.ir.op import Factor, sizes
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
 from autotp.plans.export.annotations import AXIS, spmd_types
@@ -259,22 +259,23 @@ def _varying(x: Tensor) -> None:
 
 def alike(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
     """Whether the rule says that every rank has this result whole, whichever loop is split."""
-    origin, i = sharded.origin.get(node, (node, 0))
-    decision, rule = planned.decisions.get(origin), planned.rules.get(origin)
-    if rule is None or decision is None or decision.factor is None or mark(node).conversion is not None:
-        return False
-    factor = rule.factors[decision.factor]
-    return factor.outs[i] is None and i in factor.alike
+    factor, i = _split(planned, sharded, node)
+    return factor is not None and factor.outs[i] is None and i in factor.alike
 
 
 def new_loop(planned: Planned, sharded: Sharded, node: fx.Node) -> bool:
     """Whether the split loop is one that no operand has, as of `expand`: a rank makes its own part of the result."""
+    factor, i = _split(planned, sharded, node)
+    return factor is not None and factor.outs[i] is not None and all(carry is None for carry in factor.ins)
+
+
+def _split(planned: Planned, sharded: Sharded, node: fx.Node) -> tuple[Factor | None, int]:
+    """The loop that is split where this result is computed, None where none is, and the result's number."""
     origin, i = sharded.origin.get(node, (node, 0))
     decision, rule = planned.decisions.get(origin), planned.rules.get(origin)
     if rule is None or decision is None or decision.factor is None or mark(node).conversion is not None:
-        return False
-    factor = rule.factors[decision.factor]
-    return factor.outs[i] is not None and all(carry is None for carry in factor.ins)
+        return None, i
+    return rule.factors[decision.factor], i
 
 
 def sizes_of(value: torch.SymInt) -> Size:
