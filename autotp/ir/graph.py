@@ -86,6 +86,17 @@ class Capture:
         leaf = [x for x in self.inputs if _is_tensor(x)][taker]
         return leaf.name if leaf.kind.carried else None
 
+    def write_back(self, values: Mapping[str, fx.Node]) -> None:
+        """Have buffers become these values after a call: they are further outputs.
+
+        Args:
+            values: by name of the buffer.
+        """
+        output: Any = self.graph.output_node()
+        first = len(output.args[0])
+        output.args = ((*output.args[0], *values.values()),)
+        self.mutations = {**self.mutations, **dict(enumerate(values, first))}
+
     def accepts(self, values: list[Any]) -> str | None:
         """None where these flat inputs fit the captured sizes, otherwise the reason why not."""
         for leaf, value in zip(self.inputs, values, strict=True):

@@ -40,11 +40,7 @@ class RunningStatistics(Pass[Capture]):
                 final |= _functional(program.graph, node, buffers)
                 count += 1
         takers = set(program.mutations.values())
-        further = {name: value for name, value in final.items() if name not in takers}
-        output = program.graph.output_node()
-        first = len(output.args[0])  # type: ignore[arg-type]
-        output.args = ((*output.args[0], *further.values()),)  # type: ignore[misc]
-        program.mutations = {**program.mutations, **{first + i: name for i, name in enumerate(further)}}
+        program.write_back({name: value for name, value in final.items() if name not in takers})
         return Changes(count, "batch norms have their running statistics as results")
 
 

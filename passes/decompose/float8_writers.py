@@ -10,7 +10,6 @@ from typing import Any
 
 from torch import fx
 
-from autotp import compat
 from autotp.ir.graph import Capture, caller
 from autotp.ir.leaves import BUFFER
 from autotp.ir.marks import mark
@@ -44,10 +43,7 @@ class Writer(ABC):
 
     def finish(self) -> None:
         """Have the program give buffers what was written for them."""
-        output = self.program.graph.output_node()
-        values, written = list(compat.tree_leaves(output.args[0])), self.written()
-        self.program.mutations = {**self.program.mutations, **dict(enumerate(written, len(values)))}
-        output.args = ((*values, *written.values()),)
+        self.program.write_back(self.written())
 
     def replace(self, node: fx.Node, name: str) -> None:
         """Put a product in float8 in the place of one by the weight of this name."""
