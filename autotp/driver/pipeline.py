@@ -236,7 +236,7 @@ def apply_plan(
     again with every parameter and state where the plan has it.
 
     Args:
-        outputs: see `CaptureRequest`.
+        outputs: see `CaptureRequest`, and `rewrite`.
         states: layouts that programs made since the plan decided, by name; `Sharded.states` tells those of this one.
     """
     return applied(captured, plan, options, outputs, states)[:2]

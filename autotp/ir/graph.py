@@ -78,6 +78,11 @@ class Capture:
         """What a call passes, in its order: inputs and states."""
         return [leaf for leaf in self.leaves if leaf.kind.passed]
 
+    @property
+    def has_states(self) -> bool:
+        """Whether a call takes or gives states."""
+        return bool(self.carried) or any(leaf.kind.carried for leaf in self.leaves)
+
     def becomes(self, position: int) -> str | None:
         """The name of the state that the output at this position becomes; None where it becomes none."""
         taker = self.mutations.get(position)

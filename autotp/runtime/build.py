@@ -86,9 +86,12 @@ class Build:
             agree(every, WEIGHTS, _few(model))
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
+        late = outputs == "full" and callable(getattr(type(model), "generate", None))  # which reads what it needs
         source = Source(
             bare=skeleton(model, _device(self.ranks)),
-            make=lambda c, states: apply_plan(c, plan, options, outputs, states)[1],
+            make=lambda c, states: apply_plan(
+                c, plan, options, "deferred" if late and c.has_states else outputs, states
+            )[1],
             ranks=self.ranks,
             tp=plan.tp,
             aliases=aliases(model),

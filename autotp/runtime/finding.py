@@ -17,6 +17,7 @@ from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
+from .deferred import columns_of
 from .programs import Program, readings
 from .tree import Assembler
 
@@ -116,4 +117,6 @@ class Finds:
         random = any(map(draws, graph.nodes))
         self._carriers.layouts |= getattr(sharded, "states", {})
         program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
+        if source.ranks is not None and captured.has_states and source.want.outputs == "full":
+            program.columns = columns_of(captured, sharded, source.ranks)
         self._programs_made.add(program, self._order, self._programs_by_call)

@@ -97,8 +97,12 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         """
         return self._call("", args, kwargs)
 
-    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the model, or the module of it at this path by itself, such as an encoder."""
+    def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
+        """Run the model, or the module of it at this path by itself, such as an encoder.
+
+        Args:
+            entry: the path. args, kwargs: of the call. late: whether outputs may be gathered where they are read.
+        """
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
@@ -114,7 +118,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         else:
             program, order = match
             outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
-        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order]))
+        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late))
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         # A capture under autocast holds its casts already.
@@ -152,7 +156,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
                 captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
             return captured
 
-    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor]) -> Any:
+    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> Any:
         """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
         captured, results = program.capture, []
         for i, value in enumerate(compat.tree_leaves(outputs)):
@@ -165,7 +169,11 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
                         inputs[taker].copy_(value)
             else:
                 split = self._source.want.outputs == "sharded" and captured.becomes(i) is None  # states are local
-                results.append(program.left_sharded(i, value, inputs, self._shards.ranks) if split else value)
+                if split:
+                    value = program.left_sharded(i, value, inputs, self._shards.ranks)
+                elif columns := program.columns.get(i):
+                    value = columns.left(value, self._calls.together if late else None)
+                results.append(value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)
         return compat.tree_unflatten(results, captured.out_spec)

@@ -25,6 +25,7 @@ from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
 from .call_key import Form
+from .deferred import Columns
 from .reading import Read
 from .shard_state import ShardState
 from .storage import wrap
@@ -44,6 +45,7 @@ class Program:
         fired: what became of each optimisation; `compiler`: what compiles it.
         changes: what was set on the module's parts when it was captured (`autotp.runtime.changes`).
         entry: path of the module that it is the forward of.
+        columns: which part this rank has of each output that is gathered after the program, by position.
     """
 
     capture: Capture
@@ -57,6 +59,7 @@ class Program:
     compiler: Compiler | None = None
     changes: Hashable = ()
     entry: str = ""
+    columns: Mapping[int, Columns] = field(default_factory=dict)
     last_run: int = 0  # when it last ran, counted in runs of all
     runs: bool = True  # until it is let go
 

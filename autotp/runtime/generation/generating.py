@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -10,11 +11,16 @@ from torch import Tensor
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
 from autotp.runtime.call_key import signature
+from autotp.runtime.deferred import gathered
 from autotp.runtime.programs import Program
 
 from .carrying import Arguments
 from .shell import one_generator, shell
 from .steps import StepKind, Steps
+
+
+# Arguments that are the caller's own functions, which may read logits, and on one rank alone.
+READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 
 
 class Generates:
@@ -27,6 +33,7 @@ class Generates:
     _changes: Any
     _mode: Any
     _capture: Any
+    _call: Any
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
@@ -41,9 +48,10 @@ class Generates:
                 "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
                 "without cp; its state dict is this one's."
             )
-        generator = shell(self, self._source.bare)  # type: ignore[arg-type]
+        late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
+        generator = shell(self, self._source.bare, partial(self._call, late=late))
         with one_generator(self._source.ranks, self._shards.device):
-            return generator.generate(*args, **kwargs)
+            return gathered(generator.generate(*args, **kwargs))
 
     @property
     def _steps(self) -> Steps:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ class Shell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded module's, or that of its part which this stands for."""
-        return self.__dict__["_sharded"]._call(self.__dict__["_path"], args, kwargs)
+        return self.__dict__["_call_at"](self.__dict__["_path"], args, kwargs)
 
     __call__ = nn.Module.__call__
 
@@ -55,12 +55,13 @@ def shell_class(original: type[nn.Module]) -> type[Shell]:
     return kind(original.__name__, (Shell, original), body)
 
 
-def shell(sharded: Any, bare: nn.Module) -> Any:
+def shell(sharded: Any, bare: nn.Module, call: Callable[..., Any]) -> Any:
     """An object of the original's class that calls the sharded module, and so do its parts.
 
     Args:
-        sharded: its `_call` runs a module by path; what was set on it counts, such as its generation_config.
+        sharded: what was set on it counts, such as its generation_config.
         bare: the original's skeleton.
+        call: runs the sharded module's part at a path, with these positional arguments and keywords.
 
     Raises:
         StateError: the class has no `generate`.
@@ -69,7 +70,7 @@ def shell(sharded: Any, bare: nn.Module) -> Any:
         raise StateError(NO_GENERATE.format(name=type(bare).__name__))
     stand_ins: dict[int, nn.Module] = {}
     for path, module in bare.named_modules():
-        stand_ins[id(module)] = _standing(sharded, module, path)
+        stand_ins[id(module)] = _standing(call, module, path)
     for module in bare.modules():
         children = {name: child and stand_ins[id(child)] for name, child in module._modules.items()}
         stand_ins[id(module)].__dict__["_modules"] = children
@@ -79,13 +80,13 @@ def shell(sharded: Any, bare: nn.Module) -> Any:
     return root
 
 
-def _standing(sharded: Any, module: nn.Module, path: str) -> nn.Module:
+def _standing(call: Callable[..., Any], module: nn.Module, path: str) -> nn.Module:
     try:
         kind = shell_class(type(module))
     except TypeError:  # a class that allows no other to derive from it
         kind = type(module)
     stand_in = kind.__new__(kind)
-    stand_in.__dict__.update(module.__dict__, _sharded=sharded, _path=path)
+    stand_in.__dict__.update(module.__dict__, _call_at=call, _path=path)
     return stand_in
 
 

@@ -39,13 +39,6 @@ class Forced:
         return torch.full_like(scores, -torch.inf).scatter(1, tokens[:, None], 0.0)
 
 
-class Caller:
-    """What a shell calls in place of a sharded module."""
-
-    def __init__(self, call: Call) -> None:
-        self._call = call
-
-
 @dataclass
 class Generated:
     """The calls of a model whose class has `generate()`.
@@ -97,7 +90,7 @@ class Generated:
 
     def _generate(self, call: Call, inputs: dict[str, Any], new: int) -> Tensor:
         keeps: dict[str, Any] = {"logits_to_keep": 0} if self._keeps() else {}
-        generator = shell(Caller(call), self.bare)
+        generator = shell(self, self.bare, call)
         return generator.generate(
             **inputs, **keeps, max_new_tokens=new, min_new_tokens=new, do_sample=False, num_beams=1, use_cache=True,
             logits_processor=[Forced(self.tokens)], return_dict_in_generate=False,
