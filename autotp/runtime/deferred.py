@@ -69,22 +69,34 @@ class Columns(NamedTuple):
         return convert(local, spec, INVARIANT, rank=r.rank, tp=r.tp, group=r.group_name, wire=self.wire)
 
     def argmax(self, local: Tensor) -> Tensor:
-        """`torch.argmax` of the whole over the last dimension, which stays. A collective call.
+        """`torch.argmax` of the whole over the last dimension. A collective call."""
+        r, pairs = self.ranks, largest(local, self.first)
+        return place_of_largest(collectives.real("all_gather", pairs, "sum", tp=r.tp, group=r.group_name))
 
-        As torch has it: the first of equal ones, and nan is the largest. Columns lie in the order of the ranks, and a
-        rank without any comes after all others.
-        """
-        r = self.ranks
-        everyone = collectives.real("all_gather", self._largest(local), "sum", tp=r.tp, group=r.group_name)
-        rank = everyone[..., 0].argmax(0, keepdim=True)
-        return everyone[..., 1].gather(0, rank)[0].long().unsqueeze(-1)
 
-    def _largest(self, local: Tensor) -> Tensor:
-        """The largest of this rank's columns and its place in the whole, for each row: [..., 2]."""
-        if not local.shape[-1]:
-            return local.new_full((*local.shape[:-1], 2), -torch.inf, dtype=torch.float64)
-        value, place = local.max(-1)
-        return torch.stack((value.double(), place.double() + self.first), -1)  # no vocabulary has 2**53 words
+def largest(local: Tensor, first: int) -> Tensor:
+    """The largest of a rank's columns and its place in the whole, for each row.
+
+    Args:
+        local: the columns. first: place of the first.
+
+    Returns:
+        Pairs, [..., 2] in float64, which has every float and the places of any vocabulary.
+    """
+    if not local.shape[-1]:
+        return local.new_full((*local.shape[:-1], 2), -torch.inf, dtype=torch.float64)
+    value, place = local.max(-1)
+    return torch.stack((value.double(), place.double() + first), -1)
+
+
+def place_of_largest(pairs: Tensor) -> Tensor:
+    """As `torch.argmax` has it: the first of equal ones, and nan is the largest.
+
+    Args:
+        pairs: of all ranks, [tp, ..., 2]. Their columns follow each other, and ranks without any come last.
+    """
+    rank = pairs[..., 0].argmax(0, keepdim=True)
+    return pairs[..., 1].gather(0, rank)[0].long()
 
 
 def columns_of(captured: Capture, sharded: Sharded, ranks: Ranks) -> dict[int, Columns]:
@@ -204,7 +216,7 @@ def _argmax(func: Any, x: Deferred, dim: int | None = None, keepdim: bool = Fals
         return None
     with x.turn("argmax of an output"):
         place = x.columns.argmax(x.local)
-    return place if keepdim else place.squeeze(-1)
+    return place.unsqueeze(-1) if keepdim else place
 
 
 # What has a way of its own on a rank's columns. A way gives None where the arguments ask for more.
