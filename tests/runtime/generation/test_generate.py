@@ -25,7 +25,7 @@ EXACT = 1e-9
 
 def llama() -> Any:
     """Two layers with two key/value heads, with weights large enough that tokens change."""
-    sizes: dict[str, Any] = {"vocab_size": 30, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
+    sizes: dict[str, Any] = {"vocab_size": 31, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2}
     heads: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
     torch.manual_seed(0)
     model: Any = LlamaForCausalLM(LlamaConfig(**sizes, **heads, pad_token_id=0, eos_token_id=None)).double().eval()
@@ -65,6 +65,8 @@ def generating(rank: int, world: int, group: Any) -> dict[str, Any]:
         beams = {"num_beams": 3, "max_new_tokens": 6}
         found["beams"] = bool((sharded.generate(**batch, **beams) == model.generate(**batch, **beams)).all())
         found["captures after"] = captures.call_count
+        static = {"max_new_tokens": 4, "cache_implementation": "static"}
+        found["static"] = bool((sharded.generate(**batch, **static) == model.generate(**batch, **static)).all())
         found["control"] = control(sharded, model)
 
         found["pipeline"] = piped(sharded, model)
@@ -108,7 +110,7 @@ def test_llama_generates_the_same_tokens_on_two_ranks(pool):
         for name in ("greedy", "more", "sampled"):
             same, gap = found[name]
             assert same and gap < EXACT, (name, found[name])
-        assert found["beams"] and found["heads"] == 1
+        assert found["beams"] and found["static"] and found["heads"] == 1
         assert found["captures"] == 2 and found["captures after"] == 2  # without a past, and with one
         exact, changed = found["control"]
         assert exact < EXACT < changed
