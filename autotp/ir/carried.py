@@ -257,7 +257,7 @@ def object_of(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
+def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
     """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
 
     Args:
@@ -273,7 +273,7 @@ def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tup
     if not isinstance(after, Compound):
         return set()
     was = dict(before.items) if isinstance(before, Compound) and before.kind is after.kind else {}
-    return set().union(*(moved(was.get(key), x, after.kind, str(key)) for key, x in after.items))
+    return set().union(*(changed_numbers(was.get(key), x, after.kind, str(key)) for key, x in after.items))
 
 
 def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:

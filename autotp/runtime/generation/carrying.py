@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
+from autotp.ir.carried import Carried, Returned, Same, assign, changed_numbers, describe, is_carrier, rebuilt, states_of
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
@@ -106,7 +106,7 @@ class Carriers:
             return False
         self._measure(captured)
         pairs = list(zip(before, returned.after, strict=True))
-        counters = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
+        counters = set().union(*(changed_numbers(x.shape.tree, y.shape.tree) for x, y in pairs))
         new = {(owner, name) for owner, name, _ in counters} - self.moving
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
