@@ -188,11 +188,11 @@ def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     norms = compat.by_default(op, args, kwargs)
     if isinstance(norms, DTensor) and norms.ndim and any(p.is_partial() for p in norms.placements) and stepping():
-        return norms.redistribute(placements=list(map(_summed, norms.placements)))
+        return norms.redistribute(placements=list(map(_whole_if_partial, norms.placements)))
     return norms
 
 
-def _summed(placement: Placement) -> Placement:
+def _whole_if_partial(placement: Placement) -> Placement:
     return Replicate() if placement.is_partial() else placement
 
 
