@@ -187,6 +187,8 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Stat
 def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> States:
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
+    # States are made like their parameters: on the meta device they would have no memory, and loading the weights after
+    # makes new parameters, which the optimizer does not have.
     if any(p.is_meta for p in shards.root.parameters()):
         raise StateError(
             "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
