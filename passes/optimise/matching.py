@@ -82,8 +82,10 @@ def one_region(nodes: Sequence[fx.Node]) -> bool:
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
     """Every way in which a value is this pattern, each continuing the match so far."""
     if isinstance(pattern, Name):
+        # The same name is the same value: x * sigmoid(x) is SiLU, x * sigmoid(y) is none.
         yield from _bind(pattern, value, so_far)
     elif isinstance(pattern, Either):
+        # Every way, not the first that fits: what stands around it may bind its names otherwise.
         for way in pattern.ways:
             yield from _matches(way, value, so_far)
     elif isinstance(pattern, Cast):

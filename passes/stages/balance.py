@@ -57,6 +57,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     Returns: None where none fits; every stage has one unit at least.
     """
     count, stages = len(weights), ranks * chunks
+    # Sums from the start, so that any run of units is a difference: the search asks for about count^2 / 2 runs.
     seconds, steady, kept_bytes = ([0.0], [0.0], [0.0])
     for w in weights:
         seconds.append(seconds[-1] + w.seconds)
@@ -64,6 +65,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         kept_bytes.append(kept_bytes[-1] + w.kept_bytes)
 
     def memory(a: int, b: int, stage: int) -> float:
+        # The first of four ranks holds activations of four micro-batches, the last of one.
         return steady[b] - steady[a] + (kept_bytes[b] - kept_bytes[a]) * in_flight(stage, ranks, chunks)
 
     @cache
@@ -71,6 +73,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         """Of the units from `a` on, over this stage and those after it: the worst seconds and bytes, and the sizes."""
         remaining = stages - stage
         cheapest = None
+        # Each stage behind gets a unit at least: of 5 units for 3 stages the first may have 3.
         for b in [count] if remaining == 1 else range(a + 1, count - remaining + 2):
             if cheapest is not None and seconds[b] - seconds[a] > cheapest[0]:
                 break  # more units are slower still
@@ -78,6 +81,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
             rest = (0.0, 0.0, ()) if remaining == 1 else best(b, stage + 1)
             if rest is None or (limit is not None and stage_bytes > limit / chunks):
                 continue
+            # The times first; where they are equal, as one large unit makes them, the memory decides.
             candidate = max(seconds[b] - seconds[a], rest[0]), max(stage_bytes, rest[1]), (b - a, *rest[2])
             cheapest = candidate if cheapest is None or candidate[:2] < cheapest[:2] else cheapest
         return cheapest
