@@ -151,8 +151,11 @@ def _backward_in_pieces(
     """The same for long rows: each program adds to its own sums in memory, which start as zeros."""
     first, step = tl.program_id(0), tl.num_programs(0)
     for i in range(first, rows, step):
+        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
         row = tl.cast(i, tl.int64)
         mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+        # Two passes over the row: each element's gradient needs the sums over all of them, and the row does not fit in
+        # registers.
         along, across = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -172,6 +175,7 @@ def _backward_in_pieces(
             )  # fmt: skip
             value = (g - normal * slope - level) * scale
             _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
+            # Its own sums, with no other program's: added up atomically they would be in another order in each run.
             if WEIGHT:
                 at = sums + first * columns + column
                 tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)

@@ -220,6 +220,7 @@ class Localised:
         own = mark(node)
         layout = own.layout
         batch, axis = own.batch, own.axis
+        # The layouts over dp are done with: what is left of them is that a call converts over dp, an operator for tp.
         if own.conversion is not None:
             batch = BatchConversion(*own.conversion, self.dp, self.axis, self.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
@@ -228,6 +229,7 @@ class Localised:
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")
+        # A conversion that the rewrite put in has no value yet; of the others the shape is that of the whole batch.
         if layout is not None and isinstance(val, Tensor):
             node.meta["val"] = self._tensor(val, layout)
         elif val is None:
