@@ -80,11 +80,14 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
+    # Results and their gradients have the same dimensions, and no operator of the graph says so: dim 0 of y and of its
+    # gradient would be two loops, and split apart.
     for result, gradient in zip(results, toward, strict=True):
         classes.equal(result, gradient)
     for operand, gradient in zip(inputs, back, strict=True):
         if gradient is not None:
             classes.equal(operand, gradient)
+    # Not every class is a loop: the rows of a norm are, its columns, which it sums and divides by, are none.
     loops = [_loop(classes, members, inputs, results, back) for members in classes.classes()]
     return tuple(loop for loop in loops if loop is not None)
 
