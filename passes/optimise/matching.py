@@ -184,6 +184,7 @@ def put(
     outs, scope, graph = [out, *others], scope_of(nodes), out.graph
     with graph.inserting_before(out):
         new = graph.call_function(target, args)
+        # One result is the call itself; several are a tuple, and what read them reads its items.
         results = [new]
         if others:
             results = [graph.call_function(operator.getitem, (new, i)) for i in range(len(outs))]
@@ -200,6 +201,7 @@ def put(
         if result is not new:
             inherit(result, old, scope=scope, axis=None)
         old.replace_all_uses_with(result)
+    # Last: fx refuses to erase a node that something reads.
     erase(nodes)
     return new
 

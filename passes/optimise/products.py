@@ -154,6 +154,8 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
         write(call, scope=scope, axis="tp")
         for i, p in enumerate(products):
             item = graph.call_function(operator.getitem, (call, i))
+            # A view that flattens x to [tokens, width], as GPT-2 has it, is fused too: the call gives [batch, tokens,
+            # width].
             if group.view is not None:
                 write(item, scope=scope)
                 item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))

@@ -217,6 +217,7 @@ class Localised:
         program.guards = [substitute(g, self.whole) for g in program.guards]
 
     def _value(self, node: fx.Node) -> None:
+        """The mark and the local value of one node, in the place of those of the whole batch."""
         own = mark(node)
         layout = own.layout
         batch, axis = own.batch, own.axis

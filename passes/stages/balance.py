@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,9 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     """
     count, stages = len(weights), ranks * chunks
     # Sums from the start, so that any run of units is a difference: the search asks for about count^2 / 2 runs.
-    seconds, steady, kept_bytes = ([0.0], [0.0], [0.0])
-    for w in weights:
-        seconds.append(seconds[-1] + w.seconds)
-        steady.append(steady[-1] + w.steady)
-        kept_bytes.append(kept_bytes[-1] + w.kept_bytes)
+    seconds = list(accumulate((w.seconds for w in weights), initial=0.0))
+    steady = list(accumulate((w.steady for w in weights), initial=0.0))
+    kept_bytes = list(accumulate((w.kept_bytes for w in weights), initial=0.0))
 
     def memory(a: int, b: int, stage: int) -> float:
         # The first of four ranks holds activations of four micro-batches, the last of one.
@@ -89,9 +87,6 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     division = best(0, 0) if count >= stages else None
     if division is None:
         return None
-    ends = [0]
-    for size in division[2]:
-        ends.append(ends[-1] + size)
-    spans = list(pairwise(ends))
+    spans = list(pairwise(accumulate(division[2], initial=0)))
     times = tuple(seconds[b] - seconds[a] for a, b in spans)
     return Division(division[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))

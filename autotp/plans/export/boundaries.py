@@ -66,7 +66,7 @@ class Boundaries:
         self.mixed: list[tuple[Port, str]] = []
 
     def read(self) -> list[Boundary]:
-        """All that modules can say; `told` then tells what they cannot."""
+        """The boundaries of all modules that have a style; where a region must be whole, its ends are whole."""
         for node, op in self.builder.ops.items():
             self._operands(node, op)
         # Between the last operator and the caller stands no module: a linear layer's style may gather its output, of an

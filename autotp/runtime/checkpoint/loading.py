@@ -87,7 +87,7 @@ def load(
 
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
-    """What kind of checkpoint this is, by its files."""
+    """The archive of a checkpoint, of the kind that its files say."""
     # A state dict has no files; the weights that torchao quantised in it are tensors that wrap others, and are told
     # apart first.
     if isinstance(source, Mapping):

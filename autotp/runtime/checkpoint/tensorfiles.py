@@ -105,6 +105,7 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
+    """The tensors of the files that an index names; what cannot be true of it is added to `faults`."""
     try:
         weight_map = read_json(index, LARGEST_INDEX, error=StateError)["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}

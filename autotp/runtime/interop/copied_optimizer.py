@@ -85,6 +85,7 @@ def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
         return
     visited.add(id(value))
     inside: Any = ()
+    # Keys as well as values: either may hold what no copy can have.
     if isinstance(value, dict):
         inside = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
