@@ -80,8 +80,8 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
-    # Results and their gradients have the same dimensions, and no operator of the graph says so: dim 0 of y and of its
-    # gradient would be two loops, and split apart.
+    # Results lie as their gradients: of x + b with a gradient of b alone, whose backward is `g.sum(0)`, nothing else
+    # says that the rows of both are one loop, and they would not be split.
     for result, gradient in zip(results, toward, strict=True):
         classes.equal(result, gradient)
     for operand, gradient in zip(inputs, back, strict=True):

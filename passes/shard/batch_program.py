@@ -230,7 +230,8 @@ class Localised:
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")
-        # A conversion that the rewrite put in has no value yet; of the others the shape is that of the whole batch.
+        # A size that the rewrite counts, such as 2 * batch, has no value yet; of the others the shape is the whole
+        # batch's.
         if layout is not None and isinstance(val, Tensor):
             node.meta["val"] = self._tensor(val, layout)
         elif val is None:

@@ -80,7 +80,7 @@ def _plain(value: Any) -> bool:
 
 def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
     """What a value consists of, as far as that is known."""
-    # Two objects may refer to each other, as an optimizer's closure does to the optimizer.
+    # An object may hold itself, through a list or another object.
     if id(value) in visited:
         return
     visited.add(id(value))
