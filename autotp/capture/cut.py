@@ -176,7 +176,7 @@ def _constructor_arguments(model: nn.Module) -> dict[str, Any] | None:
 
 def _narrow(value: Any, widths: Mapping[int, int], copies: dict[int, Any]) -> Any:
     """A copy of arguments with other widths."""
-    # No flag: True equals 1, and would become what a width of 1 does.
+    # No flag: True is an int, and equal to 1.
     if type(value) is int:
         return widths.get(value, value)
     # No named tuple, whose constructor takes its fields one by one.

@@ -88,7 +88,7 @@ def load(
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
     """The archive of a checkpoint, of the kind that its files say."""
-    # A state dict has no files; the weights that torchao quantised in it are tensors that wrap others, and are told
+    # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken
     # apart first.
     if isinstance(source, Mapping):
         return TensorArchive(plain_state(source))
