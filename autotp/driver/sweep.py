@@ -148,6 +148,7 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     through the last two points soon meets the limit.
     """
     symbols, size = _batch(staged.planned.program)
+    # A model that was captured for one batch size has no line to follow.
     if not symbols:
         return None
     m, objective, hints = staged.plan.memory, staged.builder.objective, staged.builder.prices.hints

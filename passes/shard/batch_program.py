@@ -226,6 +226,8 @@ class Localised:
             batch = BatchConversion(*own.conversion, self.dp, self.axis, self.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
             axis = self.axis
+        # A new mark, without layout, flops and saved bytes: the tp plan would take those of the whole batch for its
+        # own.
         node.meta[KEY] = Mark(no_grad=own.no_grad, batch=batch, axis=axis, scope=own.scope)
         if node.op in ("placeholder", "output"):
             return
