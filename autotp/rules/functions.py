@@ -93,8 +93,8 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
 
 
 def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list[Any], back: list[Any]) -> Loop | None:
-    """The loop that these dimensions are; None where it may not be split, as one that is worked along as a whole, is in no
-    operand, or that a result lacks, which would then be a sum over the ranks."""
+    """The loop that these dimensions are; None where it may not be split, as one that is worked along as a whole, is
+    in no operand, or that a result lacks, which would then be a sum over the ranks."""
     at: dict[fx.Node, int] = {}
     for node, d in members:
         size = _size(node, d)
