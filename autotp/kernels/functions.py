@@ -116,8 +116,8 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         key: what `enter` gave for the call.
     """
     function_call = CALLS[key]
-    # The operator says that it only reads: a write to an operand, as by `ctx.mark_dirty`, would reach the graph's value
-    # unseen.
+    # The operator says that it only reads, and where its backward is traced the operands are leaves, to which autograd
+    # allows no write.
     if function_call.writes:
         xs = [x.clone() for x in xs]
     # A size is another in each call, so it is an operand; what else a Function takes, such as eps, is in the key.

@@ -94,7 +94,7 @@ def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
         if not all(isinstance(v, int | float | str | FunctionType) for v in inside):
             yield value
-    # A lock or a file has no attributes to look at: it is given out as it is, and `_plain` does not know it.
+    # A lock has no attributes to look at: it is given out as it is, and `_plain` does not know it.
     elif isinstance(value, PLAIN + AWKWARD) or not hasattr(value, "__dict__"):
         yield value
     else:
