@@ -67,6 +67,7 @@ class Attempt:
             around = subclass_calls(self.bare), _kwargs_in_signature(self.bare, self.kwargs), _records(self.bare)
             for context in (_restored(self.bare), *self.contexts, *around):
                 stack.enter_context(context)
+            # The forward wants the cache that it is called with, and a graph takes tensors alone.
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
@@ -85,14 +86,17 @@ class Attempt:
             for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
+            # Torch takes a size of 1 for a constant: a cache of one token would never grow.
             if self.short:
                 stack.enter_context(compat.sizes_of_one())
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
+            # A branch on values, which an export refuses, a draft decides by those of the inputs.
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
             exported = Exported(program, self.bare, self.repeats, (self.symbolic,) if self.draft else ())
             run_passes(exported, EXPORTED)
+        # Once the graph is functional: a Function may stand in a checkpointed region as well as in the graph itself.
         for graph in (exported.graph, *regions(exported.graph)):
             read_functions(graph)
         return exported

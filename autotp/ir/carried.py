@@ -149,16 +149,20 @@ class Walk:
             value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
         """
         number = type(value) is int and (owner, name) in self.moving
+        # How many tokens a cache has seen is 5, then 6: as a literal it would make each call another program.
         if number or isinstance(value, torch.SymInt):
             self.counts.add(len(self.tensors))
             return Count(self._hold(counted(value), path))
+        # Before identities: two attributes that are 0 are one object in Python, and share nothing.
         if isinstance(value, PLAIN):
             return Fixed((type(value), value), repr(value), value)
+        # An object that two layers share is one afterwards as well, and one that holds itself ends here.
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])
         self.numbers[id(value)] = len(self.numbers)
         self.objects.append(value)
         if isinstance(value, Tensor):
+            # A tensor that the call left as it was is no further output.
             earlier = self.index_of.get(id(value))
             return TensorSlot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
         if isinstance(value, Mapping) and type(value) is dict:

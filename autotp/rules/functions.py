@@ -83,17 +83,21 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
+    # Results lie as their gradients: of x + b with a gradient of b alone, whose backward is `g.sum(0)`, nothing else
+    # says that the rows of both are one loop, and they would not be split.
     for result, gradient in zip(results, toward, strict=True):
         classes.equal(result, gradient)
     for operand, gradient in zip(inputs, back, strict=True):
         if gradient is not None:
             classes.equal(operand, gradient)
+    # Not every class is a loop: the rows of a norm are, its columns, which it sums and divides by, are none.
     loops = [_loop(classes, members, inputs, results, back) for members in classes.classes()]
     return tuple(loop for loop in loops if loop is not None)
 
 
 def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list[Any], back: list[Any]) -> Loop | None:
-    """The loop that these dimensions are; None where it may not be split."""
+    """The loop that these dimensions are; None where it may not be split, as one that is worked along as a whole, is
+    in no operand, or that a result lacks, which would then be a sum over the ranks."""
     at: dict[fx.Node, int] = {}
     for node, d in members:
         size = _size(node, d)

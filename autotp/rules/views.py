@@ -43,8 +43,9 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
         elif outer is not None:
             out.append((left, i, j))
             left, right = 1, outer
+        # No common loop here: merge until one appears. [3, 4, 5] and [4, 3, 5] share the 5 behind the 12 alone.
         elif i + 1 < len(a) and (j + 1 >= len(b) or _less(left, right)):
-            i, left = i + 1, simplify(left * a[i + 1])  # no common loop here: merge until one appears
+            i, left = i + 1, simplify(left * a[i + 1])
         elif j + 1 < len(b):
             j, right = j + 1, simplify(right * b[j + 1])
         else:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from tests.helpers.limits import LIMITS
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = ("autotp", "cost", "passes")
@@ -131,3 +139,52 @@ def test_names_say_what_they_hold():
 )
 def test_a_participle_is_noticed(source: str, faults: list[str]):
     assert sorted(participles(source)) == sorted(faults)
+
+
+EASY, FOR_EACH = LIMITS["complexity of a function that explains nothing"], LIMITS["of a harder one, for each comment"]
+TOOLS = re.compile(r"# *(type|fmt|noqa|pyright|pragma)\b")  # comments that tell a reader nothing
+
+
+def explained(source: str) -> set[int]:
+    """The lines on which comments begin: one of several lines counts once, what tools are told does not."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {t.start[0] for t in tokens if t.type == tokenize.COMMENT and not TOOLS.match(t.string)}
+    return {line for line in lines if line - 1 not in lines}
+
+
+def unexplained(*paths: Path) -> Iterator[str]:
+    """Functions with many branches, as ruff counts them (C901: McCabe 1976), and few comments that say why."""
+    options = ["--isolated", "--no-cache", "--select=C901", f"--config=lint.mccabe.max-complexity={EASY}"]
+    command = [sys.executable, "-m", "ruff", "check", *options, "--output-format=json", *map(str, paths)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode in (0, 1), answer.stderr
+    for fault in json.loads(answer.stdout):
+        file, line = Path(fault["filename"]), fault["location"]["row"]
+        name, complexity = re.findall(r"`(.*)` is too complex \((\d+)", fault["message"])[0]
+        source = file.read_text()
+        functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        end = next(f.end_lineno for f in functions if (f.name, f.lineno) == (name, line))
+        comments = explained(source) & set(range(line, (end or line) + 1))
+        if len(comments) * FOR_EACH < int(complexity):
+            yield f"{file}: line {line}: {name} has complexity {complexity}, and {len(comments)} comments"
+
+
+def test_hard_functions_say_why_each_step_is_there():
+    faults = list(unexplained(*(ROOT / folder for folder in ("autotp", "passes", "cost"))))
+    assert not faults, "say before each step why it is there, with what goes wrong without it:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("branches", "comments", "fault"),
+    [
+        (EASY, [], True),
+        (EASY - 1, [], False),
+        (EASY, ["# A.", "# B.", "# C."], False),
+        (EASY, ["# A.\n    # goes on.", "# B."], True),
+        (EASY, ["# type: ignore[a]", "# noqa: B", "# C."], True),
+    ],
+)
+def test_a_hard_function_without_comments_is_noticed(branches: int, comments: list[str], fault: bool, tmp_path: Path):
+    lines = [f"    {comments[i] if i < len(comments) else ''}\n    if x == {i}: x += 1\n" for i in range(branches)]
+    (tmp_path / "hard.py").write_text("def f(x):\n" + "".join(lines))
+    assert bool(list(unexplained(tmp_path))) is fault

@@ -86,10 +86,12 @@ def _plain(value: Any) -> bool:
 
 def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
     """What a value consists of, as far as that is known."""
+    # An object may hold itself, through a list or another object.
     if id(value) in visited:
         return
     visited.add(id(value))
     inside: Any = ()
+    # Keys as well as values: either may hold what no copy can have.
     if isinstance(value, dict):
         inside = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
@@ -98,6 +100,7 @@ def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
         if not all(isinstance(v, int | float | str | FunctionType) for v in inside):
             yield value
+    # A lock has no attributes to look at: it is given out as it is, and `_plain` does not know it.
     elif isinstance(value, PLAIN + AWKWARD) or not hasattr(value, "__dict__"):
         yield value
     else:
