@@ -156,6 +156,7 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
                 f"The input {name!r} is a cache ({type(cache).__name__}), and plans are made for calls without "
                 f"one. Leave {name!r} out of the example inputs; the sharded module's calls and generate() take it."
             )
+    # A forward with **kwargs takes use_cache without naming it.
     parameter = signature.parameters.get("use_cache")
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     if parameter is None and not takes_any:
@@ -163,12 +164,15 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
     use_cache, why = arguments.get("use_cache"), "use_cache=True was given"
     if use_cache and running:
         return inputs, None
+    # Asked in the order in which a forward of transformers decides: the argument, its default, the config, where True
+    # is the default (Llama). So use_cache=False in the call wins over all.
     if use_cache is None and parameter is not None and parameter.default is True:
         use_cache, why = True, "the default of use_cache is True"
     if use_cache is None and any(getattr(c, "use_cache", False) for c in _configs(getattr(model, "config", None), ())):
         use_cache, why = True, "config.use_cache=True"
     if not use_cache:
         return inputs, None
+    # A forward that returns its cache would have the keys and values of every layer as outputs of the plan.
     return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({why})"
 
 

@@ -82,11 +82,13 @@ def captured(program: Capture, priced: bool = False) -> Iterator[Fault]:
         if stated and own.no_grad is None:
             yield Fault(node, "no_grad", "is not written")
         yield from _on_axis(node, own, own.batch.axis if own.batch is not None else "dp")
+        # A conversion over dp without its mark would be planned over tp as an operator of the model.
         if converts(node) != (own.batch is not None):
             yield Fault(node, "batch", "is not written" if own.batch is None else "stands on no conversion")
         for field in ("layout", "conversion"):
             if getattr(own, field) is not None:
                 yield Fault(node, field, "is left from another program")
+        # A plan before this one priced the same calls, of the same sizes: with `priced` what it remembers holds.
         for field in ("flops", "saved"):
             if getattr(own, field) is not None and not priced:
                 yield Fault(node, field, "is left from another program")

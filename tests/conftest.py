@@ -24,7 +24,7 @@ os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between pass
 import torch
 
 from tests.helpers.capture_files import FOLDER
-from tests.helpers.cpu import cpu_seconds
+from tests.helpers.cpu import collect_rarely, cpu_seconds
 from tests.helpers.limits import LIMITS
 from tests.helpers.pool import Pool
 from tests.helpers.shared_captures import shared_captures
@@ -70,7 +70,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    gc.freeze()  # libraries and tests stay: every collection would look through a million objects of theirs
+    collect_rarely()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

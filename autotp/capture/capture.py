@@ -28,7 +28,7 @@ from .attempts import ATTEMPTS, STATIC, Change, Failure, attempt_errors, worth_t
 from .causes import Cause
 from .copies import copied
 from .export import Attempt, lengths
-from .grad_mode import GRAD, Asked
+from .grad_mode import GRAD, GradModeAnswers
 from .messages import capture_error
 from .repeated_blocks import Repeats
 from .selfcheck import Trial
@@ -151,15 +151,15 @@ def _attempt(
     """An attempt without changes, with tensors of its own: an export that fails leaves its marks of symbolic sizes."""
     arguments = (inputs.args, dict(inputs.kwargs))
     args, kwargs = compat.tree_map_only(Tensor, lambda t: _example(t, device), arguments)
-    asked = Asked(state[2] if state else GRAD)
-    return Attempt(bare, args, kwargs, repeats=Repeats(bare), asked=asked, states=frozenset(states))
+    grad_mode = GradModeAnswers(state[2] if state else GRAD)
+    return Attempt(bare, args, kwargs, repeats=Repeats(bare), grad_mode=grad_mode, states=frozenset(states))
 
 
 def _exported(attempt: Attempt, state: tuple[Any, ...]) -> Capture:
     """The capture of an attempt, not canonical yet."""
     exported = attempt.run()
     program = _read(exported.program, attempt.bare.training, exported.writes)
-    program.asks_grad_mode, program.asks_gradients = attempt.asked.told, attempt.asked.tensors
+    program.asks_grad_mode, program.asks_gradients = attempt.grad_mode.asks, attempt.grad_mode.tensors
     program.aliases, program.conditions = aliases(attempt.bare), exported.conditions
     if state:
         grad, trained = program.asks_grad_mode or None, program.asks_gradients or None

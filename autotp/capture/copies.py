@@ -63,18 +63,18 @@ def with_histories(model: Any, precision: Precision | None) -> Any:
     """
     if precision is None or precision.recipe != DELAYED or not isinstance(model, nn.Module):
         return model
-    taken = [name for name, module in model.named_modules() if _takes(precision, name, module)]
-    if not taken or hasattr(model.get_submodule(taken[0]), HISTORY):
+    layers = [name for name, module in model.named_modules() if _takes(precision, name, module)]
+    if not layers or hasattr(model.get_submodule(layers[0]), HISTORY):
         return model
-    made = copied(model, lambda tensor: tensor)
-    for name in taken:
-        layer: Any = made.get_submodule(name)
+    model_copy = copied(model, lambda tensor: tensor)
+    for name in layers:
+        layer: Any = model_copy.get_submodule(name)
         weight = layer.weight
         dtype = torch.promote_types(weight.dtype, torch.float32)
         device = torch.device("cpu") if weight.is_meta else weight.device
         layer.register_buffer(HISTORY, torch.zeros(3, precision.history, dtype=dtype, device=device))
         layer.register_buffer(LATEST, torch.zeros((), dtype=dtype, device=device))
-    return made
+    return model_copy
 
 
 def _takes(precision: Precision, name: str, module: nn.Module) -> bool:

@@ -176,17 +176,22 @@ def _constructor_arguments(model: nn.Module) -> dict[str, Any] | None:
 
 def _narrow(value: Any, widths: Mapping[int, int], copies: dict[int, Any]) -> Any:
     """A copy of arguments with other widths."""
+    # No flag: True is an int, and equal to 1.
     if type(value) is int:
         return widths.get(value, value)
+    # No named tuple, whose constructor takes its fields one by one.
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
         return type(value)(_narrow(v, widths, copies) for v in value)
     if isinstance(value, dict):
         narrow = copy.copy(value)
         for key, v in value.items():
+            # The copy of a frozen configuration is frozen as well, so not by its own `__setitem__`.
             dict.__setitem__(narrow, key, _narrow(v, widths, copies))
         return narrow
     if not hasattr(value, "__dict__") or isinstance(value, (type, nn.Module, torch.Tensor)) or callable(value):
         return value
+    # A configuration that is reached twice is copied once, so that two parts still share it, and one that holds itself
+    # ends.
     if id(value) not in copies:
         copies[id(value)] = narrow = copy.copy(value)
         for key, v in list(vars(value).items()):

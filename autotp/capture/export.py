@@ -27,7 +27,7 @@ from autotp.passes.canonicalise.functionalise import regions
 from .carrying import carries, carrying, forwarding, is_number
 from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
-from .grad_mode import Asked
+from .grad_mode import GradModeAnswers
 from .plain_types import files_of, plain_values
 from .refusals import refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
@@ -42,7 +42,7 @@ class Attempt:
         symbolic: the first two dimensions of token inputs and the batch of all others are dynamic where possible.
         draft: decide branches on values by the values of the inputs, and keep what was decided as conditions.
         repeats: blocks that are traced once for all that are alike.
-        asked: the grad mode that the forward is to find, and whether it asks.
+        grad_mode: the one that the forward is to find, and whether it asks.
         states: names of the arguments that come back from the call before; any of their dimensions may grow.
         contexts: what to trace in.
         short: states of length 1, of which programs take any length; all other sizes of 1 stay.
@@ -55,7 +55,7 @@ class Attempt:
     symbolic: bool = True
     draft: bool = False
     repeats: Repeats | None = None
-    asked: Asked = field(default_factory=Asked)
+    grad_mode: GradModeAnswers = field(default_factory=GradModeAnswers)
     states: frozenset[str] = frozenset()
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
     assumes: bool = False
@@ -64,9 +64,10 @@ class Attempt:
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
         with ExitStack() as stack:
-            around = subclass_calls(self.bare), _named(self.bare, self.kwargs), _records(self.bare)
+            around = subclass_calls(self.bare), _kwargs_in_signature(self.bare, self.kwargs), _records(self.bare)
             for context in (_restored(self.bare), *self.contexts, *around):
                 stack.enter_context(context)
+            # The forward wants the cache that it is called with, and a graph takes tensors alone.
             if carries(self.args, self.kwargs):
                 stack.enter_context(carrying(self.bare))
             stack.enter_context(warnings.catch_warnings())
@@ -75,7 +76,7 @@ class Attempt:
             recorded = (
                 *recorded,
                 compat.recorded_guards(),
-                self.asked.answered(files_of(self.bare)),
+                self.grad_mode.answered(files_of(self.bare)),
                 plain_values(self.bare),
                 refuse_hooks(),
                 refuse_gradients(),
@@ -85,24 +86,28 @@ class Attempt:
             for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
+            # Torch takes a size of 1 for a constant: a cache of one token would never grow.
             if self.short:
                 stack.enter_context(compat.sizes_of_one())
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
+            # A branch on values, which an export refuses, a draft decides by those of the inputs.
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)
             exported = Exported(program, self.bare, self.repeats, (self.symbolic,) if self.draft else ())
             run_passes(exported, EXPORTED)
+        # Once the graph is functional: a Function may stand in a checkpointed region as well as in the graph itself.
         for graph in (exported.graph, *regions(exported.graph)):
             read_functions(graph)
         return exported
 
     def state_tensors(self) -> list[Tensor]:
         """What the call before left, of objects and of arguments that the user names."""
-        passed = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
-        held = [x for x in compat.tree_leaves([passed.get(name) for name in self.states]) if isinstance(x, Tensor)]
+        arguments = inspect.signature(self.bare.forward).bind(*self.args, **self.kwargs).arguments
+        states = [arguments.get(name) for name in self.states]
+        tensors = [x for x in compat.tree_leaves(states) if isinstance(x, Tensor)]
         objects = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Carried)]
-        return [*held, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
+        return [*tensors, *(t for x in objects for t in x.tensors if isinstance(t, Tensor))]
 
     def _shapes(self) -> dict[str, Any] | None:
         if not self.symbolic:
@@ -110,9 +115,9 @@ class Attempt:
         dims = _dims_of_short if self.short else _dims
         args, kwargs = compat.tree_map(dims, (self.args, self.kwargs), is_leaf=compat.is_user_node)
         signature = inspect.signature(self.bare.forward)
-        passed = signature.bind(*self.args, **self.kwargs).arguments
+        arguments = signature.bind(*self.args, **self.kwargs).arguments
         own = _lengths_of_short if self.short else _any_dims
-        grown = {name: compat.tree_map(own, passed[name]) for name in self.states & set(passed)}
+        grown = {name: compat.tree_map(own, arguments[name]) for name in self.states & set(arguments)}
         return dict(signature.bind(*args, **kwargs).arguments) | grown
 
 
@@ -131,19 +136,23 @@ def _dims_of_short(value: Any) -> Any:
     """Likewise where a state's length is 1, but for all other sizes of 1, and of 0."""
     if isinstance(value, Carried):
         return _varying(value, [_lengths_of_short(t) for t in value.tensors])
-    found = _dims(value)
-    return {d: dim for d, dim in found.items() if value.shape[d] > 1} if isinstance(value, Tensor) else found
+    dims = _dims(value)
+    if not isinstance(value, Tensor):
+        return dims
+    return {d: dim for d, dim in dims.items() if value.shape[d] > 1}
 
 
 def _varying(value: Carried, dims: list[dict[int, Any]]) -> list[dict[int, Any]]:
     """Of the dimensions of an object's tensors those that are not numbers for ever."""
-    named = zip(value.tensors, value.shape.names, dims, strict=True)
-    return [{d: x for d, x in found.items() if not is_number(name, d, t.shape[d])} for t, name, found in named]
+    varying = []
+    for tensor, name, own in zip(value.tensors, value.shape.names, dims, strict=True):
+        varying.append({d: x for d, x in own.items() if not is_number(name, d, tensor.shape[d])})
+    return varying
 
 
 def _lengths_of_short(value: Any) -> Any:
-    found = _any_dims(value)
-    return found and {d: dim for d, dim in found.items() if value.shape[d] > 1 or d in lengths(value)}
+    dims = _any_dims(value)
+    return dims and {d: dim for d, dim in dims.items() if value.shape[d] > 1 or d in lengths(value)}
 
 
 def lengths(state: Tensor) -> list[int]:
@@ -156,7 +165,7 @@ def _any_dims(value: Any) -> Any:
 
 
 @contextmanager
-def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
+def _kwargs_in_signature(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     """Names what `**kwargs` takes in forward's signature: without, torch.export refuses symbolic sizes."""
     own, signature = bare.forward, inspect.signature(bare.forward)
     more = [inspect.Parameter(n, inspect.Parameter.KEYWORD_ONLY) for n in kwargs if n not in signature.parameters]
@@ -167,8 +176,8 @@ def _named(bare: nn.Module, kwargs: Mapping[str, Any]) -> Iterator[None]:
     def forward(*args: Any, **kwargs: Any) -> Any:
         return own(*args, **kwargs)
 
-    *named, rest = signature.parameters.values()
-    with forwarding(bare, forward, signature.replace(parameters=[*named, *more, rest])):
+    *parameters, rest = signature.parameters.values()
+    with forwarding(bare, forward, signature.replace(parameters=[*parameters, *more, rest])):
         yield
 
 
@@ -196,10 +205,10 @@ def _restored(bare: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for module, held in before:
-            for name in vars(module).keys() - held.keys():
+        for module, attributes in before:
+            for name in vars(module).keys() - attributes.keys():
                 del vars(module)[name]
-            vars(module).update(held)
+            vars(module).update(attributes)
 
 
 @contextmanager
@@ -208,9 +217,9 @@ def _unmoved() -> Iterator[None]:
     apply = nn.Module._apply
 
     def same(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
-        held = [*self.parameters(recurse), *self.buffers(recurse)]
-        made = [fn(t) for t in held]
-        equal = all(a.dtype == b.dtype and a.device == b.device for a, b in zip(made, held, strict=True))
+        tensors = [*self.parameters(recurse), *self.buffers(recurse)]
+        images = [fn(t) for t in tensors]
+        equal = all(a.dtype == b.dtype and a.device == b.device for a, b in zip(images, tensors, strict=True))
         return self if equal else apply(self, fn, recurse)
 
     with mock.patch.object(nn.Module, "_apply", same):
@@ -220,10 +229,10 @@ def _unmoved() -> Iterator[None]:
 @contextmanager
 def _silent() -> Iterator[None]:
     """Without the whole graph on stderr when an export fails; what else was written there appears on success."""
-    written = io.StringIO()
-    with redirect_stderr(written):
+    stderr = io.StringIO()
+    with redirect_stderr(stderr):
         yield
-    sys.stderr.write(written.getvalue())
+    sys.stderr.write(stderr.getvalue())
 
 
 def regions_kept() -> AbstractContextManager[None]:

@@ -27,15 +27,15 @@ def grad_mode() -> str:
 
 
 @dataclass
-class Asked:
+class GradModeAnswers:
     """What a traced forward is told of the grad mode; gradients are recorded in any case, to see its own regions.
 
     Attributes:
-        mode: the grad mode around the forward. told: whether it asked; `tensors`: whether it asked a tensor.
+        mode: the grad mode around the forward. asks: whether it asked; `tensors`: whether it asked a tensor.
     """
 
     mode: str = GRAD
-    told: bool = False
+    asks: bool = False
     tensors: bool = False
 
     @contextmanager
@@ -51,7 +51,7 @@ class Asked:
             def ask() -> bool:
                 if _library(sys._getframe(1)):
                     return own()
-                self.told = True
+                self.asks = True
                 return answer(own())
 
             yield mock.patch.object(torch, name, ask)
@@ -74,7 +74,7 @@ class Asked:
             own_flag = own.__get__(tensor)
             if _library(sys._getframe(1)):
                 return own_flag
-            self.told = self.tensors = True
+            self.asks = self.tensors = True
             return own_flag and (self.mode == GRAD or tensor.is_leaf)
 
         return property(read, own.__set__)

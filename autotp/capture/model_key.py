@@ -67,19 +67,24 @@ def _words(x: Any, depth: int = 0) -> Any:
     """A value as what `repr` says alike in every process."""
     if depth > DEEPEST:
         raise Untold("nested too deep")
+    # What it is like alone: weights of the same shapes are captured as the same graph.
     if isinstance(x, Tensor):
         return _tensor(x)
+    # By its repr, which is the same in every process: the hash of a string is not.
     if isinstance(x, PLAIN):
         return type(x).__name__, repr(x)
     if isinstance(x, type):
         return _class(x)
+    # A closure computes with what its cells hold, which may be anything: it is refused below.
     if isinstance(x, FunctionType) and x.__closure__ is None:
         return _function(x)
+    # `[].append` is known by its address, which is another in the next process.
     if isinstance(x, BuiltinFunctionType) and " at 0x" not in repr(x):
         return repr(x)
     inner = _inner(x)
     if inner is None:
         raise Untold(f"a {type(x).__name__}, whose equality cannot be told")
+    # A set of strings has another order in every process.
     words = [_words(y, depth + 1) for y in inner]
     return type(x).__qualname__, sorted(map(repr, words)) if isinstance(x, set | frozenset) else words
 

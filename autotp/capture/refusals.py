@@ -44,6 +44,8 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
         InputError: the model is sharded already. CaptureError: it names the first one.
     """
     for name, module in model.named_modules():
+        # By class, not by its weights: a part of it within another model holds shards too, and these would be taken for
+        # wholes.
         if not any(k.__module__.startswith(OWN) for k in type(module).__mro__):
             continue
         what = f"its part {name!r}" if name else "it"
@@ -51,24 +53,28 @@ def refuse_unsaid(model: nn.Module, inputs: Inputs) -> None:
             f"the model is sharded already: autotp.compile or parallelize gave {what}. Give the original model."
         )
     for name, p in [*model.named_parameters(), *model.named_buffers()]:
+        # Frozen, a quantised weight is replaced by the tensors in it; trained, its gradient has no place among these.
         if compat.wraps_tensors(p):
             raise CaptureError(
                 f"{name} is a {type(p).__name__}, a tensor that wraps others, and it is trained: a graph holds plain "
                 "tensors, and its parts cannot be trained in its place. Freeze it by requires_grad_(False), as "
                 "quantised weights are, or shard the plain model."
             )
+        # `p.register_hook(lambda g: g.clamp(-1, 1))` would be gone without a word, and the training another.
         if any(getattr(p, hooks, None) for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks")):
             raise CaptureError(
                 f"{name} has a hook on its gradient, which a captured graph does not call. Register it on the sharded "
                 "module's parameter, after compile."
             )
     for name, module in model.named_modules():
+        # Of a module as well: the graph has its operators, and no module whose backward begins or ends.
         if any(getattr(module, hooks) for hooks in HOOKS):
             raise CaptureError(
                 f"{name or 'the model'} has a backward hook, which a captured graph does not call. Register it on the "
                 "sharded module, after compile."
             )
     for i, x in enumerate(compat.tree_leaves((inputs.args, inputs.kwargs))):
+        # Rows of 3 and of 5 tokens have no one size that could be dealt out.
         if isinstance(x, Tensor) and x.is_nested:
             raise CaptureError(f"input {i} is a nested tensor. Pass a padded one, and a mask of what counts.")
 

@@ -147,8 +147,10 @@ class _Reader:
             return type(x)
         if not isinstance(x, fx.Node):
             return repr(x)
+        # A copy changes no numbers, and which there are depends on how equal blocks were traced.
         while x.target in COPIES:
             x = x.all_input_nodes[0]
+        # Of batch times heads a stand-in has another number: compared is which sizes it depends on.
         if _is_size(x):
             return self._size(x, run)
         # The block's own weight has a name within the block; one of elsewhere is a value like any other of elsewhere.

@@ -65,11 +65,15 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
     empty, size = on_meta(model), bytes_of(model)
     if not empty and size < LARGEST:
         return whole
+    # Of a few GB for the case that no stand-in runs: not compared at all would be worse than slowly.
     if LARGEST <= size <= MOST and COPIES * size <= free_memory(device):
         whole = Trial.of(model, inputs, device, True)
+    # The model itself is compared on short inputs first: its forward costs by their length.
     whole = replace(whole, short=tuple(shortened(inputs, {})) if empty or size >= LARGEST else ())
+    # A small model on the meta device needs no stand-in: random weights make it real as it is.
     if not empty or _count(model) > CHEAP:
         for small in _smaller(model):
+            # Each length in turn: a forward that cuts 512 positions into blocks of 64 does not run on 16.
             for short in shortened(inputs, small.widths):
                 stand_in = StandIn(
                     small.model, short, device, ground=small.text, small=small, capturer=capturer, whole=whole

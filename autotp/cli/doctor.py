@@ -60,13 +60,17 @@ def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
     def lack(what: str, why: str, required: bool = False) -> dict[str, Any]:
         return {"what": what, "why": why, "required": required}
 
+    # Only what `gather` looks up: of jinja2 and safetensors it asks no version, and they would be said to be missing.
     versions, links = facts["versions"], facts["links"]
     for package, least in facts["needs"].items():
         have = versions.get(package)
         if package in versions and (have is None or _older(have, least)):
             yield lack(f"{package}>={least}".removesuffix(">="), f"autotp needs it; here is {have or 'none'}", True)
+    # A library of the user's: models of his own are compiled without it.
     if versions["transformers"] is None:
         yield lack("transformers", "a config.json is no model without it; package.module:factory works")
+    # Each kind of ranks has its own collectives. A build for processors has no NCCL, and where there are no CUDA
+    # devices nothing asks for it; nor does a machine with devices ask for gloo.
     cuda = [d for d in facts["devices"] if d["kind"] == "cuda"]
     if not cuda:
         yield lack("a CUDA device", "ranks run as gloo processes on the processor: right, but slow")
@@ -74,10 +78,12 @@ def missing(facts: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield lack("NCCL", "this build of torch has no collectives for CUDA devices", True)
     if not cuda and "gloo" not in links["backends"]:
         yield lack("gloo", "this build of torch has no collectives for the processor", True)
+    # On a processor the kernels are not used, so nothing is lost without Triton.
     if cuda and versions.get("triton") is None:
         yield lack("triton", "autotp's kernels run as plain PyTorch without it")
     if len(cuda) == 1:
         yield lack("a second CUDA device", "one rank holds the whole model; plan and verify need no devices")
+    # One device has no pairs: 0 of 0 is no lack.
     if links["peers"] < links["pairs"]:
         yield lack("peer access", f"{links['pairs'] - links['peers']} of {links['pairs']} pairs go through the host")
     if uses(facts)["here"] is None:

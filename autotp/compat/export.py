@@ -213,19 +213,23 @@ def _only_known(dispatch: Any) -> Any:
 
     def has_value(value: FakeTensor) -> bool:
         real = value.real_tensor
+        # A view that was made before the write has the same memory, and would be read as known.
         if real is not None and real.untyped_storage()._cdata in overwritten:
             value.real_tensor = None
         return value.real_tensor is not None
 
     def forget(value: Any) -> None:
         if isinstance(value, FakeTensor) and value.real_tensor is not None:
+            # The storage is kept, not its address alone: freed memory is given to the next tensor, which may be known.
             storage = value.real_tensor.untyped_storage()
             overwritten[storage._cdata] = storage
             value.real_tensor = None
 
     def guarded(self: FakeTensorMode, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        # Before the call, which changes what it writes to.
         knowing = [has_value(x) for x in tree_leaves((args, kwargs)) if isinstance(x, FakeTensor)]
         result = dispatch(self, func, types, args, kwargs)
+        # `x.copy_(y)` of an unknown y, and a cast of it, are unknown too.
         if not all(knowing):
             for schema, value in zip(func._schema.arguments, args, strict=False):
                 if schema.alias_info is not None and schema.alias_info.is_write:

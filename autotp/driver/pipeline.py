@@ -75,10 +75,11 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
-    kinds = []
-    for m in modules:
-        dtypes = tuple({p.dtype: None for p in m._parameters.values() if p is not None})
-        kinds += [dtypes] if dtypes else []
+    everywhere = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
+    kinds = [tuple(everywhere)] if everywhere else []
+    if len(everywhere) > 1:  # else nothing is to be told apart: every decoded token asks
+        each_dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
+        kinds = [dtypes for dtypes in each_dtypes if dtypes]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
     each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)

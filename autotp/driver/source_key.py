@@ -63,6 +63,7 @@ class Reach:
         Args:
             name: that it stands under. x: the value. names: that are read of a module. depth: of nesting.
         """
+        # A list may hold itself.
         if depth > DEEPEST:
             raise Untold(f"{name}, nested too deep")
         if isinstance(x, PLAIN):
@@ -70,6 +71,8 @@ class Reach:
         elif isinstance(x, Tensor):
             self.words.append((name, _tensor(x)))
         elif isinstance(x, ModuleType):
+            # Of the user's modules what a function reads of them; of numpy the version says it all, which is in the key
+            # already.
             if own(x.__name__):
                 self._each(name, {n: vars(x)[n] for n in names if n in vars(x)}, names, depth)
         elif isinstance(x, type):
@@ -77,6 +80,7 @@ class Reach:
         elif isinstance(x, FunctionType | MethodType | partial):
             self._function(name, x, depth)
         elif isinstance(x, Mapping | list | tuple | set | frozenset):
+            # Kind and length by themselves: [] and {} have no entries that would tell them apart.
             self.words.append((name, type(x).__qualname__, len(x)))
             self._each(name, _entries(x), (), depth)
         else:

@@ -148,9 +148,11 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     through the last two points soon meets the limit.
     """
     symbols, size = _batch(staged.planned.program)
+    # A model that was captured for one batch size has no line to follow.
     if not symbols:
         return None
     m, objective, hints = staged.plan.memory, staged.builder.objective, staged.builder.prices.hints
+    # A peak walks over the whole program, and the bounds below ask for the same batches again.
     peaks: dict[int, float] = {}
 
     def peak(batch: int) -> float:
@@ -162,6 +164,7 @@ def largest_batch(staged: Staged, limit: float) -> int | None:
     low, high = 0, size  # fits (0: assumed), does not fit
     while peak(high) <= limit:
         low, high = high, 2 * high + math.floor((limit - peak(high)) * size / max(peak(high) - m.steady, 1.0))
+        # A batch that adds nothing to the peak never exceeds the limit.
         if high > 2**31:
             return low
     while high - low > 1:

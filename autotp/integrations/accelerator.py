@@ -72,10 +72,10 @@ class GroupAccelerator(Accelerator):
         Args:
             input_data, use_gather_object: see `accelerate.Accelerator.gather_for_metrics`.
         """
-        rows, left = each_once(input_data, *self._degrees), self.gradient_state.remainder
-        if not self.gradient_state.end_of_dataloader or left <= 0:
+        rows, remainder = each_once(input_data, *self._degrees), self.gradient_state.remainder
+        if not self.gradient_state.end_of_dataloader or remainder <= 0:
             return rows
-        return rows[:left] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:left], rows)
+        return rows[:remainder] if isinstance(rows, list) else recursively_apply(lambda rows: rows[:remainder], rows)
 
     def unwrap_model(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         """As accelerate's; a sharded module as an object of its original's class, which trainers ask for.
@@ -109,8 +109,8 @@ class GroupAccelerator(Accelerator):
         """Within this context accelerate sees neither sharded modules nor their optimizers: the hooks save those."""
         models, optimizers = self._models, self._optimizers
         self._sharded = [m for m in models if isinstance(m, ShardedModule)]
-        held = {id(p) for m in self._sharded for p in m.parameters()}
-        self._over_them = [o for o in optimizers if any(id(p) in held for p in _parameters(o))]
+        ids = {id(p) for m in self._sharded for p in m.parameters()}
+        self._over_them = [o for o in optimizers if not ids.isdisjoint(map(id, _parameters(o)))]
         self._models = [m for m in models if not isinstance(m, ShardedModule)]
         self._optimizers = [o for o in optimizers if o not in self._over_them]
         try:
@@ -124,7 +124,7 @@ class GroupAccelerator(Accelerator):
             yield model, Path(folder) / f"sharded_model_{i}", None
         for i, optimizer in enumerate(self._over_them):
             first = id(next(iter(_parameters(optimizer))))
-            owner = next(m for m in self._sharded if any(id(p) == first for p in m.parameters()))
+            owner = next(m for m in self._sharded if first in map(id, m.parameters()))
             yield owner, Path(folder) / f"sharded_optimizer_{i}", getattr(optimizer, "optimizer", optimizer)
 
     def _save_sharded(self, models: list[nn.Module], weights: list[Any], folder: str) -> None:
@@ -178,8 +178,10 @@ class Parallelism(ParallelismConfig):
         super().__init__(tp_size=tp, dp_shard_size=dp)
         ranks = model._shards.ranks
         world = dist.get_world_size() if ranks is not None else 1
-        place = divmod(dist.get_rank(), tp) if ranks is not None else (0, 0)
-        own = (ranks.batch.rank if ranks.batch is not None else 0, ranks.rank) if ranks is not None else (0, 0)
+        place = own = (0, 0)
+        if ranks is not None:
+            place = divmod(dist.get_rank(), tp)
+            own = (ranks.batch.rank if ranks.batch is not None else 0, ranks.rank)
         if world != tp * dp or place != own:
             raise InputError(
                 f"accelerate and transformers' Trainer deal out batches to all {world} ranks, and this sharded module "
@@ -191,8 +193,8 @@ class Parallelism(ParallelismConfig):
         """The mesh of the module's ranks; None of a single one."""
         if self.device_mesh is None and device_type is not None and self.total_size > 1:
             names = {"dp_shard": self.dp_shard_size, "tp": self.tp_size}
-            used = {name: int(size or 1) for name, size in names.items() if size != 1}
-            self.device_mesh = init_device_mesh(device_type, tuple(used.values()), mesh_dim_names=tuple(used))
+            dims = {name: int(size or 1) for name, size in names.items() if size != 1}
+            self.device_mesh = init_device_mesh(device_type, tuple(dims.values()), mesh_dim_names=tuple(dims))
         return self.device_mesh
 
     def __getstate__(self) -> dict[str, Any]:

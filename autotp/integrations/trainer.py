@@ -69,11 +69,11 @@ class ShardedTrainer(Trainer):
         Args:
             model, inputs, return_outputs, num_items_in_batch: see `transformers.Trainer.compute_loss`.
         """
-        found: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
+        result: Any = super().compute_loss(model, inputs, return_outputs, num_items_in_batch)
         outside = self.compute_loss_func is not None or self.label_smoother is not None
         if self._dp == 1 or outside or not self.model_accepts_loss_kwargs or num_items_in_batch is None:
-            return found
-        loss, outputs = found if return_outputs else (found, None)
+            return result
+        loss, outputs = result if return_outputs else (result, None)
         return (loss / self._dp, outputs) if return_outputs else loss / self._dp
 
     # ---- what is counted once, though every rank of a tp group has it ----------------------------------------------

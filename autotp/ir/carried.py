@@ -13,6 +13,7 @@ import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -126,6 +127,20 @@ def is_carrier(value: Any) -> bool:
     return isinstance(value, caches) or not compat.is_node(value)
 
 
+# A cache is described at every decoded token: equal parts of descriptions are one object, made once and compared fast.
+SHARED = frozenset({bool, int, str, type(None), torch.dtype, torch.device})  # not floats: 0.0 equals -0.0
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _shared(value: Any) -> Fixed:
+    return Fixed((type(value), value), repr(value), value)
+
+
+@lru_cache(maxsize=4096)
+def _slot(index: int) -> TensorSlot:
+    return TensorSlot(index)
+
+
 class Walk:
     """Describes objects; `moving` are the attributes whose whole numbers change, as (class, attribute)."""
 
@@ -148,26 +163,32 @@ class Walk:
         Args:
             value: of an attribute or item, at `path`. owner, name: class and name of the attribute, where it is one.
         """
-        number = type(value) is int and (owner, name) in self.moving
-        if number or isinstance(value, torch.SymInt):
+        kind = type(value)
+        # How many tokens a cache has seen is 5, then 6: as a literal it would make each call another program.
+        if (kind is int and (owner, name) in self.moving) or kind is torch.SymInt:
             self.counts.add(len(self.tensors))
             return Count(self._hold(counted(value), path))
+        # Before identities: two attributes that are 0 are one object in Python, and share nothing.
+        if kind in SHARED:
+            return _shared(value)
         if isinstance(value, PLAIN):
-            return Fixed((type(value), value), repr(value), value)
+            return Fixed((kind, value), repr(value), value)
+        # An object that two layers share is one afterwards as well, and one that holds itself ends here.
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])
         self.numbers[id(value)] = len(self.numbers)
         self.objects.append(value)
         if isinstance(value, Tensor):
+            # A tensor that the call left as it was is no further output.
             earlier = self.index_of.get(id(value))
-            return TensorSlot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
-        if isinstance(value, Mapping) and type(value) is dict:
+            return _slot(self._hold(value, path)) if earlier is None else EarlierTensor(earlier)
+        if kind is dict:
             return self._compound(value, dict, value.items(), path)
-        if type(value) in (list, tuple):
-            return self._compound(value, type(value), enumerate(value), path)
+        if kind is list or kind is tuple:
+            return self._compound(value, kind, enumerate(value), path)
         if is_carrier(value):
-            return self._compound(value, type(value), vars(value).items(), path)
-        return Fixed((type(value), id(value)), type(value).__name__, value)
+            return self._compound(value, kind, vars(value).items(), path)
+        return Fixed((kind, id(value)), kind.__name__, value)
 
     def _compound(self, value: Any, kind: type, items: Iterable[tuple[Any, Any]], path: str) -> Compound:
         return Compound(kind, tuple((key, self.walk(x, f"{path}.{key}", kind, str(key))) for key, x in items))
@@ -257,7 +278,7 @@ def object_of(kind: Any) -> Any:
     return kind.__new__(kind)
 
 
-def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
+def changed_numbers(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tuple[type, str, bool]]:
     """Attributes whose whole numbers differ between two descriptions, or depend on sizes.
 
     Args:
@@ -273,7 +294,7 @@ def moved(before: Any, after: Any, owner: Any = None, name: str = "") -> set[tup
     if not isinstance(after, Compound):
         return set()
     was = dict(before.items) if isinstance(before, Compound) and before.kind is after.kind else {}
-    return set().union(*(moved(was.get(key), x, after.kind, str(key)) for key, x in after.items))
+    return set().union(*(changed_numbers(was.get(key), x, after.kind, str(key)) for key, x in after.items))
 
 
 def replaced(tree: Any, function: Callable[[Any, str], Any]) -> Any:

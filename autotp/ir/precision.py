@@ -38,20 +38,20 @@ class Precision:
     history: int = 16
 
     @classmethod
-    def read(cls, given: Any) -> Precision | None:
+    def read(cls, choice: Any) -> Precision | None:
         """What a public function's argument asks for; None for the model's own.
 
         Raises:
             InputError: it is not known.
         """
-        if given is None or isinstance(given, Precision):
-            return given
-        if isinstance(given, str) and given in NAMES:
-            return cls(NAMES[given])
-        if isinstance(given, Mapping) and not set(given) - set(FIELDS):
-            return _checked(cls(**{**given, "skip": _patterns(given.get("skip", ()))}))
+        if choice is None or isinstance(choice, Precision):
+            return choice
+        if isinstance(choice, str) and choice in NAMES:
+            return cls(NAMES[choice])
+        if isinstance(choice, Mapping) and not set(choice) - set(FIELDS):
+            return _checked(cls(**{**choice, "skip": _patterns(choice.get("skip", ()))}))
         raise InputError(
-            f"precision={given!r} is not known: give None, {_either(NAMES)}, or a mapping of "
+            f"precision={choice!r} is not known: give None, {_either(NAMES)}, or a mapping of "
             f"{', '.join(FIELDS)}, such as {{'recipe': 'rowwise', 'smallest': 1024}}."
         )
 
@@ -66,16 +66,16 @@ class Precision:
         return n > 2048 and k > 1024 and (n > 4096 or k > 2048)
 
 
-def _patterns(given: Any) -> tuple[str, ...]:
-    return (given,) if isinstance(given, str) else tuple(given)
+def _patterns(choice: Any) -> tuple[str, ...]:
+    return (choice,) if isinstance(choice, str) else tuple(choice)
 
 
 def _checked(precision: Precision) -> Precision:
     if precision.recipe not in RECIPES:
         raise InputError(f"precision: the recipe {precision.recipe!r} is not known: give {_either(RECIPES)}.")
     if precision.smallest is not None and not _counts(precision.smallest):
-        told = f"smallest={precision.smallest!r}"
-        raise InputError(f"precision: {told}: give a number of elements, or None for torchao's sizes.")
+        fault = f"precision: smallest={precision.smallest!r}"
+        raise InputError(f"{fault}: give a number of elements, or None for torchao's sizes.")
     if not _counts(precision.history):
         raise InputError(f"precision: history={precision.history!r}: give a number of calls, such as 16.")
     return precision

@@ -236,7 +236,7 @@ def _nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     """The backward reads nothing of the forward."""
 
 
-def _passed(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+def _same_gradient(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
     return grad, None
 
 
@@ -257,11 +257,11 @@ def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | N
     x, weight, x_amax, amaxes = ctx.saved_tensors
     with torch.no_grad():
         ctx.latest.copy_(torch.maximum(ctx.latest, amax.to(ctx.latest.dtype)))
-    known = torch.where(amaxes[2] > 0, amaxes[2], amax)  # the first gradient's own: it may be far from 1
-    return *OPS.float8_linear_backward(grad, known, x, weight, x_amax, amaxes[1]), None, None, None
+    grad_amax = torch.where(amaxes[2] > 0, amaxes[2], amax)  # the first gradient's own: it may be far from 1
+    return *OPS.float8_linear_backward(grad, grad_amax, x, weight, x_amax, amaxes[1]), None, None, None
 
 
-def _seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+def _gradient_and_amax(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
     return grad, float8_amax(grad, range(grad.ndim), False)
 
 
@@ -293,10 +293,10 @@ def _rows_seen(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 for _name, _backward, _setup in (
-    ("cast", _passed, _nothing),
+    ("cast", _same_gradient, _nothing),
     ("linear", _linear_gradients, _keep),
     ("delayed", _delayed_gradients, _keep_latest),
-    ("seen", _seen, _nothing),
+    ("seen", _gradient_and_amax, _nothing),
     ("rows", _rows_gradients, _keep_rows),
     ("rows_hp", _rows_hp_gradients, _keep_rows_hp),
     ("row_seen", _row_seen, _nothing),

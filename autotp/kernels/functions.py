@@ -116,8 +116,11 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
         key: what `enter` gave for the call.
     """
     function_call = CALLS[key]
+    # The operator says that it only reads, and where its backward is traced the operands are leaves, to which autograd
+    # allows no write.
     if function_call.writes:
         xs = [x.clone() for x in xs]
+    # A size is another in each call, so it is an operand; what else a Function takes, such as eps, is in the key.
     tensors, numbers = iter(xs), iter(sizes)
     leaves: list[Any] = []
     for x in function_call.leaves:
@@ -129,6 +132,7 @@ def call(xs: Sequence[Tensor], sizes: Sequence[int], key: str) -> list[Tensor]:
     args, kwargs = compat.tree_unflatten(leaves, function_call.spec)
     outs, spec = compat.tree_flatten(apply(function_call.function, *args, **kwargs))
     results = [x for x in outs if isinstance(x, Tensor)]
+    # What a Function returns is known only once it ran: a tensor, a tuple, a tuple with None in it.
     if function_call.out_spec is None:
         function_call.outs, function_call.out_spec = list(map(_kind_of, outs)), spec
         memories = {x.untyped_storage()._cdata for x in xs}

@@ -119,6 +119,7 @@ def _backward(
     to_weight = tl.zeros([ROWS, BLOCK], tl.float32)
     to_bias = tl.zeros([ROWS, BLOCK], tl.float32)
     for i in range(first, tl.cdiv(rows, ROWS), step):
+        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
         row = tl.cast(i, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
         inside = (row < rows) & (column < columns)
         mean = tl.load(stats + row, mask=row < rows, other=0)
@@ -126,6 +127,8 @@ def _backward(
         normal, comes, g = _normal_and_slope(
             grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
         )  # fmt: skip
+        # The gradient has no part along x, and where the mean is taken off none along ones: the norm does not see
+        # these.
         value = g - normal * (tl.sum(g * normal, 1, keep_dims=True) / columns)
         if CENTRED:
             value -= tl.sum(g, 1, keep_dims=True) / columns
@@ -134,6 +137,7 @@ def _backward(
             to_weight += comes * normal
         if BIAS:
             to_bias += comes
+    # Each program has sums of its own: added up atomically they would be in another order in each run.
     at = first * columns + tl.arange(0, BLOCK)
     there = tl.arange(0, BLOCK) < columns
     if WEIGHT:
@@ -151,8 +155,11 @@ def _backward_in_pieces(
     """The same for long rows: each program adds to its own sums in memory, which start as zeros."""
     first, step = tl.program_id(0), tl.num_programs(0)
     for i in range(first, rows, step):
+        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
         row = tl.cast(i, tl.int64)
         mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+        # Two passes over the row: each element's gradient needs the sums over all of them, and the row does not fit in
+        # registers.
         along, across = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
         for start in range(0, columns, BLOCK):
             column = start + tl.arange(0, BLOCK)
@@ -172,6 +179,7 @@ def _backward_in_pieces(
             )  # fmt: skip
             value = (g - normal * slope - level) * scale
             _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
+            # Its own sums, with no other program's: added up atomically they would be in another order in each run.
             if WEIGHT:
                 at = sums + first * columns + column
                 tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)

@@ -61,7 +61,8 @@ class RuleProgram:
 
     def spec(self, layout: Layout) -> Spec:
         """A layout at run time; that of rows by group holds the operand which says where the groups end."""
-        carries = [c for f in (self.rule.factors if self.rule else ()) for c in (*f.ins, *f.outs) if c is not None]
+        factors = self.rule.factors if self.rule else ()
+        carries = [c for f in factors for c in (*f.ins, *f.outs) if c is not None]
         ends = next((self.operands[c.groups] for c in carries if c.groups is not None), None)
         return layout.to_runtime(lambda size: ends if isinstance(size, Groups) else size)
 
@@ -101,7 +102,7 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
     if factor.pieces:
         lengths = [n for n in factor.pieces if isinstance(n, int)]
         yield Partition.of([Segment(n) for n in lengths], 1, tp)
-        yield Partition.of([Segment(n // 2, 2) if n % 2 == 0 else Segment(n) for n in lengths], 1, tp)
+        yield Partition.of([_halves(n) for n in lengths], 1, tp)
         return
     size = factor.size
     yield Partition.plain(size, tp)
@@ -111,6 +112,11 @@ def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:
         yield Partition.of([Segment(half, 1)], 2, tp)
     if isinstance(size, int) and size > 2:
         yield Partition.of([Segment(size - 2, 1), Segment(2, 1)], 1, tp)
+
+
+def _halves(n: int) -> Segment:
+    """A piece of two units where its length is even."""
+    return Segment(n // 2, 2) if n % 2 == 0 else Segment(n)
 
 
 def choices(p: RuleProgram, tp: int) -> list[tuple[Decision, Factor | None]]:
@@ -153,4 +159,6 @@ def required(p: RuleProgram) -> set[Any]:
     maxima = p.node in p.planned.grads  # which carry no gradient, and are no choice where one is wanted
     possible = [not (f.size in (0, 1) or (maxima and f.reduction == "max" and None in f.outs)) for f in p.rule.factors]
     factors = {("factor", i) for i, possible_one in enumerate(possible) if possible_one}
-    return factors | {("linear", s) for s in p.rule.linear} | {("addend", s) for s in p.rule.addends}
+    linear = {("linear", s) for s in p.rule.linear}
+    addends = {("addend", s) for s in p.rule.addends}
+    return factors | linear | addends

@@ -19,7 +19,7 @@ from autotp.ir.scopes import module_path
 from autotp.ir.specs import Spec
 
 from .expected import Expected, expect, watched
-from .numerics import largest, layout_error, loss, own_leaf, weighted, weights
+from .numerics import grad_or_zeros, largest, layout_error, loss, own_leaf, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, run
 
@@ -38,20 +38,20 @@ def compare(planned: Planned, sharded: Sharded, values: Values) -> Report:
     Returns:
         A `Report` without plan and capture error.
     """
-    given, drawn = values.doubled(), torch.get_rng_state()
+    leaf_values, random_state = values.doubled(), torch.get_rng_state()
     with promoted(planned.program.graph, sharded.graph):
-        leaves = {n: own_leaf(v, n in planned.grads) for n, v in given.items()}
+        leaves = {n: own_leaf(v, n in planned.grads) for n, v in leaf_values.items()}
         expected = expect(planned.program.graph, leaves, planned.program.mutations)
-        torch.set_rng_state(drawn)  # the ranks draw what the original drew
-        proof = _Proof(planned, sharded, _bind(planned, given), expected, given)
+        torch.set_rng_state(random_state)  # the ranks draw what the original drew
+        proof = _Proof(planned, sharded, _bind(planned, leaf_values), expected, leaf_values)
         difference, inside = proof.run()
     errors = proof.output_error, proof.gradient_error, 0.0
     return Report(planned.tp, None, *errors, proof.compared, difference, forward_only=expected.failed, inside=inside)
 
 
-def _bind(planned: Planned, given: Mapping[fx.Node, Any]) -> dict[str, int]:
+def _bind(planned: Planned, leaf_values: Mapping[fx.Node, Any]) -> dict[str, int]:
     """The size of every symbol, by name."""
-    return {str(symbol): given[node].shape[d] for symbol, (node, d) in planned.program.symbols.items()}
+    return {str(symbol): leaf_values[node].shape[d] for symbol, (node, d) in planned.program.symbols.items()}
 
 
 @dataclass
@@ -62,8 +62,8 @@ class _Proof:
     sharded: Sharded
     sizes: Mapping[str, int]
     expected: Expected
-    given: Mapping[fx.Node, Any]
-    held: dict[fx.Node, list[Any]] = field(default_factory=dict)
+    leaf_values: Mapping[fx.Node, Any]
+    rank_values: dict[fx.Node, list[Any]] = field(default_factory=dict)
     outputs: list[Any] = field(default_factory=list)
     output_error: float = 0.0
     gradient_error: float = 0.0
@@ -81,21 +81,21 @@ class _Proof:
     def forward(self) -> tuple[Difference | None, Difference | None]:
         """The first value that differs, and the first result: an output, or a buffer or input that is written to."""
         graphs = self.sharded.graph, self.planned.program.graph
-        leaves = zip(*([n for n in g.nodes if n.op == "placeholder"] for g in graphs), strict=True)
+        leaves = zip(*(g.find_nodes(op="placeholder") for g in graphs), strict=True)
         failed: StepError | None = None
         try:
-            inputs = {n: self._deal(n, self.given[whole]) for n, whole in leaves}
+            inputs = {n: self._deal(n, self.leaf_values[whole]) for n, whole in leaves}
             self.outputs = run(self.sharded, self.planned.tp, inputs, self._keep)
         except StepError as e:
             failed = e
         first: Difference | None = None
-        for node, ranks in self.held.items():
+        for node, ranks in self.rank_values.items():
             error = self._value_error(node, ranks)
             if not error <= TOLERANCE:
-                found = self._blame(node, error, f"the recombined value is off by {error:.2e}")
-                first = first or found
+                difference = self._blame(node, error, f"the recombined value is off by {error:.2e}")
+                first = first or difference
                 if failed is not None or node.op == "placeholder":
-                    return first, found
+                    return first, difference
         if failed is not None:
             return first, self._blame(failed.node, float("inf"), f"it fails: {str(failed).splitlines()[0]}")
         return first, self._compare_outputs()
@@ -104,13 +104,13 @@ class _Proof:
         """A leaf's value on every rank, as its layout says."""
         if not isinstance(value, Tensor):
             return [value] * self.planned.tp
-        wanted = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
+        differentiable = node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
         spec = self._spec(self.sharded.layouts.get(node, R))
-        return [own_leaf(v, wanted) for v in spec.split(value.detach(), self.planned.tp)]
+        return [own_leaf(v, differentiable) for v in spec.split(value.detach(), self.planned.tp)]
 
     def _keep(self, node: fx.Node, ranks: list[Any]) -> None:
         if node in self.sharded.origin:
-            self.held[node] = [watched(v) for v in ranks]
+            self.rank_values[node] = [watched(v) for v in ranks]
 
     def _spec(self, layout: Layout, node: fx.Node | None = None) -> Spec:
         def number(size: Size | Groups) -> Any:
@@ -150,18 +150,18 @@ class _Proof:
         nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
         ranks = [compat.tree_leaves(o) for o in self.outputs]
         for i, (node, whole) in enumerate(zip(nodes, self.expected.outputs, strict=True)):
-            found = [r[i] for r in ranks]
+            parts = [r[i] for r in ranks]
+            state = self.planned.program.becomes(i)
             if isinstance(whole, Tensor):
-                written = i in self.planned.program.mutations
-                scale = self._scale(wholes[i]) if written and isinstance(wholes[i], fx.Node) else 0.0
-                state = self.planned.program.becomes(i)
+                is_mutation = i in self.planned.program.mutations
+                scale = self._scale(wholes[i]) if is_mutation and isinstance(wholes[i], fx.Node) else 0.0
                 spec = self._spec(I if state is None else self.sharded.states.get(state, I))
-                error = layout_error(found, spec, whole.detach(), scale)
+                error = layout_error(parts, spec, whole.detach(), scale)
             else:
-                error = 0.0 if all(v == whole for v in found) else float("inf")
+                equal = all(v == whole for v in parts)
+                error = 0.0 if equal else float("inf")
             if not error <= TOLERANCE:
-                named = self.planned.program.becomes(i)
-                what = f"output {i}" if named is None else f"the state {named}"
+                what = f"output {i}" if state is None else f"the state {state}"
                 return self._blame(node, error, f"{what} is off by {error:.2e}")
             self.output_error = max(self.output_error, error)
         return None
@@ -176,16 +176,16 @@ class _Proof:
             except RuntimeError as e:
                 failed = e
         first: Difference | None = None
-        for node in reversed(self.held):
+        for node in reversed(self.rank_values):
             error = 0.0 if mark(node).conversion is not None else self._gradient_error(node)
             if error <= TOLERANCE:
                 self.gradient_error = max(self.gradient_error, error)
                 continue
             detail = f"the backward fails: {failed}" if failed else f"the gradient is off by {error:.2e}"
-            found = self._difference("backward", node, error, detail)
-            first = first or found
+            difference = self._difference("backward", node, error, detail)
+            first = first or difference
             if failed or node.op == "placeholder":
-                return first, found
+                return first, difference
         if failed is None:
             return first, self._compare_written()
         return first, Difference("backward", "?", "?", "", float("inf"), f"the backward fails: {failed}")
@@ -195,12 +195,12 @@ class _Proof:
         wholes = compat.tree_leaves(self.planned.program.graph.output_node().args[0])
         nodes = compat.tree_leaves(self.sharded.graph.output_node().args[0])
         ranks = [compat.tree_leaves(o) for o in self.outputs]
-        for i, whole in self.expected.written.items():
+        for i, whole in self.expected.final_values.items():
             if self.planned.program.becomes(i) is None and not whole.requires_grad:
                 error = layout_error([r[i] for r in ranks], self._spec(I), whole, self._scale(wholes[i]))
                 if not error <= TOLERANCE:
-                    named = self.planned.program.mutations[i]
-                    return self._difference("backward", nodes[i], error, f"it leaves {named} off by {error:.2e}")
+                    name = self.planned.program.mutations[i]
+                    return self._difference("backward", nodes[i], error, f"it leaves {name} off by {error:.2e}")
         return None
 
     def _loss(self, outputs: list[Any], rank: int) -> Tensor:
@@ -217,40 +217,41 @@ class _Proof:
         whole = self.expected.values.get(self.sharded.origin[node])
         if whole is None or whole.grad is None:
             return 0.0
-        ranks = [v.grad if v.grad is not None else torch.zeros_like(v) for v in self.held[node]]
+        ranks = [grad_or_zeros(v) for v in self.rank_values[node]]
         self.compared += 1
         return layout_error(ranks, self._spec(self.sharded.layouts[node].dual, node), whole.grad, self.expected.largest)
 
     def _blame(self, node: fx.Node, error: float, detail: str) -> Difference:
         """The value itself, unless an operand of its operator arrives in another layout than was decided."""
-        made = next((n for n in _onwards(node) if n in self.sharded.origin), node)
-        op = self.planned.ops.get(self.sharded.origin[made][0]) if made in self.sharded.origin else None
-        if op is not None and mark(made).conversion is None:
+        result = next((n for n in _onwards(node) if n in self.sharded.origin), node)
+        op = self.planned.ops.get(self.sharded.origin[result][0]) if result in self.sharded.origin else None
+        if op is not None and mark(result).conversion is None:
             slots = list(zip(map(resolve, op.slots), self.planned.decisions[op.node].ins, strict=True))
-            for operand in self._arrivals(made):
-                wanted = [layout for value, layout in slots if value == self.sharded.origin[operand]]
+            for operand in self._arrivals(result):
+                decided = [layout for value, layout in slots if value == self.sharded.origin[operand]]
                 has = self.sharded.layouts[operand]
-                if wanted and has not in wanted:
-                    arrives = f"arrives at {op.node.name} as {has}, should be {wanted[0]}; there {detail}"
+                if decided and has not in decided:
+                    arrives = f"arrives at {op.node.name} as {has}, should be {decided[0]}; there {detail}"
                     return self._difference("forward", operand, error, arrives)
-        return self._difference("forward", made, error, detail)
+        return self._difference("forward", result, error, detail)
 
     def _arrivals(self, node: fx.Node) -> list[fx.Node]:
         """The planned values that this node is made of, through what its rule wrote in between."""
-        found, todo, seen = [], list(node.all_input_nodes), set()
+        arrivals, todo, visited = [], list(node.all_input_nodes), set()
         while todo:
             n = todo.pop(0)
             if n in self.sharded.origin:
-                found += [n] if n not in seen else []
-            elif n not in seen:
+                arrivals += [n] if n not in visited else []
+            elif n not in visited:
                 todo += n.all_input_nodes
-            seen.add(n)
-        return found
+            visited.add(n)
+        return arrivals
 
     def _difference(self, direction: str, node: fx.Node, error: float, detail: str) -> Difference:
         origin = self.sharded.origin[node][0] if node in self.sharded.origin else node
-        moved = [n.name for n, (o, _) in self.sharded.origin.items() if o is origin and mark(n).conversion is not None]
-        detail += f" (conversions of this value: {', '.join(moved)})" if moved else ""
+        nodes = [n for n, (o, _) in self.sharded.origin.items() if o is origin]
+        conversions = [n.name for n in nodes if mark(n).conversion is not None]
+        detail += f" (conversions of this value: {', '.join(conversions)})" if conversions else ""
         path = module_path(origin)
         return Difference(direction, origin.name, short_name(origin.target), path[-1] if path else "", error, detail)
 

@@ -23,7 +23,7 @@ class Expected:
     outputs: list[Any]
     largest: float  # of all gradients: one that is small beside it may be zero but for rounding
     failed: str  # why there are no gradients
-    written: dict[int, Tensor]  # position of an output -> what a buffer or input has after the backward
+    final_values: dict[int, Tensor]  # position of an output -> what a buffer or input has after the backward
 
 
 def expect(graph: fx.Graph, leaves: Mapping[fx.Node, Any], mutations: Container[int]) -> Expected:
@@ -41,13 +41,13 @@ def expect(graph: fx.Graph, leaves: Mapping[fx.Node, Any], mutations: Container[
                 values[node, i] = watched(v)
 
     outputs = compat.tree_leaves(reference(graph, leaves, keep))
-    written = {i: v for i, v in enumerate(outputs) if i in mutations and isinstance(v, Tensor)}
-    before = {id(v): v.clone() for v in written.values() if not v.requires_grad}  # a backward may write to it too
+    final_values = {i: v for i, v in enumerate(outputs) if i in mutations and isinstance(v, Tensor)}
+    before = {id(v): v.clone() for v in final_values.values() if not v.requires_grad}  # a backward may write to it too
     values = {key: before.get(id(v), v) for key, v in values.items()}
     outputs = [before.get(id(v), v) for v in outputs]
     failed = backward(loss(outputs))
     graded: list[Any] = [v.grad for v in (*leaves.values(), *values.values()) if has_grad(v)]
-    return Expected(values, outputs, max(map(largest, graded), default=0.0), failed, written)
+    return Expected(values, outputs, max(map(largest, graded), default=0.0), failed, final_values)
 
 
 def watched(value: Any) -> Any:

@@ -17,7 +17,7 @@ from autotp.ir.program import Planned, Sharded
 from autotp.ir.specs import Spec
 
 from .expected import expect
-from .numerics import has_grad, layout_error, loss, own_leaf, relative, weighted, weights
+from .numerics import grad_or_zeros, has_grad, layout_error, loss, own_leaf, relative, weighted, weights
 from .report import TOLERANCE, Difference, Report
 from .simulate import StepError, Values, promoted, run
 
@@ -54,22 +54,22 @@ class GridProof:
 
     def _compared(self) -> Report:
         tp = self.planned.tp
-        given = self.values.doubled()
+        leaf_values = self.values.doubled()
         graded = {n for n, leaf in self._pairs() if self._graded(leaf)}
-        leaves = {n: own_leaf(v, n in graded) for n, v in given.items()}
+        leaves = {n: own_leaf(v, n in graded) for n, v in leaf_values.items()}
         original = expect(self.whole.graph, leaves, self.whole.mutations)
         expected = _tensors(original.outputs)
-        held = self.leaves()
+        rank_leaves = self.leaves()
         try:
-            found = [_tensors(o) for o in run(self.sharded, tp, held, outer=self.cp)]
+            rank_outputs = [_tensors(o) for o in run(self.sharded, tp, rank_leaves, outer=self.cp)]
         except StepError as error:
             return self._report(0.0, 0.0, 0, _difference("forward", str(error).splitlines()[0], float("inf")))
-        off = max((self._output_error([r[i] for r in found], x, i) for i, x in enumerate(expected)), default=0.0)
+        off = max((self._output_error(rank_outputs, x, i) for i, x in enumerate(expected)), default=0.0)
         if not off <= TOLERANCE:
             return self._report(off, 0.0, len(expected), _difference("forward", "an output", off))
-        torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(found)]).sum().backward()
+        torch.stack([self._loss(values, r // tp, expected) for r, values in enumerate(rank_outputs)]).sum().backward()
         pairs = [pair for pair in self._pairs() if pair[0] in graded]
-        errors = {n.name: self._gradient_error(n, held[new], leaves[n], original.largest) for n, new in pairs}
+        errors = {n.name: self._gradient_error(n, rank_leaves[new], leaves[n], original.largest) for n, new in pairs}
         name = max(errors, key=lambda n: errors[n], default="")
         worst = errors.get(name, 0.0)
         bad = None if worst <= TOLERANCE else _difference("backward", f"the gradient of {name}", worst)
@@ -80,8 +80,8 @@ class GridProof:
 
     def leaves(self) -> dict[fx.Node, list[Any]]:
         """For every placeholder of the ranks' program its value on each rank, in float64."""
-        given = self.values.doubled()
-        return {new: self._dealt(n, new, given[n], self._graded(new)) for n, new in self._pairs()}
+        leaf_values = self.values.doubled()
+        return {new: self._dealt(n, new, leaf_values[n], self._graded(new)) for n, new in self._pairs()}
 
     def _pairs(self) -> list[tuple[fx.Node, fx.Node]]:
         """Every leaf of the whole program with that of the ranks'."""
@@ -92,10 +92,12 @@ class GridProof:
         return node in self.sharded.origin and self.sharded.origin[node][0] in self.planned.grads
 
     def _spec(self, layout: Layout) -> Spec:
-        bound = {str(s): self.values.given[n].shape[d] for s, (n, d) in self.whole.symbols.items()}
+        bound = {str(s): self.values.leaves[n].shape[d] for s, (n, d) in self.whole.symbols.items()}
 
         def number(size: Any) -> int:
-            return size if isinstance(size, int) else int(size.subs({s: bound[str(s)] for s in size.free_symbols}))
+            if isinstance(size, int):
+                return size
+            return int(size.subs({s: bound[str(s)] for s in size.free_symbols}))
 
         return layout.to_runtime(number)
 
@@ -113,9 +115,10 @@ class GridProof:
         spec = self._spec(self.sharded.layouts.get(new, R))
         return [own_leaf(v, wanted) for part in parts for v in spec.split(part, self.planned.tp)]
 
-    def _output_error(self, ranks: list[Tensor], whole: Tensor, i: int) -> float:
+    def _output_error(self, rank_outputs: list[list[Tensor]], whole: Tensor, i: int) -> float:
         """Of an output: whole on the tp ranks, and over cp as it was decided."""
         tp = self.planned.tp
+        ranks = [outputs[i] for outputs in rank_outputs]
         spec = self._spec(self.outputs[i])
         return max(layout_error(ranks[t::tp], spec, whole.detach()) for t in range(tp))
 
@@ -138,11 +141,11 @@ class GridProof:
             return 0.0
         tp, over = self.planned.tp, self._over(node)
         dual = self._spec(self.sharded.layouts[dict(self._pairs())[node]].dual)
-        grads: list[Tensor] = [torch.zeros_like(x) if x.grad is None else x.grad for x in ranks]
+        grads = [grad_or_zeros(x) for x in ranks]
         parts = [dual.recombine(grads[c * tp : c * tp + tp]) for c in range(self.cp)]
-        wanted: Any = whole.grad
-        found = torch.stack(parts).mean(0) if over is None else self._spec(over).recombine(parts) / self.cp
-        return relative(found, wanted, top)
+        expected: Any = whole.grad
+        grad = torch.stack(parts).mean(0) if over is None else self._spec(over).recombine(parts) / self.cp
+        return relative(grad, expected, top)
 
 
 def _difference(direction: str, what: str, error: float) -> Difference:

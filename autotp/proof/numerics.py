@@ -27,6 +27,11 @@ def has_grad(value: Any) -> bool:
     return isinstance(value, Tensor) and value.grad is not None
 
 
+def grad_or_zeros(value: Tensor) -> Tensor:
+    """The gradient that has come to a value; zeros where none has."""
+    return value.grad if value.grad is not None else torch.zeros_like(value)
+
+
 def layout_error(ranks: Sequence[Tensor], spec: Spec, whole: Tensor, scale: float = 0.0) -> float:
     """Relative error of the recombined value; for whole layouts the worst rank counts."""
     ranks = [v.detach() for v in ranks]
@@ -56,7 +61,9 @@ def relative(a: Tensor, b: Tensor, scale: float = 0.0) -> float:
     top = (a - b).abs().max().item() if a.numel() else 0.0
     top = top if math.isfinite(top) else _finite_part(a, b)
     size = largest(b) + FLOOR * scale
-    return top / size if size else math.inf if top else 0.0
+    if size:
+        return top / size
+    return math.inf if top else 0.0
 
 
 def _dense(value: Tensor) -> Tensor:

@@ -126,9 +126,12 @@ def _has_derivative(case: Case) -> bool:
 def _missed_text(call: RuleProgram, parts: set[Any]) -> tuple[str, ...]:
     names, out = letters(call.rule or Rule()), []
     for kind, what in parts:
-        slots = [what] if kind == "addend" else sorted(what) if kind == "linear" else []
-        operands = " + ".join(call.operand(s) for s in slots)
-        out.append(names[what] if kind == "factor" else f"{operands} as {'an addend' if kind == 'addend' else 'sums'}")
+        if kind == "factor":
+            out.append(names[what])
+        elif kind == "addend":
+            out.append(f"{call.operand(what)} as an addend")
+        else:
+            out.append(f"{' + '.join(call.operand(s) for s in sorted(what))} as sums")
     return tuple(sorted(out))
 
 

@@ -51,7 +51,7 @@ def prove(case: Case, tp: int, rule: RuleOf = rule_of) -> set[Any]:
     draw = torch.Generator().manual_seed(0)
     whole = [x.clone().requires_grad_(s in p.planned.grads) for x, s in zip(p.operands, p.op.slots, strict=True)]
     results = _call(case, whole)
-    grads = [_gradient(y, draw) if y.requires_grad else None for y in results]
+    grads = [_gradient(y, draw) for y in results]
     expected = _Expected([y.detach() for y in results], grads, _gradients(results, grads, whole))
     exercised: set[Any] = set()
     for decision, factor in choices(p, tp):
@@ -101,8 +101,10 @@ def _fault_text(p: RuleProgram, case: Case, decision: Decision, factor: Factor |
     )
 
 
-def _gradient(y: Tensor, draw: torch.Generator) -> Tensor:
-    """Random; whole numbers where the dtype is narrow, so that no rounding enters."""
+def _gradient(y: Tensor, draw: torch.Generator) -> Tensor | None:
+    """Random; whole numbers where the dtype is narrow, so that no rounding enters. None where it asks for none."""
+    if not y.requires_grad:
+        return None
     if y.dtype in (torch.float64, torch.complex128):
         return torch.randn(y.shape, generator=draw, dtype=y.dtype).to(y.device)
     return torch.randint(-3, 4, y.shape, generator=draw).to(y.device, y.dtype)
@@ -131,8 +133,12 @@ def _gradients(
     sources = [x for x in operands if x.requires_grad]
     if not pairs or not sources:
         return [None] * len(operands)
-    computed = iter(torch.autograd.grad([y for y, _ in pairs], sources, [g for _, g in pairs], allow_unused=True))
-    return [next(computed) if x.requires_grad else None for x in operands]
+    outputs, upstream = zip(*pairs, strict=True)
+    computed = iter(torch.autograd.grad(outputs, sources, upstream, allow_unused=True))
+    gradients: list[Tensor | None] = []
+    for x in operands:
+        gradients.append(next(computed) if x.requires_grad else None)
+    return gradients
 
 
 def _summands(p: RuleProgram, x: Tensor, layout: Layout, seed: int) -> list[Tensor]:

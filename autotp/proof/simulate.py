@@ -73,8 +73,10 @@ def _step(node: fx.Node, env: dict[fx.Node, Ranks], tp: int, outer: int) -> Rank
     if own.conversion is not None or own.batch is not None:
         src, dst = (_at(spec, env, 0) for spec in node.args[1:3])
         before, after = list(env[node.args[0]]), list(env[node.args[0]])  # type: ignore[index]
-        firsts = [slice(c * tp, c * tp + tp) for c in range(outer)]
-        for group in firsts if own.conversion is not None else [slice(t, None, tp) for t in range(tp)]:
+        groups = [slice(c * tp, c * tp + tp) for c in range(outer)]
+        if own.conversion is None:
+            groups = [slice(t, None, tp) for t in range(tp)]
+        for group in groups:
             after[group] = conversions.simulate(before[group], src, dst, node.kwargs.get("wire"))  # type: ignore[arg-type]
         return after
     results = []
@@ -147,10 +149,10 @@ class Values:
     """Real values for the leaves of a captured graph.
 
     Attributes:
-        given: placeholder -> its value; `inputs`: the model's arguments among them.
+        leaves: placeholder -> its value; `inputs`: the model's arguments among them.
     """
 
-    given: dict[fx.Node, Any]
+    leaves: dict[fx.Node, Any]
     inputs: Inputs
 
     @classmethod
@@ -165,14 +167,14 @@ class Values:
         inputs = without_cache(model, inputs)[0]
         flat = iter(compat.tree_leaves((tuple(inputs.args), dict(inputs.kwargs))))
         seeds = {x.node: torch.arange(len(x.node.meta["val"])) for x in program.leaves if x.kind is SEEDS}
-        given = {
+        leaves = {
             x.node: next(flat) if x.kind.passed else real(state[x.name]) for x in program.leaves if x.kind is not SEEDS
         }
-        return cls({**given, **seeds}, inputs)
+        return cls({**leaves, **seeds}, inputs)
 
     def doubled(self) -> dict[fx.Node, Any]:
         """The values in float64 (and complex128)."""
-        return {n: double(v) for n, v in self.given.items()}
+        return {n: double(v) for n, v in self.leaves.items()}
 
 
 def weights_of(model: nn.Module) -> dict[str, Tensor]:

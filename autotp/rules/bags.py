@@ -33,7 +33,7 @@ def embedding_bag(op: Op) -> Rule:
 
 
 def _local_bags(op: Op, local: ShardCall):
-    args = local.named(op)
+    args = local.arguments(op)
     rest = [args.get(name) for name in ARGUMENTS]
     rows = local.in_partition(0, 0)
     if rows is not None:
@@ -52,8 +52,7 @@ def bags_of_columns(weight: Tensor, ids: Tensor, offsets: Tensor, *rest: Any, ra
     """
     values, *numbers = aten.embedding_bag.padding_idx(weight, ids, offsets, *rest)
     shared = numbers[:2] if rest[1] == MAX else numbers
-    once = [x if rank == 0 else torch.zeros_like(x) for x in shared]
-    return (values, *once, *numbers[len(once) :])
+    return (values, *_once(shared, rank), *numbers[len(shared) :])
 
 
 def bags_of_rows(
@@ -83,4 +82,11 @@ def bags_of_rows(
         )
         values = values / few[0].clamp(min=1)
         numbers[1:] = [few[0][:, 0].to(ids.dtype)] * 2
-    return (values, *(x if rank == 0 else torch.zeros_like(x) for x in numbers))
+    return (values, *_once(numbers, rank))
+
+
+def _once(numbers: list[Tensor], rank: int) -> list[Tensor]:
+    """Numbers that are the same on all ranks as summands: zeros on all but rank 0."""
+    if rank == 0:
+        return numbers
+    return [torch.zeros_like(x) for x in numbers]

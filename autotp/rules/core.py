@@ -7,7 +7,7 @@ mention ranks or layouts; strategies are made from them in `autotp.passes.shard.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -117,7 +117,21 @@ def _carry(labelled: Sequence[Label], label: Label) -> Carry | None:
 
 def masked(labels: Iterable[Label], among: Container[Label]) -> list[Label]:
     """The labels, with None for those that are not among these."""
-    return [x if x in among else None for x in labels]
+
+    def of(label: Label) -> Label:
+        return label if label in among else None
+
+    return [of(x) for x in labels]
+
+
+def dim_labels(n: int, whole: Collection[int]) -> list[Label]:
+    """Labels 0 to n - 1 for the dimensions of a tensor, with None for those that stay whole."""
+    return masked(range(n), set(range(n)).difference(whole))
+
+
+def wide_labels(labels: Sequence[Label], shape: Shape) -> list[Label]:
+    """The labels of an operand, with None where a dimension has size 1: it is broadcast, and no loop."""
+    return masked(labels, {x for x, n in zip(labels, shape, strict=True) if n != 1})
 
 
 def einsum(op: Op, equation: str, **rule_fields: Any) -> Rule:
@@ -150,19 +164,20 @@ def _term(op: Op, term: str, shape: Shape) -> list[Label]:
             f"the rule of {op.target} has the term {term!r} for a tensor of {len(shape)} dimensions, "
             f"{list(map(str, shape))}. Write one letter a dimension, and `...` for any number of them."
         )
-    return [x if x != "_" else None for x in (*head, *(-i for i in range(between, 0, -1)), *tail)]
+    labels = [*head, *range(-between, 0), *tail]
+    return masked(labels, set(labels) - {"_"})
 
 
 def broadcast(op: Op, n: int) -> list[list[Label]]:
     """Labels 0 to n - 1 for the operands' dimensions, aligned at the last one; None where a dimension has size 1."""
-    return [[d if size != 1 else None for d, size in enumerate(s, start=n - len(s))] for s in op.ins]
+    return [wide_labels(range(n - len(s), n), s) for s in op.ins]
 
 
 def local_count(name: str, slot: int, dim: int) -> Localise:
     """The `localise` of an operator whose argument `name` counts the loop that this dimension carries."""
 
     def localise(op: Op, local: ShardCall) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-        args = local.named(op)
+        args = local.arguments(op)
         if local.loop is not None and local.in_partition(slot, dim) is not None:
             args[name] = local.length(local.loop)
         return local.call(op, args)

@@ -19,7 +19,7 @@ def factory(op: Op) -> Rule:
 
 def _local_factory(op: Op, local: ShardCall):
     shape = [local.out_length(0, d, n) for d, n in enumerate(op.outs[0])]
-    return local.call(op, {**local.named(op), "size": shape}) if local.split else local.unchanged(op)
+    return local.call(op, {**local.arguments(op), "size": shape}) if local.split else local.unchanged(op)
 
 
 @rule(aten.arange, aten.eye.default, aten.eye.m, aten.linspace.default, aten.tril_indices, aten.triu_indices)

@@ -27,13 +27,13 @@ def float8_cast(op: Op) -> Rule:
 @rule(OPS.float8_linear.default)
 def float8_linear(op: Op) -> Rule:
     """As a linear layer, but that its gradient is rounded: it is never given as summands."""
-    return _known_to_all(einsum(op, "...k,nk,,->...n,", summed=False))
+    return _alike(einsum(op, "...k,nk,,->...n,", summed=False))
 
 
 @rule(OPS.float8_delayed.default)
 def float8_delayed(op: Op) -> Rule:
     """The same; what earlier calls had, and where the backward writes, every rank has whole."""
-    return _known_to_all(einsum(op, "...k,nk,,_,->...n,", summed=False))
+    return _alike(einsum(op, "...k,nk,,_,->...n,", summed=False))
 
 
 @rule(OPS.float8_before.default)
@@ -51,13 +51,13 @@ def float8_record(op: Op) -> Rule:
 @rule(OPS.float8_rows.default)
 def float8_rows(op: Op) -> Rule:
     """The same with a scale for each row of what is summed over: those lie as the rows do."""
-    return _known_to_all(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
+    return _alike(einsum(op, "...k,nk,..._,n_,k,k->...n,..._,n", summed=False))
 
 
 @rule(OPS.float8_rows_hp.default)
 def float8_rows_hp(op: Op) -> Rule:
     """The same, whose backward has one scale for the weight."""
-    return _known_to_all(einsum(op, "...k,nk,..._,n_,->...n,..._", summed=False))
+    return _alike(einsum(op, "...k,nk,..._,n_,->...n,..._", summed=False))
 
 
 @rule(OPS.float8_seen.default)
@@ -78,11 +78,11 @@ def float8_rows_seen(op: Op) -> Rule:
     return _candidates(einsum(op, "...n,..._,n->...n", linear=(frozenset({0, 1, 2}),), summed=False))
 
 
-def _known_to_all(found: Rule) -> Rule:
+def _alike(base: Rule) -> Rule:
     """The results after the first one are zeros, which every rank has whole wherever they lack the loop."""
-    return replace(found, factors=tuple(replace(f, alike=frozenset(range(1, len(f.outs)))) for f in found.factors))
+    return replace(base, factors=tuple(replace(f, alike=frozenset(range(1, len(f.outs)))) for f in base.factors))
 
 
-def _candidates(found: Rule) -> Rule:
+def _candidates(base: Rule) -> Rule:
     """The gradients of the operands after the first one are maxima over the loop that these lack."""
-    return replace(found, factors=tuple(replace(f, maxima=frozenset(range(1, len(f.ins)))) for f in found.factors))
+    return replace(base, factors=tuple(replace(f, maxima=frozenset(range(1, len(f.ins)))) for f in base.factors))

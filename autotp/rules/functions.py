@@ -33,9 +33,12 @@ def function_rule(op: Op) -> Rule:
     for ins, outs in record.loops.get(tuple(map(len, op.ins)), ()):
         carried = [(shape[d], d) for shape, d in zip([*op.ins, *op.outs], [*ins, *outs], strict=True) if d is not None]
         if len({n for n, _ in carried}) == 1:
-            before, after = (tuple(None if d is None else Carry(d) for d in side) for side in (ins, outs))
-            factors.append(Factor(carried[0][0], before, after))
+            factors.append(Factor(carried[0][0], tuple(map(_carry, ins)), tuple(map(_carry, outs))))
     return Rule(tuple(factors), empty=False, summed=record.linear)
+
+
+def _carry(dim: int | None) -> Carry | None:
+    return None if dim is None else Carry(dim)
 
 
 # Not in the table: there is no call of these that would stand for all.
@@ -80,17 +83,21 @@ def loops_of(graph: fx.Graph, operands: int, outs: int, guards: Sequence[sympy.B
     returned = list(graph.output_node().args[0])  # type: ignore[arg-type]
     inputs, toward = placeholders[:operands], placeholders[operands : operands + outs]
     results, back = returned[:outs], returned[outs:]
+    # Results lie as their gradients: of x + b with a gradient of b alone, whose backward is `g.sum(0)`, nothing else
+    # says that the rows of both are one loop, and they would not be split.
     for result, gradient in zip(results, toward, strict=True):
         classes.equal(result, gradient)
     for operand, gradient in zip(inputs, back, strict=True):
         if gradient is not None:
             classes.equal(operand, gradient)
+    # Not every class is a loop: the rows of a norm are, its columns, which it sums and divides by, are none.
     loops = [_loop(classes, members, inputs, results, back) for members in classes.classes()]
     return tuple(loop for loop in loops if loop is not None)
 
 
 def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list[Any], back: list[Any]) -> Loop | None:
-    """The loop that these dimensions are; None where it may not be split."""
+    """The loop that these dimensions are; None where it may not be split, as one that is worked along as a whole, is
+    in no operand, or that a result lacks, which would then be a sum over the ranks."""
     at: dict[fx.Node, int] = {}
     for node, d in members:
         size = _size(node, d)
@@ -98,7 +105,7 @@ def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list
         if node in at or not isinstance(size, sympy.Expr) or size.free_symbols & classes.read_sizes:
             return None
         at[node] = d
-    if members & classes.whole or not any(x in at for x in inputs) or not all(x in at for x in results):
+    if members & classes.whole or at.keys().isdisjoint(inputs) or not at.keys() >= set(results):
         return None
     partial = _partial(classes, at)
     if partial is None:
@@ -109,7 +116,7 @@ def _loop(classes: _Classes, members: set[Dim], inputs: list[Any], results: list
     # A sum that is neither a gradient nor summed on, as a norm over the batch that the backward divides by.
     if partial - set(back) - classes.onward:
         return None
-    return tuple(at.get(x) for x in inputs), tuple(at.get(x) for x in results)
+    return tuple(map(at.get, inputs)), tuple(map(at.get, results))
 
 
 def _size(node: fx.Node, d: int) -> Any:
@@ -152,7 +159,8 @@ def _splits(factor: Factor, op: Op, node: fx.Node, at: dict[fx.Node, int]) -> bo
     """Whether splitting this factor splits just these dimensions."""
     dims = [*(at.get(x) for x in op.slots), at.get(node)]
     carries = [*factor.ins, *factor.outs]
-    return all(c is None or _plain(c) for c in carries) and [c and c.dim for c in carries] == dims
+    plain = all(c is None or _plain(c) for c in carries)
+    return plain and [c and c.dim for c in carries] == dims
 
 
 def _plain(carry: Carry) -> bool:

@@ -30,8 +30,9 @@ def convolution(op: Op) -> Rule:
     equation = f"{batch}_{space},__{space}{',_' * bias}->{batch}_{space}"
     base = einsum(op, equation, linear=linear, empty=False)
     factors = [*_groups(op, channel), *_within(op, channel, bool(transposed))]
-    added = addends if any(f.contracts for f in factors) else frozenset[int]()
-    return with_factors(replace(base, localise=_group_count, addends=added), factors)
+    contracts = any(f.contracts for f in factors)
+    base = replace(base, localise=_group_count, addends=addends if contracts else frozenset[int]())
+    return with_factors(base, factors)
 
 
 def _groups(op: Op, channel: int) -> list[Factor]:
@@ -100,8 +101,8 @@ def columns(op: Op) -> Rule:
         return Rule()
     batch = [Factor(image[0], (Carry(0),), (Carry(0),))] * (len(rows) - 2)
     one, many = Carry(len(image) - 3), Carry(len(rows) - 2, unit=window)
-    channels = Factor(image[-3], (one if there else many,), (many if there else one,))
-    return Rule((*batch, channels), THROUGH, empty=False)
+    before, after = (one, many) if there else (many, one)
+    return Rule((*batch, Factor(image[-3], (before,), (after,))), THROUGH, empty=False)
 
 
 @rule(aten.pixel_shuffle, aten.pixel_unshuffle)

@@ -134,12 +134,14 @@ class ShardCall:
     def size(self, size: Size) -> Any:
         return self.sizes.of(size)
 
-    def named(self, op: Op) -> dict[str, Any]:
+    def arguments(self, op: Op) -> dict[str, Any]:
         """The operator's arguments by name, for the new graph."""
         operands = iter(self.operands)
 
         def new(x: Any) -> Any:
-            return next(operands) if x in slots else self.env[x] if isinstance(x, fx.Node) else x
+            if x in slots:
+                return next(operands)
+            return self.env[x] if isinstance(x, fx.Node) else x
 
         slots = set(op.slots)
         return {name: fx.map_arg(value, new) for name, value in op.args.items()}
@@ -156,7 +158,7 @@ class ShardCall:
 
     def unchanged(self, op: Op) -> LocalCall:
         """The same call on this rank's operands."""
-        return self.call(op, self.named(op))
+        return self.call(op, self.arguments(op))
 
     def emit(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> fx.Node:
         """A further node before the operator's own."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 from autotp.ir.runs import Runs
 
-from .core import loops, masked, rule, with_factors
+from .core import dim_labels, loops, masked, rule, with_factors
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -68,8 +68,9 @@ def vocabulary_embedding(weight: Tensor, ids: Tensor, runs: Runs, padding: int, 
 @rule(aten.index_select.default)
 def index_select(op: Op) -> Rule:
     d = op.dim()
-    labels = [i if i != d else None for i in range(len(op.ins[0]))]
-    return loops(op, [labels, ["i"]], [[x if x is not None else "i" for x in labels]], linear=(frozenset({0}),))
+    labels = dim_labels(len(op.ins[0]), {d})
+    result = [*labels[:d], *["i"] * len(labels[d : d + 1]), *labels[d + 1 :]]  # of a number there is no dimension
+    return loops(op, [labels, ["i"]], [result], linear=(frozenset({0}),))
 
 
 @rule(aten.repeat_interleave.self_Tensor)
@@ -77,7 +78,7 @@ def repeats(op: Op) -> Rule:
     """How often each element comes is data, so their dimension stays whole."""
     if op.args["dim"] is None:
         return Rule()
-    labels = [i if i != op.dim() else None for i in range(len(op.ins[0]))]
+    labels = dim_labels(len(op.ins[0]), {op.dim()})
     return loops(op, [labels, [None] * len(op.ins[1])], [labels], linear=(frozenset({0}),))
 
 
@@ -86,7 +87,8 @@ def gather(op: Op) -> Rule:
     """Dimensions other than the looked-up one split where operand and index have the same length."""
     d = op.dim() if op.ins[0] else 0
     index = list(range(len(op.ins[1])))
-    table = [i if i != d and op.ins[0][i] == op.ins[1][i] else None for i in range(len(op.ins[0]))]
+    table = dim_labels(len(op.ins[0]), {d})
+    table = masked(table, {i for i in table if i is not None and op.ins[0][i] == op.ins[1][i]})
     shared = frozenset(i for i in index if i != d and table[i] is None)
     return loops(op, [table, index], [index], whole=shared, linear=(frozenset({0}),))
 

@@ -37,7 +37,7 @@ def _local_mean(op: Op, local: ShardCall):
     count: Size = 1
     for n in op.ins[0]:
         count = simplify(count * n)
-    target, args, kwargs = local.call(op, {**local.named(op), "reduction": SUM})
+    target, args, kwargs = local.call(op, {**local.arguments(op), "reduction": SUM})
     return aten.div.Tensor, (local.emit(target, args, kwargs), local.size(count)), {}
 
 
@@ -68,7 +68,7 @@ def _local_classes(op: Op, local: ShardCall):
     if classes is None:
         return local.unchanged(op)
     target = local.ranked(own_class, local.operand(2), local.runs(classes))
-    return local.call(op, {**local.named(op), "target": target})
+    return local.call(op, {**local.arguments(op), "target": target})
 
 
 def own_class(target: Tensor, runs: Runs, *, rank: int, tp: int) -> Tensor:

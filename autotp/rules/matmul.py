@@ -9,14 +9,15 @@ from autotp.ir.layouts import divide
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
 from autotp.kernels.dealt_attention import dealt_attention
 
-from .core import broadcast, einsum, loops, rule, with_factors
+from .core import broadcast, einsum, loops, rule, wide_labels, with_factors
 
 
 @rule(aten.linear)
 def linear(op: Op) -> Rule:
     bias = op.slot("bias") is not None
     equation = "...k,nk,n->...n" if bias else "...k,nk->...n"
-    return einsum(op, equation, linear=(frozenset({0, 2} if bias else {0}),), addends=frozenset({2} if bias else ()))
+    addends = frozenset({2} if bias else ())
+    return einsum(op, equation, linear=(addends | {0},), addends=addends)
 
 
 EITHER = (frozenset({0}), frozenset({1}))
@@ -78,7 +79,8 @@ def addmv(op: Op) -> Rule:
 @rule(aten.matmul)
 def matmul(op: Op) -> Rule:
     a, b = (len(s) for s in op.ins)
-    left, right = "k" if a == 1 else "...mk", "k" if b == 1 else "...kn"
+    left = "k" if a == 1 else "...mk"
+    right = "k" if b == 1 else "...kn"
     result = "..." * (a > 2 or b > 2) + "m" * (a > 1) + "n" * (b > 1)
     if not result.startswith("..."):
         left, right = left.replace("...", ""), right.replace("...", "")
@@ -150,9 +152,11 @@ def attention(op: Op) -> Rule:
     query = [*outer, "q", None]
     masks = [query[len(query) - len(s) :] for s in op.ins[3:]]
     ins = [query, [*outer, None, None], [*outer, None, "v"], *masks]
-    ins = [[x if n != 1 else None for x, n in zip(t, s, strict=True)] for t, s in zip(ins, op.ins, strict=True)]
+    ins = [wide_labels(labels, shape) for labels, shape in zip(ins, op.ins, strict=True)]
     shared = heads and op.ins[1][-3] == op.ins[2][-3] == 1  # one key head for all
-    whole = {*(() if shared else heads), *("q" if op.args["is_causal"] else "")}
+    whole = {"q"} if op.args["is_causal"] else set()
+    if not shared:
+        whole.update(heads)
     # A learnt mask gets no gradient from an empty shard: torch skips the whole backward there.
     base = loops(op, ins, [[*outer, "q", "v"]], whole=whole, empty=len(op.ins) == 3)
     return with_factors(base, _head_factor(op) if heads else ())

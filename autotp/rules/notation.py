@@ -24,15 +24,27 @@ def notation(op: Op, rule: Rule) -> str:
     `_` stays whole; `(2 a)` holds the loop twice over, `(a 2)` in pairs, `(a b)` both, the outer one first; `a₀` and
     `a₁` are pieces of one loop that is cut up; `{a}` holds the rows of every group, sorted by group.
     """
-    ins = [_term(rule, [f.ins[i] for f in rule.factors], shape) for i, shape in enumerate(op.ins)]
-    outs = [_term(rule, [f.outs[i] for f in rule.factors], shape) for i, shape in enumerate(op.outs)]
-    return f"{','.join(ins)}->{','.join(outs)}"
+    ins = [f.ins for f in rule.factors]
+    outs = [f.outs for f in rule.factors]
+    return f"{_terms(rule, ins, op.ins)}->{_terms(rule, outs, op.outs)}"
 
 
 def linear(op: Op, rule: Rule) -> str:
     """The operands that may be partial sums: `self + other` together, `self or other` either."""
-    sets = [" + ".join(dict.fromkeys(op.names[i] for i in sorted(slots))) for slots in rule.linear]
-    return " or ".join(dict.fromkeys(sets))
+    sums = []
+    for slots in rule.linear:
+        names = [op.names[i] for i in sorted(slots)]
+        sums.append(" + ".join(dict.fromkeys(names)))
+    return " or ".join(dict.fromkeys(sums))
+
+
+def _terms(rule: Rule, sides: Sequence[Sequence[Carry | None]], shapes: Sequence[Shape]) -> str:
+    """A term for each tensor of one side, of which every factor of the rule has its carries."""
+    terms = []
+    for i, shape in enumerate(shapes):
+        carries = [side[i] for side in sides]
+        terms.append(_term(rule, carries, shape))
+    return ",".join(terms)
 
 
 def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
@@ -45,7 +57,10 @@ def _term(rule: Rule, carries: Sequence[Carry | None], shape: Shape) -> str:
 
 def _dim(loops: list[tuple[str, Size, Carry]], length: Size) -> str:
     """The loops that one dimension holds, the outermost first, with numbers for what lies between them."""
-    loops = [x for i, x in enumerate(loops) if x[0] not in [y[0] for y in loops[:i]]]  # one loop in several roles
+    roles: dict[str, tuple[str, Size, Carry]] = {}
+    for loop in loops:
+        roles.setdefault(loop[0], loop)  # one loop may have several: the first counts
+    loops = list(roles.values())
     if len(loops) > 1:
         loops = [x for x in loops if x[1] != 1] or loops[:1]
     if len(loops) == 1 and loops[0][2].piece is not None:

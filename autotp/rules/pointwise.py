@@ -42,16 +42,17 @@ def _linear(op: Op) -> tuple[frozenset[int], ...]:
 
 def _rounds(op: Op, slot: int = 0) -> bool:
     """Whether a cast loses digits: a sum of rounded summands is another number than the rounded sum."""
-    given, made = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
-    if min(given.itemsize, made.itemsize) == 1 and given.is_floating_point:  # which torch promotes to nothing
-        return given != made and made.itemsize <= given.itemsize
-    return torch.promote_types(given, made) != made
+    source, goal = op.slots[slot].meta["val"].dtype.to_real(), op.node.meta["val"].dtype.to_real()
+    if min(source.itemsize, goal.itemsize) == 1 and source.is_floating_point:  # which torch promotes to nothing
+        return source != goal and goal.itemsize <= source.itemsize
+    return torch.promote_types(source, goal) != goal
 
 
 @rule("pointwise", aten.contiguous, aten.clone, aten.alias, aten.detach, aten.detach_.default, aten._to_copy)
 @rule(aten.to.dtype, aten.to.dtype_layout, aten.to.device)
 def pointwise(op: Op) -> Rule:
-    terms, results = (",".join("..." for _ in side) for side in (op.ins, op.outs))
+    terms = ",".join("..." for _ in op.ins)
+    results = ",".join("..." for _ in op.outs)
     return einsum(op, f"{terms}->{results}", linear=_linear(op))
 
 

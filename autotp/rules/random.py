@@ -32,7 +32,7 @@ def dropout(op: Op) -> Rule:
 
 def _local_part(op: Op, local: ShardCall) -> Any:
     """The whole's size stays; along the split dimension the part says where its elements are."""
-    out, args = local.outs[0], local.named(op)
+    out, args = local.outs[0], local.arguments(op)
     if out.sharded_dim is None or out.distribution is None:
         return local.call(op, args)
     if "size" in args:

@@ -46,7 +46,7 @@ def cell(op: Op) -> Rule:
 
 def _local_cell(op: Op, local: ShardCall):
     units = local.out_partition(0, 1)
-    args = local.named(op)
+    args = local.arguments(op)
     weights = [args[name] for name in ("w_ih", "w_hh", "b_ih", "b_hh")]
     if units is None:
         return local.unchanged(op)

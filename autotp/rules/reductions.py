@@ -9,23 +9,26 @@ from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
 from autotp.kernels.operators import OPS
 
-from .core import broadcast, einsum, local_count, loops, rule, with_factors
+from .core import broadcast, dim_labels, einsum, local_count, loops, masked, rule, with_factors
 
 if TYPE_CHECKING:
     from .local import ShardCall
 
 
 def _reduced(op: Op) -> list[int]:
-    n = len(op.ins[0])
-    dims = op.args.get("dim")
-    named = range(n) if dims is None or dims == [] else (dims if isinstance(dims, list | tuple) else [dims])
-    return [d % n for d in named] if n else []
+    n, dims = len(op.ins[0]), op.args.get("dim")
+    if dims is None or dims == [] or not n:  # a number has none
+        return list(range(n))
+    dims = dims if isinstance(dims, list | tuple) else [dims]
+    return [d % n for d in dims]
 
 
 def _labels(op: Op) -> tuple[list, list]:
-    n, reduced = len(op.ins[0]), _reduced(op)
-    kept = [i if i not in reduced else None for i in range(n)]
-    return list(range(n)), kept if op.args.get("keepdim") else [i for i in kept if i is not None]
+    n = len(op.ins[0])
+    out = dim_labels(n, _reduced(op))
+    if not op.args.get("keepdim"):
+        out = [x for x in out if x is not None]
+    return list(range(n)), out
 
 
 @rule(aten.sum.default, aten.sum.dim_IntList)
@@ -72,8 +75,8 @@ def _local_mean(op: Op, local: ShardCall):
 def largest(op: Op) -> Rule:
     """Of the parts, and then of those."""
     labels, out = _labels(op)
-    found = loops(op, [labels], [out], empty=False)
-    return replace(found, factors=tuple(replace(f, reduction="max") for f in found.factors))
+    base = loops(op, [labels], [out], empty=False)
+    return replace(base, factors=tuple(replace(f, reduction="max") for f in base.factors))
 
 
 @rule(aten.amin, aten.max.dim, aten.min.dim, aten.var, aten.std, aten.prod.dim_int, aten.any.dim, aten.all.dim)
@@ -180,9 +183,10 @@ def functional_batch_norm(op: Op) -> Rule:
 @rule(aten.glu.default)
 def glu(op: Op) -> Rule:
     """The dimension holds the loop twice: values, then gates."""
-    d = op.dim()
-    factors = [Factor(n, (Carry(i, repeat=2 if i == d else 1),), (Carry(i),)) for i, n in enumerate(op.outs[0])]
-    return Rule(tuple(factors))
+    repeats = [1] * len(op.outs[0])
+    repeats[op.dim()] = 2
+    dims = enumerate(zip(op.outs[0], repeats, strict=True))
+    return Rule(tuple(Factor(n, (Carry(i, repeat),), (Carry(i),)) for i, (n, repeat) in dims))
 
 
 @rule(aten.diff.default)
@@ -196,8 +200,7 @@ def diff(op: Op) -> Rule:
 @rule(aten._weight_norm.default)
 def weight_norm(op: Op) -> Rule:
     """Every slice along one dimension is scaled to its own length (Salimans and Kingma 2016)."""
-    d = op.dim()
-    labels = [[i if i == d else None for i in range(len(s))] for s in (*op.ins, *op.outs)]
+    labels = [masked(range(len(s)), {op.dim()}) for s in (*op.ins, *op.outs)]
     return loops(op, labels[:2], labels[2:], empty=False)
 
 

@@ -67,7 +67,10 @@ def register_rule(
     with_rule = [t for t in targets if function_of(t) is not None]
     if with_rule and not replace:
         raise InputError(f"{_names(with_rule)} has a rule already. Pass replace=True to put this one in its place.")
-    functions = {t: _Einsum.read(t, rule, linear, addends, empty) if isinstance(rule, str) else rule for t in targets}
+    if isinstance(rule, str):
+        functions: dict[Any, RuleFunction] = {t: _Einsum.read(t, rule, linear, addends, empty) for t in targets}
+    else:
+        functions = dict.fromkeys(targets, rule)
     RULES.update(functions)
     USERS.update(targets)
     return functions[targets[0]]
@@ -91,8 +94,8 @@ class _Einsum:
     def __call__(self, op: Op) -> Rule:
         results = self.results * len(op.outs) if len(self.results) == 1 else self.results
         equation = ",".join(self.terms[n] for n in op.names) + "->" + ",".join(results)
-        sets = [frozenset(i for i, n in enumerate(op.names) if n in names) for names in self.linear]
-        addends = frozenset(i for i, n in enumerate(op.names) if n in self.addends)
+        sets = [_slots(op, names) for names in self.linear]
+        addends = _slots(op, self.addends)
         return einsum(op, equation, linear=tuple(s for s in sets if s), addends=addends, empty=self.empty)
 
     @classmethod
@@ -114,11 +117,16 @@ class _Einsum:
                     f"{', '.join(slots)}. An optional tensor has a term too."
                 )
         _check_letters(what, terms, results)
-        sets = tuple((x,) if isinstance(x, str) else tuple(x) for x in _as_sequence(linear))
+        sets = tuple(tuple(_as_sequence(x)) for x in _as_sequence(linear))
         for name in [*(n for s in sets for n in s), *_as_sequence(addends)]:
             if name not in names:
                 raise InputError(f"{what} names {name!r} in linear or addends; its tensors are {', '.join(names)}.")
         return cls(dict(zip(names, terms, strict=True)), tuple(results), sets, tuple(_as_sequence(addends)), empty)
+
+
+def _slots(op: Op, names: Sequence[str]) -> frozenset[int]:
+    """The slots of the arguments of these names."""
+    return frozenset(i for i, name in enumerate(op.names) if name in names)
 
 
 def _check_letters(what: str, terms: list[str], results: list[str]) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from autotp.ir.layouts import Size, divide, simplify
 from autotp.ir.op import Carry, Factor, Op, Rule, Shape, aten
 
-from .core import broadcast, einsum, loops, rule
+from .core import broadcast, dim_labels, einsum, loops, masked, rule
 
 if TYPE_CHECKING:
     from .local import ShardCall
@@ -43,8 +43,9 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
         elif outer is not None:
             out.append((left, i, j))
             left, right = 1, outer
+        # No common loop here: merge until one appears. [3, 4, 5] and [4, 3, 5] share the 5 behind the 12 alone.
         elif i + 1 < len(a) and (j + 1 >= len(b) or _less(left, right)):
-            i, left = i + 1, simplify(left * a[i + 1])  # no common loop here: merge until one appears
+            i, left = i + 1, simplify(left * a[i + 1])
         elif j + 1 < len(b):
             j, right = j + 1, simplify(right * b[j + 1])
         else:
@@ -76,10 +77,10 @@ def _product(sizes: Iterable[Size]) -> Size:
 @rule(aten.view_as, aten.reshape_as, aten.squeeze, aten.unsqueeze, aten._reshape_copy, aten.view_copy.default)
 @rule(aten.atleast_1d.default, aten.atleast_2d.default, aten.atleast_3d.default)
 def reshape(op: Op) -> Rule:
-    found = atoms(op.ins[0], op.outs[0])
-    sizes = [n for n, _, _ in found]
-    before = _carries(sizes, [i for _, i, _ in found], op.ins[0])
-    after = _carries(sizes, [j for _, _, j in found], op.outs[0])
+    shared = atoms(op.ins[0], op.outs[0])
+    sizes = [n for n, _, _ in shared]
+    before = _carries(sizes, [i for _, i, _ in shared], op.ins[0])
+    after = _carries(sizes, [j for _, _, j in shared], op.outs[0])
     others = [None] * (len(op.ins) - 1)
     carried = zip(sizes, before, after, strict=True)
     factors = [Factor(n, (x, *others), (y,)) for n, x, y in carried if x is not None and y is not None]
@@ -99,7 +100,7 @@ def local_shape(op: Op, local: ShardCall):
 def expand(op: Op) -> Rule:
     new = len(op.outs[0]) - len(op.ins[0])
     out = list(range(len(op.outs[0])))
-    ins = [d + new if n == op.outs[0][d + new] else None for d, n in enumerate(op.ins[0])]
+    ins = masked(out[new:], {d for d in out[new:] if op.ins[0][d - new] == op.outs[0][d]})
     others = [[None] * len(s) for s in op.ins[1:]]
     return loops(op, [ins, *others], [out], linear=THROUGH, localise=_local_expand)
 
@@ -122,7 +123,7 @@ def permute(op: Op) -> Rule:
     if "dims" in op.args:
         order = [d % n for d in op.args["dims"]]
     elif "source" in op.args:
-        order = _moved(n, _many(op.args["source"]), _many(op.args["destination"]))
+        order = _order(n, _many(op.args["source"]), _many(op.args["destination"]))
     elif op.target is aten.numpy_T.default:
         order.reverse()
     elif n >= 2:  # of a vector `t` is the vector
@@ -132,11 +133,13 @@ def permute(op: Op) -> Rule:
     return loops(op, [list(range(n))], [order], linear=THROUGH)
 
 
-def _moved(n: int, source: Sequence[int], destination: Sequence[int]) -> list[int]:
+def _order(n: int, source: Sequence[int], destination: Sequence[int]) -> list[int]:
     """The order of `n` dimensions after some are moved: the others keep theirs and fill what is left."""
-    to = {target % n: d % n for d, target in zip(source, destination, strict=True)}
-    rest = iter(d for d in range(n) if d not in to.values())
-    return [to[d] if d in to else next(rest) for d in range(n)]
+    order = {target % n: d % n for d, target in zip(source, destination, strict=True)}
+    places = [d for d in range(n) if d not in order]
+    others = [d for d in range(n) if d not in order.values()]
+    order |= dict(zip(places, others, strict=True))
+    return [order[d] for d in range(n)]
 
 
 def _many(x: int | list[int]) -> list[int] | tuple[int, ...]:
@@ -160,33 +163,34 @@ def meshgrid(op: Op) -> Rule:
     """Every operand is a dimension of every result; "xy" swaps the first two."""
     labels = list(range(len(op.ins)))
     order = [1, 0, *labels[2:]] if op.args.get("indexing") == "xy" and len(labels) > 1 else labels
-    ins = [[i] if s else [] for i, s in enumerate(op.ins)]
-    return loops(op, ins, [[i if op.ins[i] else None for i in order]] * len(op.outs))
+    ins = [[i] * len(s) for i, s in enumerate(op.ins)]  # of a number the result has a dimension, but no loop
+    result = masked(order, {i for i, s in enumerate(op.ins) if s})
+    return loops(op, ins, [result] * len(op.outs))
 
 
 @rule(aten.diagonal, aten.unfold)
 def diagonal(op: Op) -> Rule:
     """The named dimensions stay whole; the result has a new last one."""
     n = len(op.ins[0])
-    named = [op.dim(x) for x in ("dimension", "dim1", "dim2") if x in op.args]
-    labels = [i if i not in named else None for i in range(n)]
-    kept = [x for x in labels if x is not None] if len(named) == 2 else labels
-    return loops(op, [labels], [[*kept, None]], linear=THROUGH)
+    dims = [op.dim(x) for x in ("dimension", "dim1", "dim2") if x in op.args]
+    labels = dim_labels(n, dims)
+    others = [x for x in labels if x is not None]
+    return loops(op, [labels], [[*(others if len(dims) == 2 else labels), None]], linear=THROUGH)
 
 
 @rule(aten.select.int, aten.unbind.int)
 def select(op: Op) -> Rule:
-    d = op.dim()
-    kept = [i for i in range(len(op.ins[0])) if i != d]
-    return loops(op, [[i if i != d else None for i in range(len(op.ins[0]))]], [kept] * len(op.outs), linear=THROUGH)
+    labels = dim_labels(len(op.ins[0]), {op.dim()})
+    result = [x for x in labels if x is not None]
+    return loops(op, [labels], [result] * len(op.outs), linear=THROUGH)
 
 
 @rule(aten.flip, aten.roll)
 def whole_dims(op: Op) -> Rule:
     n = len(op.ins[0])
-    named = op.args["dims"] or range(n)
+    dims = op.args["dims"] or range(n)
     labels = list(range(n))
-    return loops(op, [labels], [labels], whole=frozenset(d % n for d in named), linear=THROUGH)
+    return loops(op, [labels], [labels], whole=frozenset(d % n for d in dims), linear=THROUGH)
 
 
 @rule(aten.slice.Tensor, aten.narrow.default)
@@ -194,7 +198,7 @@ def slice_(op: Op) -> Rule:
     """Cut along one dimension: split only where the boundaries fall between segments."""
     d, length = op.dim(), op.outs[0][op.dim()]
     n = op.ins[0][d]
-    labels = [i if i != d or length == n else None for i in range(len(op.ins[0]))]
+    labels = dim_labels(len(op.ins[0]), {d} if length != n else ())
     rule_ = loops(op, [labels], [labels], linear=THROUGH, localise=_local_slice)
     start = op.args["start"] or 0
     if length == n or op.args.get("step", 1) != 1 or not all(isinstance(x, int) for x in (n, length, start)):
@@ -216,7 +220,7 @@ def _local_slice(op: Op, local: ShardCall):
 @rule(aten.split.Tensor, aten.split_with_sizes, aten.chunk, aten.tensor_split.sections, aten.split.sizes)
 def split(op: Op) -> Rule:
     d = op.dim()
-    labels = [i if i != d else None for i in range(len(op.ins[0]))]
+    labels = dim_labels(len(op.ins[0]), {d})
     base = loops(op, [labels], [labels] * len(op.outs), linear=THROUGH)
     pieces = tuple(s[d] for s in op.outs)
     if len(op.outs) > 64 or not all(isinstance(p, int) for p in pieces):
@@ -282,7 +286,8 @@ def repeat_interleave(op: Op) -> Rule:
         return Rule()
     d = op.dim()
     times = divide(op.outs[0][d], op.ins[0][d])
-    units = [1 if i != d else times for i in range(len(op.ins[0]))]
+    units: list[Size | None] = [1] * len(op.ins[0])
+    units[d] = times
     return Rule(
         tuple(
             Factor(n, (Carry(i),), (Carry(i, unit=u),))
@@ -295,7 +300,7 @@ def repeat_interleave(op: Op) -> Rule:
 
 
 def _local_repeat_interleave(op: Op, local: ShardCall):
-    args = local.named(op)
+    args = local.arguments(op)
     return local.call(op, args if not local.split else {**args, "output_size": None})
 
 

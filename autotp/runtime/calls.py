@@ -227,15 +227,15 @@ class Calls:
 
     def _parameters(self) -> tuple[int, int]:
         """Which parameters are trained, as a number, and how often they were written."""
-        flags, versions = bytearray(), 0
-        for part in self.order:
-            for p in part._parameters.values():
-                if p is not None:
-                    flags.append(p.requires_grad)
-                    versions += 0 if p.is_inference() else p._version
-            if part._forward_pre_hooks or part._forward_hooks:
-                flags += b"h" * gathers(part)
-        return zlib.crc32(flags) if torch.is_grad_enabled() else 0, versions
+        parameters = [p for part in self.order for p in part._parameters.values() if p is not None]
+        versions = sum([p._version for p in parameters if not p.is_inference()])
+        if not torch.is_grad_enabled():
+            return 0, versions
+        flags = bytearray([p.requires_grad for p in parameters])
+        for at, part in enumerate(self.order):
+            if (part._forward_pre_hooks or part._forward_hooks) and gathers(part):
+                flags += b"hook on part %d" % at
+        return zlib.crc32(flags), versions
 
     def _digest(self, key: Any, flat: Sequence[Any]) -> tuple[bytes, bytes]:
         """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""

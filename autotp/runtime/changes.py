@@ -188,10 +188,13 @@ class Watched:
         Raises:
             StateError: the programs of the module cannot follow.
         """
+        # `eval()` sets `training` on every part: a mode of the program, and no change of the model.
         if name in TORCHS:
             return
+        # A fused weight is held as `weight_part0` and on; one set under its whole name would be read by nothing.
         if advice := self.in_parts(part, name):
             raise StateError(advice)
+        # Parameters, modules and buffers are what the program computes with: it has their shapes and splits.
         if name in self.module._parameters:
             self._parameter(part, name, value)
         elif isinstance(value, nn.Module) or name in self.children:
@@ -199,11 +202,14 @@ class Watched:
         elif name in self.module._buffers:
             self._buffer(part, name, value)
         elif self.has(name):
+            # Compared with the original, not with what was set last: `norm.eps` back at its old value calls the old
+            # program again.
             was = self.module.__dict__.get(name, getattr(type(self.module), name, None))
             if token(value) == token(was):
                 self.versions.pop(name, None)
             else:
                 self.versions[name] = token(value)
+            # Changes within are counted for the object that stood here; its successor starts with none.
             self.versions.pop(WITHIN + name, None)
             self.changes.values = [x for x in self.changes.values if (x.watched, x.name) != (self, name)]
             self.changes.stale = True

@@ -76,7 +76,7 @@ class Finds:
             return captured, learned
 
         def key() -> tuple[str | None, str]:
-            if call.given:
+            if call.state_objects:
                 return None, "an object that holds state is described by what this process knows it by"
             if source.key is None or self._changes.key():
                 return None, "the model's attributes cannot be compared, or were set since"

@@ -30,7 +30,7 @@ from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
 from autotp.runtime.interop.profiled import Profiled
 from autotp.runtime.interop.refusals import Refusals, refuse_transforms
-from autotp.runtime.interop.shown import Shown
+from autotp.runtime.interop.shown import OriginalInterface
 
 from . import data_parallel, state, updates
 from .call_key import form
@@ -42,7 +42,7 @@ from .shard_state import ShardState
 from .storage import Storage
 
 
-class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusals, Part):
+class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterface, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -286,7 +286,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, Shown, Refusal
         latest = self._programs_made[-1]
         texts = dict(latest.fired)
         if latest.compiler is not None:
-            for name, text in latest.compiler.told(self._source.lowering.name):
+            for name, text in latest.compiler.summaries(self._source.lowering.name):
                 measured = texts.get(name, "").partition("; ")[2]
                 texts[name] = f"{text}; {measured}" if measured else text
         return self._plan.running(tuple(f"{name}: {what}" for name, what in texts.items()))

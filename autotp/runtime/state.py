@@ -33,45 +33,73 @@ def populate(shards: ShardState, root: nn.Module, model: nn.Module, placements: 
         shards: takes the parts and what they hold. root: the sharded module. model: the original, with its weights.
         placements: layouts of its parameters by name.
     """
+    # A plain process holds no DTensors, and torch's own operators and redistribution stay as they are.
     if shards.ranks is not None:
         operators.install()
         arrays.install()
         refusals.install()
         redistribution.install()
         know(shards.ranks.group_name, shards.ranks.planners.group_name)
-    parts: dict[int, Any] = {id(model): root}  # by identity, so that what is shared stays shared
+    # By identity, so that what is shared stays shared: the tied head of GPT-2 is its embedding, and as a copy of it
+    # would train apart.
+    parts: dict[int, Any] = {id(model): root}
+    _place_modules(shards, root, model, parts)
+    _place_parameters(shards, model, placements, parts)
+    _place_buffers(shards, model, placements, parts)
+
+
+def _place_modules(shards: ShardState, root: nn.Module, model: nn.Module, parts: dict[int, Any]) -> None:
+    """A part for each module of the model, in the same places; `parts`, by identity of the original, grows."""
     # A module that stands in two places, as a tied head does, is one part in two places.
     for path, module in model.named_modules(remove_duplicate=False):
         shards.parts[path] = parts.setdefault(id(module), root if not path else part_of(module))
         if path:
             owner, _, leaf = path.rpartition(".")
             shards.parts[owner].add_module(leaf, shards.parts[path])
+
+
+def _place_parameters(
+    shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
+) -> None:
+    """The pieces of each parameter, in the parts that stand for the modules that have it; `parts` grows."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
+        # The plan has a tied parameter under its first name alone.
         first = shards.aliases[name]
         storage = shards.storages.setdefault(
             first, Storage(tuple(parameter.shape), placements.get(first, I), shards.tp)
         )
         if id(parameter) not in parts:
             parts[id(parameter)] = _pieces_of(shards, parameter, storage)
+        # A fused weight has several pieces: DTensor cannot say that q, k and v in it are split each by itself.
         for n, p in zip(storage.names(leaf), parts[id(parameter)], strict=True):
             shards.parts[owner].register_parameter(n, p)
         shards.parts[owner]._storages[leaf] = storage  # type: ignore[index, operator]
+    # `named_parameters` leaves out those that are None, such as the bias of Linear(bias=False), which a forward reads.
+    for path, module in model.named_modules(remove_duplicate=False):
+        for leaf, parameter in module._parameters.items():
+            if parameter is None:
+                shards.parts[path].register_parameter(leaf, None)
+
+
+def _place_buffers(
+    shards: ShardState, model: nn.Module, placements: Mapping[str, Layout], parts: dict[int, Any]
+) -> None:
+    """This rank's copy of each buffer, in the parts of the modules that have it; `parts` grows."""
     # Buffers are whole on every rank. `named_buffers` leaves out those that are None, which a forward asks for.
     for path, module in model.named_modules(remove_duplicate=False):
         part = shards.parts[path]
         for leaf, buffer in module._buffers.items():
+            name = f"{path}.{leaf}" if path else leaf
             if buffer is not None and id(buffer) not in parts:
+                # On the meta device a rotary table has no values, and no checkpoint holds them.
                 value = fresh_buffer(model, path, leaf) if buffer.is_meta else buffer.detach()
-                parts[id(buffer)] = _own_buffer(shards, f"{path}.{leaf}" if path else leaf, value, placements)
+                parts[id(buffer)] = _own_buffer(shards, name, value, placements)
             own = None if buffer is None else parts[id(buffer)]
+            # As persistent as the original's: else the state dict has a name that the original does not load.
             part.register_buffer(leaf, own, persistent=leaf not in module._non_persistent_buffers_set)
             if own is not None:
-                first = shards.aliases[f"{path}.{leaf}" if path else leaf]
-                shards.holders.setdefault(first, []).append((part, leaf))
-        for leaf, parameter in module._parameters.items():
-            if parameter is None:
-                part.register_parameter(leaf, None)
+                shards.holders.setdefault(shards.aliases[name], []).append((part, leaf))
 
 
 def _pieces_of(shards: ShardState, parameter: nn.Parameter, storage: Storage) -> list[nn.Parameter]:

@@ -121,6 +121,8 @@ def conversions(
     layouts = [produced, *sorted(targets - {produced}, key=repr)]
     arcs: dict[Step, float] = {}
     for j, target in enumerate(layouts[1:], 1):
+        # From every layout that is wanted, not from the produced one alone: in the example S comes from I for 1, from P
+        # for 2.
         for i, source in enumerate(layouts):
             seconds = cost(source, target) if i != j else None
             if seconds is not None:

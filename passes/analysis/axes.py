@@ -46,14 +46,18 @@ def find_axes(program: Capture, operators: Mapping[fx.Node, tuple[Op, Rule | Non
         if part.heads is not None and part.heads.at[2]:
             out["heads"].append(PortDims(part.heads.at[0], "in", *part.heads.at[1:]))
         products = [n for n in part.nodes if flow.weighted(n)]
+        # The last product sums over the width between: gate and up projection, before it, make that width.
         if part.kind == "mlp":
             out["mlp"] += _summed(flow, products[-1])
         if part.kind in ("attention", "mlp", "head"):
+            # Only products that read the stream: a down projection sums over the width between, not over the
+            # embedding's.
             for product in _first(flow, part, products):
                 out["embed"] += _summed(flow, product)
         if part.kind == "head":
             last = len(flow.ops[products[0]].outs[0]) - 1
             out["vocab"].append(PortDims(products[0], "out", 0, (last,)))
+        # A BERT embeds positions (512 rows) and token types (2) as well: the rows of neither are the vocabulary.
         if part.kind == "embedding" and flow.ops[part.nodes[0]].ins[0][0] in vocabulary:
             table = flow.ops[part.nodes[0]]
             out["vocab"].append(PortDims(part.nodes[0], "in", 0, (0,)))

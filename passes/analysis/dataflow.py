@@ -96,9 +96,11 @@ class Dataflow:
         """The roots of a value; notes sums and products of independent branches on the way."""
         op, own = self.ops[node], frozenset([(node, ())])
         branches = [self.roots[s] for s in self.inputs(node)]
+        # A softmax or a product mixes elements: what comes out is new, and the walk ends there.
         if not branches or not self.passes(node):
             return own
         merged = frozenset().union(*branches)
+        # w x + B A x of LoRA is w x with other weights: as a sum of two branches it would be a residual.
         if self._adapts(node, names(merged)):
             return frozenset((root, piece) for root, piece in merged if root is self.adapted[node].base)
         if len(branches) == 1:

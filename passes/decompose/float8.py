@@ -36,24 +36,24 @@ class Float8Products(Pass[Capture]):
 
     def run(self, program: Capture) -> Changes:
         assert self.precision is not None
-        if _chosen(program, self.precision):
+        if _products(program, self.precision):
             program.own_graph()
-        chosen = _chosen(program, self.precision)
-        writer = WRITERS[self.precision.recipe](program, [node for node, _ in chosen])
-        for node, weight in chosen:
+        products = _products(program, self.precision)
+        writer = WRITERS[self.precision.recipe](program, [node for node, _ in products])
+        for node, weight in products:
             writer.replace(node, weight)
         writer.finish()
         linears = len(program.graph.find_nodes(op="call_function", target=aten.linear.default))
-        how = f"{len(chosen)} of {len(chosen) + linears} linear layers are in float8, {self.precision.recipe}"
+        how = f"{len(products)} of {len(products) + linears} linear layers are in float8, {self.precision.recipe}"
         program.notes.append(f"precision: {how}; too small, the last ones or left out: {linears}")
-        return Changes(len(chosen), how)
+        return Changes(len(products), how)
 
 
-def _chosen(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]:
+def _products(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]:
     """The products that are to be in float8, in order, with the names of their weights."""
     names = {leaf.node: leaf.name for leaf in program.leaves}
     onward: set[fx.Node] = set()  # what a later product is made of
-    found = []
+    products = []
     for node in reversed(program.graph.nodes):
         read = node in onward or any(user in onward for user in node.users)
         linear = node.target is aten.linear.default
@@ -63,8 +63,8 @@ def _chosen(program: Capture, precision: Precision) -> list[tuple[fx.Node, str]]
             weight = names.get(_source(node.args[1]), "")
             sizes = node.args[1].meta["val"].shape  # type: ignore[union-attr]
             if precision.takes(weight, *sizes) and WRITERS[precision.recipe].knows(program, weight):
-                found.append((node, weight))
-    return found[::-1]
+                products.append((node, weight))
+    return products[::-1]
 
 
 def _fits(node: fx.Node) -> bool:

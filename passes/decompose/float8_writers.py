@@ -26,7 +26,7 @@ class Writer(ABC):
 
     program: Capture
     products: Sequence[fx.Node]
-    known: dict[Any, fx.Node] = field(default_factory=dict)
+    memo: dict[Any, fx.Node] = field(default_factory=dict)
 
     @classmethod
     def knows(cls, program: Capture, weight: str) -> bool:
@@ -37,13 +37,13 @@ class Writer(ABC):
     def product(self, call: Any, node: fx.Node, x: fx.Node, weight: fx.Node, name: str) -> fx.Node:
         """What stands for the product `node` of `x` and the transposed weight of this name, written by `call`."""
 
-    def written(self) -> dict[str, fx.Node]:
+    def buffer_values(self) -> dict[str, fx.Node]:
         """What buffers become, by name; asked after the last product."""
         return {}
 
     def finish(self) -> None:
         """Have the program give buffers what was written for them."""
-        self.program.write_back(self.written())
+        self.program.write_back(self.buffer_values())
 
     def replace(self, node: fx.Node, name: str) -> None:
         """Put a product in float8 in the place of one by the weight of this name."""
@@ -59,10 +59,10 @@ class Writer(ABC):
     def amax(self, node: fx.Node, x: fx.Node, dims: list[int], keepdim: bool) -> fx.Node:
         """The largest absolute value over these dimensions, which carries no gradient."""
         key = x, tuple(dims), mark(node).no_grad
-        if key not in self.known:
+        if key not in self.memo:
             call = self._shared(node, x)
-            self.known[key] = call(OPS.float8_amax.default, call(aten.detach.default, x), dims, keepdim)
-        return self.known[key]
+            self.memo[key] = call(OPS.float8_amax.default, call(aten.detach.default, x), dims, keepdim)
+        return self.memo[key]
 
     def whole_amax(self, node: fx.Node, x: fx.Node) -> fx.Node:
         """The same over all dimensions."""
@@ -70,9 +70,9 @@ class Writer(ABC):
 
     def cast(self, node: fx.Node, x: fx.Node, amax: fx.Node) -> fx.Node:
         """The value in float8."""
-        if (x, amax) not in self.known:
-            self.known[x, amax] = self._shared(node, x)(OPS.float8_cast.default, x, amax)
-        return self.known[x, amax]
+        if (x, amax) not in self.memo:
+            self.memo[x, amax] = self._shared(node, x)(OPS.float8_cast.default, x, amax)
+        return self.memo[x, amax]
 
     def _shared(self, node: fx.Node, x: fx.Node) -> Any:
         """Writes calls in the innermost module of all products that read `x`."""
@@ -119,7 +119,7 @@ class Delayed(Writer):
     A layer that is called several times has one history, of the largest values of all its calls.
     """
 
-    seen: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # by weight: largest values of input and weight
+    largest: dict[str, tuple[fx.Node, ...]] = field(default_factory=dict)  # by weight: of its input and itself
     last: dict[str, fx.Node] = field(default_factory=dict)  # by weight: its last product
     histories: dict[str, fx.Node] = field(init=False)
 
@@ -143,42 +143,42 @@ class Delayed(Writer):
         self.last[name] = call(OPS.float8_seen.default, *_results(call, product, 2))
         return self.last[name]
 
-    def written(self) -> dict[str, fx.Node]:
-        made: dict[str, fx.Node] = {}
-        for name, amaxes in self.seen.items():
+    def buffer_values(self) -> dict[str, fx.Node]:
+        values: dict[str, fx.Node] = {}
+        for name, amaxes in self.largest.items():
             own = _beside(name, HISTORY), _beside(name, LATEST)
             with self.program.graph.inserting_before(self.last[name].next):
                 call = caller(self.program.graph, self.last[name])
-                made[own[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in own), *amaxes)
-            made[own[1]] = self.known[name, LATEST]
-        return made
+                values[own[0]] = call(OPS.float8_record.default, *(self.histories[n] for n in own), *amaxes)
+            values[own[1]] = self.memo[name, LATEST]
+        return values
 
     def _see(self, call: Any, name: str, *amaxes: fx.Node) -> None:
         """The largest values of a further call of a layer."""
-        if name in self.seen:
-            pairs = zip(self.seen[name], amaxes, strict=True)
+        if name in self.largest:
+            pairs = zip(self.largest[name], amaxes, strict=True)
             amaxes = tuple(call(aten.maximum.default, *pair) for pair in pairs)
-        self.seen[name] = amaxes
+        self.largest[name] = amaxes
 
     def _before(self, node: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
         """What earlier calls had, [3], and what this one's backward writes to.
 
         Outside of checkpointed regions: these run again, after the history has moved on.
         """
-        if (name, LATEST) not in self.known:
+        if (name, LATEST) not in self.memo:
             stack = list((node.meta.get("nn_module_stack") or {}).items())
             inside = [i for i, (_, entry) in enumerate(stack) if MARK in entry[0]]
             call = _placed(self.program.graph, node, stack[: min(inside, default=len(stack))])
             history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
-            self.known[name, HISTORY] = call(OPS.float8_before.default, history, latest)
-            self.known[name, LATEST] = call(aten.zeros_like.default, latest)
-        return self.known[name, HISTORY], self.known[name, LATEST]
+            self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
+            self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
+        return self.memo[name, HISTORY], self.memo[name, LATEST]
 
     def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:
         """That of the input: of the first product which reads it."""
-        if ("scale", x) not in self.known:
-            self.known["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
-        return self.known["scale", x]
+        if ("scale", x) not in self.memo:
+            self.memo["scale", x] = self._shared(node, x)(aten.select.int, amaxes, 0, 0)
+        return self.memo["scale", x]
 
 
 WRITERS: dict[str, type[Writer]] = {TENSORWISE: Tensorwise, ROWWISE: Rowwise, ROWWISE_HP: RowwiseHp, DELAYED: Delayed}

@@ -82,8 +82,10 @@ def one_region(nodes: Sequence[fx.Node]) -> bool:
 def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
     """Every way in which a value is this pattern, each continuing the match so far."""
     if isinstance(pattern, Name):
+        # The same name is the same value: x * sigmoid(x) is SiLU, x * sigmoid(y) is none.
         yield from _bind(pattern, value, so_far)
     elif isinstance(pattern, Either):
+        # Every way, not the first that fits: what stands around it may bind its names otherwise.
         for way in pattern.ways:
             yield from _matches(way, value, so_far)
     elif isinstance(pattern, Cast):
@@ -182,6 +184,7 @@ def put(
     outs, scope, graph = [out, *others], scope_of(nodes), out.graph
     with graph.inserting_before(out):
         new = graph.call_function(target, args)
+        # One result is the call itself; several are a tuple, and what read them reads its items.
         results = [new]
         if others:
             results = [graph.call_function(operator.getitem, (new, i)) for i in range(len(outs))]
@@ -198,6 +201,7 @@ def put(
         if result is not new:
             inherit(result, old, scope=scope, axis=None)
         old.replace_all_uses_with(result)
+    # Last: fx refuses to erase a node that something reads.
     erase(nodes)
     return new
 

@@ -139,6 +139,7 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
     conversion, products = group.conversion, group.products
     graph, first = conversion.graph, min(p.node for p in products)
     operands = [t for p in products for t in (p.weight, p.bias) if t is not None]
+    # The call stands where the first product did. In half precision the cast of v's weight may come after q's product.
     late = _late(operands, first)
     if late is None:
         return None
@@ -153,11 +154,14 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
         write(call, scope=scope, axis="tp")
         for i, p in enumerate(products):
             item = graph.call_function(operator.getitem, (call, i))
+            # A view that flattens x to [tokens, width], as GPT-2 has it, is fused too: the call gives [batch, tokens,
+            # width].
             if group.view is not None:
                 write(item, scope=scope)
                 item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))
             inherit(item, p.node, scope=scope)
             p.node.replace_all_uses_with(item)
+    # Readers first: fx refuses to erase a node that something reads.
     for node in (*(p.node for p in products), group.view, conversion):
         if node is not None:
             graph.erase_node(node)

@@ -217,17 +217,23 @@ class Localised:
         program.guards = [substitute(g, self.whole) for g in program.guards]
 
     def _value(self, node: fx.Node) -> None:
+        """The mark and the local value of one node, in the place of those of the whole batch."""
         own = mark(node)
         layout = own.layout
         batch, axis = own.batch, own.axis
+        # The layouts over dp are done with: what is left of them is that a call converts over dp, an operator for tp.
         if own.conversion is not None:
             batch = BatchConversion(*own.conversion, self.dp, self.axis, self.inner)
         if axis == "tp":  # as planner and rewriter say for every axis
             axis = self.axis
+        # A new mark, without layout, flops and saved bytes: the tp plan would take those of the whole batch for its
+        # own.
         node.meta[KEY] = Mark(no_grad=own.no_grad, batch=batch, axis=axis, scope=own.scope)
         if node.op in ("placeholder", "output"):
             return
         val = node.meta.get("val")
+        # A size that the rewrite counts, such as 2 * batch, has no value yet; of the others the shape is the whole
+        # batch's.
         if layout is not None and isinstance(val, Tensor):
             node.meta["val"] = self._tensor(val, layout)
         elif val is None:

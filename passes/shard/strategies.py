@@ -156,6 +156,7 @@ def signatures(
         candidates: the partitions that each dimension may have.
     """
     yield from _whole(rule, ins, outs)
+    # Nothing is known of its loops: a sort that somebody wrote would sort each part by itself.
     if rule is None:
         return
     carries = any(outs)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     Returns: None where none fits; every stage has one unit at least.
     """
     count, stages = len(weights), ranks * chunks
-    seconds, steady, kept_bytes = ([0.0], [0.0], [0.0])
-    for w in weights:
-        seconds.append(seconds[-1] + w.seconds)
-        steady.append(steady[-1] + w.steady)
-        kept_bytes.append(kept_bytes[-1] + w.kept_bytes)
+    # Sums from the start, so that any run of units is a difference: the search asks for about count^2 / 2 runs.
+    seconds = list(accumulate((w.seconds for w in weights), initial=0.0))
+    steady = list(accumulate((w.steady for w in weights), initial=0.0))
+    kept_bytes = list(accumulate((w.kept_bytes for w in weights), initial=0.0))
 
     def memory(a: int, b: int, stage: int) -> float:
+        # The first of four ranks holds activations of four micro-batches, the last of one.
         return steady[b] - steady[a] + (kept_bytes[b] - kept_bytes[a]) * in_flight(stage, ranks, chunks)
 
     @cache
@@ -71,6 +71,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
         """Of the units from `a` on, over this stage and those after it: the worst seconds and bytes, and the sizes."""
         remaining = stages - stage
         cheapest = None
+        # Each stage behind gets a unit at least: of 5 units for 3 stages the first may have 3.
         for b in [count] if remaining == 1 else range(a + 1, count - remaining + 2):
             if cheapest is not None and seconds[b] - seconds[a] > cheapest[0]:
                 break  # more units are slower still
@@ -78,6 +79,7 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
             rest = (0.0, 0.0, ()) if remaining == 1 else best(b, stage + 1)
             if rest is None or (limit is not None and stage_bytes > limit / chunks):
                 continue
+            # The times first; where they are equal, as one large unit makes them, the memory decides.
             candidate = max(seconds[b] - seconds[a], rest[0]), max(stage_bytes, rest[1]), (b - a, *rest[2])
             cheapest = candidate if cheapest is None or candidate[:2] < cheapest[:2] else cheapest
         return cheapest
@@ -85,9 +87,6 @@ def divide(weights: Sequence[Weight], ranks: int, chunks: int = 1, limit: float 
     division = best(0, 0) if count >= stages else None
     if division is None:
         return None
-    ends = [0]
-    for size in division[2]:
-        ends.append(ends[-1] + size)
-    spans = list(pairwise(ends))
+    spans = list(pairwise(accumulate(division[2], initial=0)))
     times = tuple(seconds[b] - seconds[a] for a, b in spans)
     return Division(division[2], times, tuple(memory(a, b, stage) for stage, (a, b) in enumerate(spans)))

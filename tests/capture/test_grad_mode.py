@@ -10,7 +10,7 @@ from torch import Tensor, is_grad_enabled, nn
 
 import autotp
 from autotp import compat
-from autotp.capture.grad_mode import GRAD, Asked
+from autotp.capture.grad_mode import GRAD, GradModeAnswers
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 
@@ -83,7 +83,7 @@ def test_dynamo_knows_torch_after_a_capture():
     tables = compat.running._tables()
     for table in tables:
         table.cache_clear()
-    with Asked(GRAD).answered():
+    with GradModeAnswers(GRAD).answered():
         for table in tables:
             table()
     step = torch.compile(lambda x: x + 1 if torch.is_grad_enabled() else x, backend="eager", fullgraph=True)

@@ -5,8 +5,6 @@ Four processes that each import torch and transformers spend as long at it as mo
 
 from __future__ import annotations
 
-import gc
-
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint
@@ -15,6 +13,7 @@ import torch.distributed.tensor
 import transformers
 
 import autotp
+from tests.helpers.cpu import collect_rarely
 from tests.helpers.models import FAMILIES
 
 torch.set_num_threads(1)
@@ -22,4 +21,4 @@ for kind, _ in FAMILIES.values():
     getattr(transformers, kind)  # the library imports a family when it is named
 for public in autotp.__all__:
     getattr(autotp, public)  # and so does autotp
-gc.freeze()  # what is shared by fork is not touched by the workers' collections
+collect_rarely()  # what is shared by fork is not touched by the workers' collections

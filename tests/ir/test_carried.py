@@ -79,7 +79,7 @@ def test_the_callers_object_is_brought_up_to_date():
     assert C.assign(cache, after, before.tensors) is cache
     assert cache.layers[0] is first and first.keys is new and first.seen == 2
     assert len(cache.layers) == 2 and cache.cross.keys is cross
-    assert C.moved(before.shape.tree, after.shape.tree) == {(Layer, "seen", True)}
+    assert C.changed_numbers(before.shape.tree, after.shape.tree) == {(Layer, "seen", True)}
 
 
 @pytest.mark.parametrize("cache", [DynamicCache(), EncoderDecoderCache(DynamicCache(), DynamicCache())])

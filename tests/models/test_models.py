@@ -142,7 +142,7 @@ def test_one_capture_serves_other_sizes(name, sequence_parallel, size):
     inputs = Inputs(**inputs_of(model, *size))
     _, program, sharded = planned(name, 4, sequence_parallel)
     given = values(name, inputs)
-    assert program.program.accepts([given.given[x.node] for x in program.program.inputs]) is None
+    assert program.program.accepts([given.leaves[x.node] for x in program.program.inputs]) is None
     assert equal(compare(program, sharded, given))
 
 

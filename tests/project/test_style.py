@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ast
+import io
+import json
+import re
+import subprocess
+import sys
+import tokenize
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.helpers.limits import LIMITS
+
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = ("autotp", "cost", "passes")
 LINES, ARGUMENTS = 10, 3  # a function of more lines with so many arguments says what they are
 CROWDED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp)
-# Folders in which lines still hold several comprehensions or conditional expressions. The list only gets shorter.
-NOT_YET = {
-    "autotp/capture", "autotp/integrations", "autotp/proof", "autotp/rules", "autotp/runtime/interop",
-}  # fmt: skip
 
 # Participles that do not say what they name: what was found is a match, a node or a layout, what is kept is bytes.
 PARTICIPLES = {
@@ -31,18 +35,12 @@ KNOWN_TO_USERS = {
     "autotp/proof/prove.py": "missed", "autotp/runtime/checkpoint/saving.py": "done",
     "cost/machines/cluster.py": "known",
 }  # fmt: skip
-# Folders in which such names are left. The list only gets shorter.
-NAMES_NOT_YET = {
-    "autotp/capture", "autotp/capture/subclasses", "autotp/integrations", "autotp/ir", "autotp/kernels", "autotp/proof",
-    "autotp/proof/certificate", "autotp/rules", "autotp/runtime/generation", "autotp/runtime/interop",
-    "autotp/runtime/lower", "passes/decompose",
-}  # fmt: skip
 
 
 def files(*folders: str) -> list[Path]:
     """The Python files of these folders, each once: the links autotp/passes and autotp/cost are not followed."""
-    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in found if path.resolve() == path]
+    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in paths if path.resolve() == path]
 
 
 def undocumented(source: str) -> Iterator[str]:
@@ -112,25 +110,20 @@ def test_a_missing_section_is_noticed(name: str, arguments: str, docstring: str,
 
 
 def test_lines_hold_one_comprehension_or_conditional_expression():
-    found: Counter[str] = Counter()
+    faults = []
     for path in files("autotp", "passes", "cost"):
-        found[str(path.parent.relative_to(ROOT))] += len(crowded(path.read_text()))
-    faults = {folder: n for folder, n in found.items() if n and folder not in NOT_YET}
-    assert not faults, f"give each comprehension a line of its own: {faults}"
-    assert all(found[folder] for folder in NOT_YET), "a folder that is through leaves the list"
+        faults += [f"{path.relative_to(ROOT)}: line {line}" for line in crowded(path.read_text())]
+    assert not faults, "give each comprehension a line of its own:\n" + "\n".join(faults)
     assert crowded("x = [a for a in b if a] if c else []\ny = [\n    a for a in b\n]") == [1]
 
 
 def test_names_say_what_they_hold():
-    counts: Counter[str] = Counter()
     faults = []
     for path in files("autotp", "passes", "cost"):
-        file, folder = str(path.relative_to(ROOT)), str(path.parent.relative_to(ROOT))
+        file = str(path.relative_to(ROOT))
         own = [x for x in participles(path.read_text()) if not x.endswith(f": {KNOWN_TO_USERS.get(file)}")]
-        counts[folder] += len(own)
-        faults += [f"{file}: {x}" for x in own if folder not in NAMES_NOT_YET]
+        faults += [f"{file}: {x}" for x in own]
     assert not faults, "name what it is (placements, matches, bytes), not what was done to it:\n" + "\n".join(faults)
-    assert all(counts[folder] for folder in NAMES_NOT_YET), "a folder that is through leaves the list"
 
 
 @pytest.mark.parametrize(
@@ -146,3 +139,52 @@ def test_names_say_what_they_hold():
 )
 def test_a_participle_is_noticed(source: str, faults: list[str]):
     assert sorted(participles(source)) == sorted(faults)
+
+
+EASY, FOR_EACH = LIMITS["complexity of a function that explains nothing"], LIMITS["of a harder one, for each comment"]
+TOOLS = re.compile(r"# *(type|fmt|noqa|pyright|pragma)\b")  # comments that tell a reader nothing
+
+
+def explained(source: str) -> set[int]:
+    """The lines on which comments begin: one of several lines counts once, what tools are told does not."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    lines = {t.start[0] for t in tokens if t.type == tokenize.COMMENT and not TOOLS.match(t.string)}
+    return {line for line in lines if line - 1 not in lines}
+
+
+def unexplained(*paths: Path) -> Iterator[str]:
+    """Functions with many branches, as ruff counts them (C901: McCabe 1976), and few comments that say why."""
+    options = ["--isolated", "--no-cache", "--select=C901", f"--config=lint.mccabe.max-complexity={EASY}"]
+    command = [sys.executable, "-m", "ruff", "check", *options, "--output-format=json", *map(str, paths)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert answer.returncode in (0, 1), answer.stderr
+    for fault in json.loads(answer.stdout):
+        file, line = Path(fault["filename"]), fault["location"]["row"]
+        name, complexity = re.findall(r"`(.*)` is too complex \((\d+)", fault["message"])[0]
+        source = file.read_text()
+        functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        end = next(f.end_lineno for f in functions if (f.name, f.lineno) == (name, line))
+        comments = explained(source) & set(range(line, (end or line) + 1))
+        if len(comments) * FOR_EACH < int(complexity):
+            yield f"{file}: line {line}: {name} has complexity {complexity}, and {len(comments)} comments"
+
+
+def test_hard_functions_say_why_each_step_is_there():
+    faults = list(unexplained(*(ROOT / folder for folder in ("autotp", "passes", "cost"))))
+    assert not faults, "say before each step why it is there, with what goes wrong without it:\n" + "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    ("branches", "comments", "fault"),
+    [
+        (EASY, [], True),
+        (EASY - 1, [], False),
+        (EASY, ["# A.", "# B.", "# C."], False),
+        (EASY, ["# A.\n    # goes on.", "# B."], True),
+        (EASY, ["# type: ignore[a]", "# noqa: B", "# C."], True),
+    ],
+)
+def test_a_hard_function_without_comments_is_noticed(branches: int, comments: list[str], fault: bool, tmp_path: Path):
+    lines = [f"    {comments[i] if i < len(comments) else ''}\n    if x == {i}: x += 1\n" for i in range(branches)]
+    (tmp_path / "hard.py").write_text("def f(x):\n" + "".join(lines))
+    assert bool(list(unexplained(tmp_path))) is fault

@@ -54,7 +54,7 @@ def test_by_autotp():
 
 
 def _leaves(sharded, values):
-    named = {n.name: v for n, v in values.given.items()}
+    named = {n.name: v for n, v in values.leaves.items()}
     return {n: named[n.name] for n in sharded.graph.nodes if n.op == "placeholder"}
 
 

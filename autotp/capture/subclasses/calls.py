@@ -34,7 +34,7 @@ class _Handling(TorchFunctionMode):
         wraps = [kind for kind in types if hasattr(kind, "__tensor_flatten__")]
         call = func, [id(x) for x in args]
         if not wraps or not inspect.ismethod(wraps[0].__torch_function__) or call in self.handled:
-            return self._left(func, types, args, kwargs)
+            return self._by_torch(func, types, args, kwargs)
         self.handled.append(call)
         try:
             with self:
@@ -42,17 +42,17 @@ class _Handling(TorchFunctionMode):
         finally:
             self.handled.pop()
 
-    def _left(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+    def _by_torch(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
         """What is left to torch: where a subclass handles it below autograd, which a trace does not get to, by that."""
-        made: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
+        kinds: list[Any] = [type(x) for x in args if isinstance(x, Tensor) and compat.wraps_tensors(x)]
         try:
             return func(*args, **kwargs)
         except RuntimeError as error:
-            overload = compat.overload_of(func, args, kwargs) if made and NO_HANDLER in str(error) else None
+            overload = compat.overload_of(func, args, kwargs) if kinds and NO_HANDLER in str(error) else None
             if overload is None:
                 raise
         with self:
-            return made[0].__torch_dispatch__(overload, types, args, kwargs)
+            return kinds[0].__torch_dispatch__(overload, types, args, kwargs)
 
 
 @contextmanager

@@ -41,8 +41,8 @@ class Recipe:
     def of(cls, tensor: Any) -> Recipe:
         """How this tensor is made."""
         names, described = tensor.__tensor_flatten__()
-        held = [(name, getattr(tensor, name)) for name in names]
-        inner = {name: cls.of(part) for name, part in held if compat.wraps_tensors(part)}
+        tensors = [(name, getattr(tensor, name)) for name in names]
+        inner = {name: cls.of(part) for name, part in tensors if compat.wraps_tensors(part)}
         parts = tuple((name, inner.get(name)) for name in names)
         return cls(type(tensor), described, tuple(tensor.shape), tuple(tensor.stride()), parts)
 
@@ -51,16 +51,16 @@ class Recipe:
         for name, recipe in self.parts:
             yield from recipe.names(f"{prefix}_{name}") if recipe else (f"{prefix}_{name}",)
 
-    def taken(self, tensor: Any) -> Iterator[Tensor]:
+    def plain_parts(self, tensor: Any) -> Iterator[Tensor]:
         """These plain tensors."""
         for name, recipe in self.parts:
-            yield from recipe.taken(getattr(tensor, name)) if recipe else (getattr(tensor, name),)
+            yield from recipe.plain_parts(getattr(tensor, name)) if recipe else (getattr(tensor, name),)
 
-    def made(self, parts: Iterator[Any]) -> Any:
+    def tensor(self, parts: Iterator[Any]) -> Any:
         """The subclass of its plain tensors."""
         inner: dict[str, Any] = {}
         for name, recipe in self.parts:
-            inner[name] = recipe.made(parts) if recipe else next(parts)
+            inner[name] = recipe.tensor(parts) if recipe else next(parts)
         return self.kind.__tensor_unflatten__(inner, self.described, torch.Size(self.size), self.strides)
 
 
@@ -74,20 +74,20 @@ def plain_weights(model: Any) -> Any:
     """
     if not isinstance(model, nn.Module) or not any(map(wrapped, [*model.parameters(), *model.buffers()])):
         return model
-    made = copied(model, lambda tensor: tensor)
-    known: dict[int, list[nn.Parameter]] = {}  # a weight that stands in two places has one set of parts
-    for module in list(made.modules()):
+    model_copy = copied(model, lambda tensor: tensor)
+    parts_by_id: dict[int, list[nn.Parameter]] = {}  # a weight that stands in two places has one set of parts
+    for module in list(model_copy.modules()):
         own = {n: t for n, t in (*module._parameters.items(), *module._buffers.items()) if t is not None}
         recipes = {name: Recipe.of(tensor) for name, tensor in own.items() if wrapped(tensor)}
         for name, recipe in recipes.items():
-            frozen = [nn.Parameter(part.detach(), False) for part in recipe.taken(own[name])]
-            parts = known.setdefault(id(own[name]), frozen)
+            frozen = [nn.Parameter(part.detach(), False) for part in recipe.plain_parts(own[name])]
+            parts = parts_by_id.setdefault(id(own[name]), frozen)
             (module._parameters if name in module._parameters else module._buffers).pop(name)
             module._parameters.update(zip(part_names(name, recipe), parts, strict=True))
         if recipes:
             vars(module)[RECIPES] = recipes
             module.__class__ = _reading(type(module), tuple(recipes))
-    return made
+    return model_copy
 
 
 def plain_state(state: Any) -> Any:
@@ -98,16 +98,16 @@ def plain_state(state: Any) -> Any:
     """
     if not isinstance(state, Mapping) or not any(isinstance(t, Tensor) and wrapped(t) for t in state.values()):
         return state
-    made: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, tensor in state.items():
         if not isinstance(tensor, Tensor) or not wrapped(tensor):
-            made[name] = tensor
+            plain[name] = tensor
             continue
         owner, dot, leaf = name.rpartition(".")
         recipe = Recipe.of(tensor)
         names = [f"{owner}{dot}{part}" for part in part_names(leaf, recipe)]
-        made |= dict(zip(names, recipe.taken(tensor), strict=True))
-    return made
+        plain |= dict(zip(names, recipe.plain_parts(tensor), strict=True))
+    return plain
 
 
 def part_names(name: str, recipe: Recipe) -> list[str]:
@@ -128,13 +128,13 @@ def wrapped(tensor: Tensor) -> bool:
 
 def plain_class(kind: type[nn.Module]) -> type[nn.Module]:
     """The class that a module had before `plain_weights`."""
-    found: type[nn.Module] = vars(kind).get("of_parts", kind)
-    return found
+    plain: type[nn.Module] = vars(kind).get("of_parts", kind)
+    return plain
 
 
 def _weight(module: nn.Module, name: str) -> Any:
     recipe: Recipe = vars(module)[RECIPES][name]
-    return recipe.made(iter([module._parameters[n] for n in part_names(name, recipe)]))
+    return recipe.tensor(iter([module._parameters[n] for n in part_names(name, recipe)]))
 
 
 @cache
@@ -143,5 +143,5 @@ def _reading(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: property(lambda module, name=name: _weight(module, name)) for name in names}
     body |= {n: getattr(kind, n) for n in ("__module__", "__qualname__", "__doc__")}
     make: Any = type(kind)
-    made: type[nn.Module] = make(kind.__name__, (kind,), {**body, "of_parts": kind})
-    return made
+    reading: type[nn.Module] = make(kind.__name__, (kind,), {**body, "of_parts": kind})
+    return reading

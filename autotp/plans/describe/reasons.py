@@ -114,6 +114,7 @@ def _limit(planned: Planned, user: fx.Node, slot: int) -> tuple[set[int], str]:
             carried[carry.dim] = f.outs[0]
     if not carried:
         return set(), f"{name} {_whole(planned, user)}"
+    # A product decides by itself what it can split; a view or a cast, of one operand, only as far as its readers can.
     if len(op.slots) > 1:
         return set(carried), ""
     # A transposed weight is split where the product behind the transpose splits it, so its readers are asked.

@@ -66,18 +66,23 @@ class Boundaries:
         self.mixed: list[tuple[Port, str]] = []
 
     def read(self) -> list[Boundary]:
-        """All that modules can say; `told` then tells what they cannot."""
+        """The boundaries of all modules that have a style; where a region must be whole, its ends are whole."""
         for node, op in self.builder.ops.items():
             self._operands(node, op)
+        # Between the last operator and the caller stands no module: a linear layer's style may gather its output, of an
+        # addition nobody does.
         for value in map(resolve, self.ends):
             layout = self.made_layout(value)
             if layout is not None and layout.sharded_dim is not None:
                 self.regions.refuse(self.port(value), "" if value[0] in self.sites else "the model's output is whole")
+        # With its keys split, scores times values leaves a sum over the ranks, and no module is there to take it.
         for node in self.sums.loose:
             for value in ((node, 0), *map(resolve, self.builder.ops[node].slots)):
                 self.regions.refuse(self.port(value), f"{where(node)} leaves a sum over ranks")
+        # From here on regions are whole: which of them are split along batch or sequence is known once all are joined.
         of_data = self.regions.of_data()
         wholes = list(self._wholes(of_data))
+        # A mask beside scores that are split by heads fits them, and by sequence it is too long.
         for port, reason in self.mixed:
             if self.regions.root(port) in of_data:
                 self.regions.refuse(port, reason)
@@ -87,6 +92,7 @@ class Boundaries:
             for path in map(generic, ("", *module_path(port[1]))):
                 if path in self.refused:
                     self.regions.refuse(port, self.refused[path])
+        # Last, for it carries each refusal to the equal layers: a style has one name for layers.*.q_proj.
         self._level()
         why = self.regions.why
         return [*self._of_styles(why), *(b for port, b in wholes if self.regions.root(port) not in why)]
@@ -141,6 +147,7 @@ class Boundaries:
         for i, x in enumerate(outs):
             if x is not None:
                 self.regions.lies(self.port((node, i)), x, op.outs[i])
+        # Between modules code runs as it was written: it needs parts that fit, and arguments that hold for a part.
         if node not in self.sites:
             for i, slot in enumerate(op.slots):
                 self._read(node, i, resolve(slot))
@@ -149,8 +156,11 @@ class Boundaries:
             return
         slot = SITES[node.target][2]
         value, kind = resolve(op.slots[slot]), self.sites[node][1]
+        # The styles of some tools gather what an embedding that is split by columns gives.
         if not self.slices and kind == "column" and node.target is aten.embedding.default:
             self.regions.refuse(("out", node), "an embedding gives whole vectors")
+        # q, k and v read one x: as modules each gathers it and sums its gradient by itself, which is a difference from
+        # the plan.
         if kind == "column" and value[0] in self.builder.grads:
             self.readers[value].append(self.sites[node][0])
         if (have := self.made_layout(value)) is not None:

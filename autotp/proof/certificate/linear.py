@@ -17,12 +17,12 @@ Groups = tuple[tuple[str, ...], ...]  # argument names: linear in those of a gro
 Values = Mapping[str, Any]
 
 
-def _always(named: Values) -> bool:
+def _always(arguments: Values) -> bool:
     return True
 
 
 def _zero(name: str) -> Callable[[Values], bool]:
-    return lambda named: _nothing(named.get(name))
+    return lambda arguments: _nothing(arguments.get(name))
 
 
 def _nothing(value: Any) -> bool:
@@ -30,15 +30,19 @@ def _nothing(value: Any) -> bool:
     return not isinstance(value, Tensor) and value in (0, None)
 
 
-def _sides(named: Values) -> tuple[Any, Any]:
-    return named["self"], named["other"]
+def _tensor_or_zero(value: Any) -> bool:
+    return isinstance(value, Tensor) or value == 0
 
 
-def _exact(named: Values) -> bool:
+def _sides(arguments: Values) -> tuple[Any, Any]:
+    return arguments["self"], arguments["other"]
+
+
+def _exact(arguments: Values) -> bool:
     """Whether a cast keeps real numbers real: a sum of rounded summands is another number."""
-    x, like = named["self"], named.get("other")
+    x, like = arguments["self"], arguments.get("other")
     same = like.dtype if isinstance(like, Tensor) else x.dtype
-    goal = named.get("dtype") or same
+    goal = arguments.get("dtype") or same
     return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
 
 
@@ -55,10 +59,10 @@ LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
          aten.im2col, aten.col2im, aten.diag_embed, aten.pad),
         (SELF, _always),
     ),
-    aten.dropout: ((("input",),), lambda named: not named["train"] or named["p"] == 0),
+    aten.dropout: ((("input",),), lambda arguments: not arguments["train"] or arguments["p"] == 0),
     aten.constant_pad_nd: (SELF, _zero("value")),
     aten.masked_fill: (SELF, _zero("value")),
-    aten.where: ((("self", "other"),), lambda named: all(isinstance(x, Tensor) or x == 0 for x in _sides(named))),
+    aten.where: ((("self", "other"),), lambda arguments: all(map(_tensor_or_zero, _sides(arguments)))),
     aten.complex: ((("real", "imag"),), _always),
     aten.outer: ((("self",), ("vec2",)), _always),
     aten.linalg_vecdot: ((("x",), ("y",)), _always),
@@ -87,18 +91,18 @@ def linear_slots(target: Any, args: Sequence[Any], kwargs: Values) -> tuple[tupl
     if entry is None:
         return None
     names = [a.name for a in target._schema.arguments]
-    named = {**dict(zip(names, args, strict=False)), **kwargs}
+    arguments = {**dict(zip(names, args, strict=False)), **kwargs}
     groups, holds = entry
-    if not holds(named):
+    if not holds(arguments):
         return None
     slots: dict[str, list[int]] = {}
     count = 0
     for name in names:
-        for x in tensors_in(named.get(name)):
+        for x in tensors_in(arguments.get(name)):
             slots.setdefault(name, []).append(count)
             count += x is not None
-    found = (_joined(slots, group) for group in groups)
-    return tuple(group for group in found if group)
+    joined = (_joined(slots, group) for group in groups)
+    return tuple(group for group in joined if group)
 
 
 def _joined(slots: Mapping[str, list[int]], names: tuple[str, ...]) -> tuple[int, ...]:
@@ -140,11 +144,11 @@ def flavoured(values: Sequence[Any], graded: Sequence[bool]) -> list[Any]:
     types = [spmd.get_axis_local_type(x, AXIS) for x in values]
     carried = [t for t, g in zip(types, graded, strict=True) if g]
     flavour = spmd.I if set(carried) == {spmd.I} else spmd.R
-    found = []
+    operands = []
     for x, kind, g in zip(values, types, graded, strict=True):
         free = not g and kind in (spmd.I, spmd.R)
-        found.append(standing(x.ndim, flavour) if free and kind is not flavour else x)
-    return found
+        operands.append(standing(x.ndim, flavour) if free and kind is not flavour else x)
+    return operands
 
 
 def carries(x: Any) -> bool:
@@ -154,6 +158,6 @@ def carries(x: Any) -> bool:
 
 def standing(ndim: int, kind: Any) -> Any:
     """A value that has nothing but a number of dimensions and a type."""
-    found = spmd_types("rules").NdimWithSpmdType(ndim)
-    spmd_types().assert_type(found, {AXIS: kind})
-    return found
+    value = spmd_types("rules").NdimWithSpmdType(ndim)
+    spmd_types().assert_type(value, {AXIS: kind})
+    return value

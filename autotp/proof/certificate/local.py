@@ -96,7 +96,7 @@ class Typing:
         else:
             self.values[node] = [self._call(node, rank) for rank in range(self.planned.tp)]
             if alike(self.planned, self.sharded, node):
-                self.values[node] = [self._known(x) for x in self.values[node]]
+                self.values[node] = [self._as_leaf(x) for x in self.values[node]]
             elif self.typed and new_loop(self.planned, self.sharded, node):
                 for x in self.values[node]:
                     _varying(x)
@@ -111,8 +111,9 @@ class Typing:
         with self._untyped():
             shape = [size_hint(n, self.planned.program.hints) for n in sizes(value)]
             meta = torch.empty(shape, dtype=value.dtype, device=META)
-            wanted = whole in self.planned.grads and (meta.is_floating_point() or meta.is_complex())
-            parts = [x.detach().clone().requires_grad_(wanted) for x in self._spec(layout).split(meta, self.planned.tp)]
+            differentiable = whole in self.planned.grads and (meta.is_floating_point() or meta.is_complex())
+            values = self._spec(layout).split(meta, self.planned.tp)
+            parts = [x.detach().clone().requires_grad_(differentiable) for x in values]
         self.count.leaves += 1
         return [self._assert(x, layout.mark) for x in parts]
 
@@ -163,8 +164,8 @@ class Typing:
             self.count.partials += self._pending(node)
         return result
 
-    def _known(self, x: Tensor) -> Tensor:
-        """Such a result: a leaf."""
+    def _as_leaf(self, x: Tensor) -> Tensor:
+        """Such a result, which every rank has alike, as a leaf."""
         with self._untyped():
             leaf = torch.empty(x.shape, dtype=x.dtype, device=META, requires_grad=x.requires_grad)
         return self._assert(leaf, "I")
@@ -239,15 +240,15 @@ class Typing:
 
     def _output(self, node: fx.Node, name: str, x: Tensor, state: Layout | None) -> None:
         spmd = spmd_types()
-        found = spmd.get_axis_local_type(x, AXIS)
-        wanted: Mapping[bool, tuple[Any, ...]] = {True: (spmd.I,), False: (spmd.I, spmd.R)}
-        allowed = (spmd.V,) if state is not None and state.split else wanted[x.requires_grad]
-        if found not in allowed:
-            raise RefusedError("types", node, f"{name} is {found}, should be {' or '.join(map(str, allowed))}")
-        if found is spmd.I and x.requires_grad:
+        kind = spmd.get_axis_local_type(x, AXIS)
+        kinds: Mapping[bool, tuple[Any, ...]] = {True: (spmd.I,), False: (spmd.I, spmd.R)}
+        allowed = (spmd.V,) if state is not None and state.split else kinds[x.requires_grad]
+        if kind not in allowed:
+            raise RefusedError("types", node, f"{name} is {kind}, should be {' or '.join(map(str, allowed))}")
+        if kind is spmd.I and x.requires_grad:
             with self._untyped():
                 loss = torch.zeros((), device=META, requires_grad=True)
-            spmd.assert_type(loss, {AXIS: found}).backward()  # the checker refuses a loss that is R or V
+            spmd.assert_type(loss, {AXIS: kind}).backward()  # the checker refuses a loss that is R or V
 
 
 def _varying(x: Tensor) -> None:

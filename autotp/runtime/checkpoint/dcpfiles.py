@@ -201,17 +201,23 @@ class Records(pickle.Unpickler):
 
 def _sound(table: Metadata) -> None:
     """Refuse a table whose records are filled with anything else than names, sizes and places."""
+    # The unpickler restricts the classes, and a pickle fills their fields as it likes: each field is looked at once
+    # here.
     for name, tensor in table.state_dict_metadata.items():
         if not isinstance(name, str) or not isinstance(tensor, TensorStorageMetadata | metadata.BytesStorageMetadata):
             raise TypeError(f"it has a {type(tensor).__name__} under {str(name)[:80]!r}")
         if isinstance(tensor, TensorStorageMetadata):
+            # A pickle may as well say "float32", which no tensor's dtype equals.
             if not isinstance(tensor.properties.dtype, torch.dtype):
                 raise TypeError(f"the dtype of {name} is none")
             for chunk in tensor.chunks:
                 _numbers(name, tensor.size, chunk.offsets, chunk.sizes)
+                # Numbers may be sizes and still not fit together: rows 6 to 8 of a tensor of 7.
                 if any(a + b > n for a, b, n in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)):
                     raise ValueError(f"a part of {name} lies outside of it")
             _numbers(name, tensor.size)
+    # A path that is a number would be a TypeError where it is joined to the folder, and an offset of -1 an invalid
+    # argument of the system in the middle of reading.
     for index, place in table.storage_data.items():
         if not isinstance(index, MetadataIndex) or not isinstance(place, _StorageInfo):
             raise TypeError(f"it has a {type(place).__name__} for a place in a file")

@@ -27,6 +27,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     Args:
         shards, ranks: of the sharded module; rank 0 writes. place: the folder. max_file: bytes of a file, at most.
     """
+    # A PEFT model is saved as its adapters: with the base model's weights beside them it would be a copy of that model.
     if adapters.has_adapters(shards):
         _save_adapters(shards, ranks, place)
         return
@@ -37,19 +38,24 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
     for file, names in files.items():
         tensors: dict[str, Tensor] = {}
         for name, first in names.items():
+            # Every rank gathers, in one order: an all-gather that only rank 0 begins would wait for the others.
             tensor = _whole(shards, first)
             if writer:
+                # A copy on the CPU: safetensors refuses tensors that share memory, and transposed ones.
                 tensors[name] = tensor.to("cpu", copy=True).contiguous()
+        # A full disk on rank 0 raises on all ranks; without a turn they would wait in the next file's all-gather.
         together(ranks, f"writing {file}", functools.partial(_write, shards, tensors, draft / file, weight_map))
 
     def finish() -> None:
         if not writer:
             return
+        # One file has no index, as `from_pretrained` expects it.
         if len(files) > 1:
             total = sum(_size(shards, first) for names in files.values() for first in names.values())
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (draft / ("model" + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _describe(shards, draft)
+        # Last: up to the rename a reader finds the checkpoint before, whole.
         folders.keep_others(place, draft)
         folders.commit(place)
 

@@ -87,16 +87,21 @@ def load(
 
 
 def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bool) -> Archive:
-    """What kind of checkpoint this is, by its files."""
+    """The archive of a checkpoint, of the kind that its files say."""
+    # A state dict has no files; weights that torchao quantised are in it as tensors that wrap others, and are taken
+    # apart first.
     if isinstance(source, Mapping):
         return TensorArchive(plain_state(source))
     if not isinstance(source, str | os.PathLike):
         raise StateError(f"a checkpoint is a path or a full state dict, and this is {type(source).__name__}.")
+    # A save that was cut off between its two renames has left `.ckpt.previous` and no `ckpt`: that is the one to read.
     path = folders.present(Path(source))
     if not path.exists():
         raise StateError(f"there is no {path}: give a Hugging Face or DCP folder, or a safetensors file.")
+    # DCP's files hold parts of tensors, and only the table says which.
     if path.is_dir() and (path / ".metadata").exists():
         return dcpfiles.Files(path)
+    # Before pickles: a folder with model.safetensors and pytorch_model.bin is read without opening what can run code.
     if path.suffix == ".safetensors" or (
         path.is_dir() and any(p.name.endswith((".safetensors", INDEX)) for p in path.iterdir())
     ):
@@ -104,6 +109,7 @@ def open_archive(source: str | os.PathLike[str] | Mapping[str, Any], trusted: bo
     pickles = [path]
     if not path.is_file():
         pickles = sorted(p for p in path.iterdir() if p.suffix in PICKLES)
+    # By its name, without opening it: README.md would be called a pickle, which trusted=True opens.
     if not pickles or (path.is_file() and path.suffix not in PICKLES):
         raise StateError(
             f"{path} is no checkpoint that can be read: a folder needs *.safetensors (with an index where there are "

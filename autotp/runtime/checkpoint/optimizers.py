@@ -185,24 +185,17 @@ def matching(shards: ShardState, optimizer: Optimizer, archive: Archive) -> Stat
 
 
 def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> States:
+    """The states of an archive, `saved` its notes of the optimizer; nothing of either is read yet."""
     if saved is None:
         raise StateError(f"{archive.path} holds no optimizer that save(..., optimizer=...) wrote. Load without one.")
+    # States are made like their parameters: on the meta device they would have no memory, and loading the weights after
+    # makes new parameters, which the optimizer does not have.
     if any(p.is_meta for p in shards.root.parameters()):
         raise StateError(
             "the model is on the meta device, and its weights get new memory when they are loaded: load them, make the "
             "optimizer, then load both."
         )
-    # Groups are compared by names: their options are given back by position, and a parameter in another group would
-    # train with another learning rate.
-    mine = _groups(shards, optimizer)
-    there = [set(g["params"]) - shards.elsewhere for g in saved["groups"]]
-    if [set(g["params"]) for g in mine] != there:
-        counts = [len(g["params"]) for g in saved["groups"]]
-        own_counts = [len(g["params"]) for g in mine]
-        raise StateError(
-            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {counts} of them there, "
-            f"{own_counts} here. Make it with the same groups."
-        )
+    _refuse_other_groups(shards, optimizer, archive, saved)
     elements: dict[str, list[str]] = {}
     faults = []
     for name, storage in shards.storages.items():
@@ -226,6 +219,21 @@ def _matching(shards: ShardState, optimizer: Optimizer, archive: Archive, saved:
         for number in saved["numbers"][name].values():
             _value(number)  # fails here rather than after the weights are loaded
     return States(saved["groups"], saved["numbers"], elements)
+
+
+def _refuse_other_groups(shards: ShardState, optimizer: Optimizer, archive: Archive, saved: Any) -> None:
+    # Groups are compared by names: their options are given back by position, and a parameter in another group would
+    # train with another learning rate.
+    mine = _groups(shards, optimizer)
+    # A stage of a pipeline steps its own parameters alone, and the checkpoint has those of all stages.
+    there = [set(g["params"]) - shards.elsewhere for g in saved["groups"]]
+    if [set(g["params"]) for g in mine] != there:
+        counts = [len(g["params"]) for g in saved["groups"]]
+        own_counts = [len(g["params"]) for g in mine]
+        raise StateError(
+            f"{archive.path}: the optimizer's groups hold other parameters than this one's: {counts} of them there, "
+            f"{own_counts} here. Make it with the same groups."
+        )
 
 
 def _value(saved: Any) -> Any:

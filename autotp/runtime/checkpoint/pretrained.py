@@ -21,7 +21,7 @@ OLD = ("model.safetensors", "model-*-of-*.safetensors", "model.safetensors.index
 
 
 def save(shards: ShardState, folder: str | os.PathLike[str], max_file: int | str, options: Mapping[str, Any]) -> None:
-    """Write into a folder; `Shown.save_pretrained` says what the arguments are. A collective call."""
+    """Write into a folder; `OriginalInterface.save_pretrained` says what the arguments are. A collective call."""
     ranks = shards.ranks.planners if shards.ranks is not None else None
     size = together(ranks, "reading the options", lambda: _size(max_file, options))
     into = Path(os.path.abspath(folder))

@@ -105,15 +105,18 @@ def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
 
 
 def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
+    """The tensors of the files that an index names; what cannot be true of it is added to `faults`."""
     try:
         weight_map = read_json(index, LARGEST_INDEX, error=StateError)["weight_map"]
         file_of = {str(name): str(file) for name, file in weight_map.items()}
     except (StateError, KeyError, TypeError, AttributeError) as error:
         faults.append(f"{index.name}: no index of tensors: {type(error).__name__} {error}")
         return {}
+    # Each file's header once: a hundred tensors of model-00001-of-00002.safetensors would read it a hundred times.
     headers: dict[str, dict[str, Entry]] = {}
     for file in dict.fromkeys(file_of.values()):
         place = PurePosixPath(file)
+        # The index may be anybody's: "../../other/model.safetensors" would be read from outside.
         if place.is_absolute() or ".." in place.parts or "\\" in file or ":" in file:
             faults += [
                 f"{index.name}: {n} lies outside of the folder, in {file}" for n, f in file_of.items() if f == file
@@ -124,6 +127,7 @@ def _of_index(index: Path, faults: list[str]) -> dict[str, Entry]:
     for name, file in file_of.items():
         if name in headers.get(file, {}):
             entries[name] = headers[file][name]
+        # Of a file that is missing or cut off its header has said so, once and not for each tensor.
         elif headers.get(file):
             faults.append(f"{file}: does not hold {name}, which {index.name} says it does")
     for tensors in headers.values():  # what the index does not name is left to the comparison with the model

@@ -47,7 +47,7 @@ class ComparedModule(ShardedModule):
         if self.how == "first" and self.compared:
             return super().forward(*args, **kwargs)
         arguments = Arguments(self._carriers, args, kwargs)
-        if arguments.given or kwargs.get("use_cache"):
+        if arguments.state_objects or kwargs.get("use_cache"):
             raise InputError("compare= compares calls without a cache. Leave out the cache and use_cache, or compare.")
         call = _before(self, args, kwargs)
         with _listening(self) as call.part_values:

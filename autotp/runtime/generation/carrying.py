@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.ir.carried import Carried, Returned, Same, assign, describe, is_carrier, moved, rebuilt, states_of
+from autotp.ir.carried import Carried, Returned, Same, assign, changed_numbers, describe, is_carrier, rebuilt, states_of
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
@@ -106,7 +106,7 @@ class Carriers:
             return False
         self._measure(captured)
         pairs = list(zip(before, returned.after, strict=True))
-        counters = set().union(*(moved(x.shape.tree, y.shape.tree) for x, y in pairs))
+        counters = set().union(*(changed_numbers(x.shape.tree, y.shape.tree) for x, y in pairs))
         new = {(owner, name) for owner, name, _ in counters} - self.moving
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
@@ -193,7 +193,7 @@ class Arguments:
     Attributes:
         flat, spec: the arguments as leaves, states as this rank's part.
         whole: the same leaves, in place of states tensors without memory that have the whole's shape.
-        given: the caller's objects that hold state, each with its tensors.
+        state_objects: the caller's objects that hold state, each with its tensors.
         wrong: why a state cannot be this module's.
         entry: path of the module that is called.
     """
@@ -205,14 +205,14 @@ class Arguments:
     def read(self) -> None:
         """Read the arguments, again where more is known by now."""
         self.wrong = ""
-        args, kwargs, self.given = self.carriers.as_tensors(self.args, self.kwargs)
+        args, kwargs, self.state_objects = self.carriers.as_tensors(self.args, self.kwargs)
         self.flat, self.spec = compat.tree_flatten((args, kwargs))
         self.whole = self.flat
         places_of_names = self.carriers.named_places(self.spec)
-        if not self.given and not places_of_names:
+        if not self.state_objects and not places_of_names:
             return
         self.whole = list(self.flat)
-        objects = states_of(self.spec) if self.given else {}
+        objects = states_of(self.spec) if self.state_objects else {}
         for places, take in ((objects, self.carriers.whole), (places_of_names, self.carriers.part)):
             for at, name in places.items():
                 if isinstance(self.flat[at], Tensor):
@@ -244,7 +244,7 @@ class Arguments:
         """The outputs, after the caller's objects hold what they hold after the call."""
         if not isinstance(outputs, Returned):
             return outputs
-        pairs = zip(self.given, outputs.after, strict=True)
+        pairs = zip(self.state_objects, outputs.after, strict=True)
         objects = [assign(obj, self._of_caller(after), was.tensors) for (obj, was), after in pairs]
 
         def whole(value: Any) -> Any:

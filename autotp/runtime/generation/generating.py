@@ -60,7 +60,7 @@ class Generates:
     def _key(self, call: Arguments) -> tuple[Hashable, StepKind | None]:
         """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
         mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
-        if not call.given:
+        if not call.state_objects:
             return (mode, of, *signature(call.whole, call.spec)), None
         kind = self._steps.kind((mode, of), call.whole, call.spec)
         return (mode, kind.digest, tuple(x.shape for x in call.whole if isinstance(x, Tensor))), kind

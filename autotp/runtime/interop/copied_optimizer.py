@@ -33,7 +33,13 @@ AWKWARD = (nn.Module, Optimizer)  # too large to copy; steps on parameters of it
 def can_copy(optimizer: Optimizer) -> bool:
     """Whether all that an optimizer holds can be copied: plain values, and optimizers of the same parameters."""
     attributes = [v for k, v in vars(optimizer).items() if not _kept_out(optimizer, k)]
-    return all(can_copy(v) and _of(v) == _of(optimizer) if isinstance(v, Optimizer) else _plain(v) for v in attributes)
+    return all(_can_copy_value(v, optimizer) for v in attributes)
+
+
+def _can_copy_value(value: Any, optimizer: Optimizer) -> bool:
+    if isinstance(value, Optimizer):
+        return can_copy(value) and _of(value) == _of(optimizer)
+    return _plain(value)
 
 
 def copied(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, Any]) -> Optimizer:
@@ -50,16 +56,16 @@ def copied(optimizer: Optimizer, groups: list[dict[str, Any]], memo: dict[int, A
     memo = {**memo, **{id(v): copied(v, groups, memo) for v in rest.values() if isinstance(v, Optimizer)}}
     others = {id(p): nn.Parameter(torch.zeros(0)) for g in optimizer.param_groups for p in g["params"]}
     attributes = {k: copy.deepcopy(v, {**others, **memo}) for k, v in rest.items()}
-    vars(clone).update({k: _once(v) if isinstance(v, list) else v for k, v in attributes.items()})
+    vars(clone).update({k: _once(v) for k, v in attributes.items()})
     clone.__setstate__({"state": defaultdict(dict), "param_groups": groups})
     return clone
 
 
-def _once(values: list[Any]) -> list[Any]:
-    """A list of parameters with each stand-in once, of parameters that are rehearsed."""
-    if not values or not all(isinstance(v, nn.Parameter) for v in values):
-        return values
-    return list({id(v): v for v in values if v.numel()}.values())
+def _once(value: Any) -> Any:
+    """A list of parameters with each stand-in once, of parameters that are rehearsed; anything else as it is."""
+    if not isinstance(value, list) or not value or not all(isinstance(v, nn.Parameter) for v in value):
+        return value
+    return list({id(v): v for v in value if v.numel()}.values())
 
 
 def _kept_out(optimizer: Optimizer, key: str) -> bool:
@@ -70,7 +76,7 @@ def _kept_out(optimizer: Optimizer, key: str) -> bool:
 
 
 def _of(optimizer: Optimizer) -> list[list[int]]:
-    return [[id(p) for p in group["params"]] for group in optimizer.param_groups]
+    return [list(map(id, group["params"])) for group in optimizer.param_groups]
 
 
 def _plain(value: Any) -> bool:
@@ -80,10 +86,12 @@ def _plain(value: Any) -> bool:
 
 def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
     """What a value consists of, as far as that is known."""
+    # An object may hold itself, through a list or another object.
     if id(value) in visited:
         return
     visited.add(id(value))
     inside: Any = ()
+    # Keys as well as values: either may hold what no copy can have.
     if isinstance(value, dict):
         inside = [*value.keys(), *value.values()]
     elif isinstance(value, list | tuple | set):
@@ -92,6 +100,7 @@ def _leaves(value: Any, visited: set[int]) -> Iterator[Any]:
         inside = [cell.cell_contents for cell in value.__closure__ or ()]
         if not all(isinstance(v, int | float | str | FunctionType) for v in inside):
             yield value
+    # A lock has no attributes to look at: it is given out as it is, and `_plain` does not know it.
     elif isinstance(value, PLAIN + AWKWARD) or not hasattr(value, "__dict__"):
         yield value
     else:

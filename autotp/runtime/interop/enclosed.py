@@ -65,11 +65,11 @@ def _translate(
             errors.append(f"size mismatch for {key}: it is {storage.shape}, and {shape} was given.")
 
 
-def _cut(storage: Storage, held: list[nn.Parameter], value: Tensor) -> list[Tensor]:
+def _cut(storage: Storage, pieces: list[nn.Parameter], value: Tensor) -> list[Tensor]:
     """A whole tensor, or a DTensor of it, in the pieces that are held."""
     if isinstance(value, DTensor):
-        if len(held) == 1 and held[0].shape == value.shape and state.same_layout(held[0], value):
+        if len(pieces) == 1 and pieces[0].shape == value.shape and state.same_layout(pieces[0], value):
             return [value]
         value = value.full_tensor()
-    cut = storage.cut(value.to(held[0].dtype))
-    return [laid_like(old, new, old.device) for old, new in zip(held, cut, strict=True)]
+    cut = storage.cut(value.to(pieces[0].dtype))
+    return [laid_like(old, new, old.device) for old, new in zip(pieces, cut, strict=True)]

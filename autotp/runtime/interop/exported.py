@@ -127,7 +127,7 @@ class Exports:
             )
         inputs: Inputs = normalise(example)
         call = Arguments(self._carriers, inputs.args, inputs.kwargs)
-        if call.given or self._carriers.named_places(call.spec):
+        if call.state_objects or self._carriers.named_places(call.spec):
             raise InputError("program() of a call with a cache or a named state, which no file can hold. Leave it out.")
         return call
 
@@ -164,8 +164,10 @@ def _names(spec: Any, positional: Sequence[str]) -> list[LeafName]:
     out = []
     for name, value, by_place in [*positional_values, *((k, v, False) for k, v in kwargs.items())]:
         leaves = compat.tree_leaves(value)
-        alone = leaves == [value]
-        out += [LeafName(name if alone else f"{name}_{i}", by_place) for i in range(len(leaves))]
+        if leaves == [value]:
+            out.append(LeafName(name, by_place))
+            continue
+        out += [LeafName(f"{name}_{i}", by_place) for i in range(len(leaves))]
     return out
 
 

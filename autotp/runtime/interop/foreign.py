@@ -46,7 +46,8 @@ def refuse_states(optimizer: Optimizer, ranks: Ranks) -> None:
 
     def look() -> None:
         for state in optimizer.state.values():
-            odd = [k for k, v in state.items() if of_another_rank(v)] if isinstance(state, dict) else []
+            entries = state if isinstance(state, dict) else {}
+            odd = [k for k, v in entries.items() if of_another_rank(v)]
             if odd:
                 raise StateError(
                     f"the state {odd[0]} of this {type(optimizer).__name__} is another rank's part: it was loaded from "
@@ -59,7 +60,7 @@ def refuse_states(optimizer: Optimizer, ranks: Ranks) -> None:
 def refuse_writers(optimizer: Optimizer) -> None:
     """A hook before `state_dict`: refuse those who would write one rank's part for all. Every rank is asked."""
     codes = {f.__code__: f"{module}.{name}" for module, name in WRITERS if (f := _function(module, name)) is not None}
-    frame = inspect.currentframe() if codes and any(ours(v) for v in _values(optimizer)) else None
+    frame = inspect.currentframe() if codes and any(map(ours, _values(optimizer))) else None
     while frame is not None:
         if frame.f_code in codes:
             raise StateError(

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate
 
 from autotp import compat
 from autotp.comm.lockstep import meet_in
@@ -88,8 +88,10 @@ def _overflow(op: Any, args: Sequence[Any], kwargs: Any) -> None:
             meshes[g.device_mesh] = meshes.get(g.device_mesh, set()) | split
     for mesh, split in meshes.items():
         if split:
-            lies = [Partial("max") if i in split else Replicate() for i in range(mesh.ndim)]
-            overflow.copy_(DTensor.from_local(overflow.clone(), mesh, lies, run_check=False).full_tensor())
+            placements: list[Placement] = [Replicate()] * mesh.ndim
+            for i in split:
+                placements[i] = Partial("max")
+            overflow.copy_(DTensor.from_local(overflow.clone(), mesh, placements, run_check=False).full_tensor())
 
 
 def _by_element(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -127,11 +129,9 @@ def _lists(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     whole = plain - split
     if mesh is None or not whole:
         return compat.by_default(op, args, kwargs)
-    on_mesh = [_wrapped(x, whole, mesh) if _is_list(x) else x for x in args]
+    on_mesh = [_at(whole, functools.partial(_whole, mesh=mesh), x) for x in args]
     results = compat.by_default(op, on_mesh, kwargs)
-    if not _is_list(results):
-        return results
-    return [_local(t) if i in whole else t for i, t in enumerate(results)]
+    return _at(whole, _local, results)
 
 
 def _places(lists: Sequence[Sequence[Any]]) -> tuple[set[int], set[int]]:
@@ -147,9 +147,14 @@ def _places(lists: Sequence[Sequence[Any]]) -> tuple[set[int], set[int]]:
     return plain, split
 
 
-def _wrapped(tensors: Sequence[Any], places: set[int], mesh: DeviceMesh) -> list[Any]:
-    """The list with DTensors that are whole on every rank at these places."""
-    return [_whole(t, mesh) if i in places else t for i, t in enumerate(tensors)]
+def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
+    """A list of tensors with what a function makes of those at these places; anything else as it is."""
+    if not _is_list(value):
+        return value
+    tensors = []
+    for i, t in enumerate(value):
+        tensors.append(function(t) if i in places else t)
+    return tensors
 
 
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -157,7 +162,11 @@ def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     tensors, *rest = args
     if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
-    return op([t.full_tensor() if isinstance(t, DTensor) else t for t in tensors], *rest, **kwargs)
+    return op(list(map(_full, tensors)), *rest, **kwargs)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _put(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
@@ -179,17 +188,26 @@ def _norms(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """
     norms = compat.by_default(op, args, kwargs)
     if isinstance(norms, DTensor) and norms.ndim and any(p.is_partial() for p in norms.placements) and stepping():
-        whole = [Replicate() if p.is_partial() else p for p in norms.placements]
-        return norms.redistribute(placements=whole)
+        return norms.redistribute(placements=list(map(_whole_if_partial, norms.placements)))
     return norms
+
+
+def _whole_if_partial(placement: Placement) -> Placement:
+    return Replicate() if placement.is_partial() else placement
 
 
 def _refuse_unlike(op: Any, tensors: Sequence[Any]) -> None:
     """Refuse tensors that do not lie in one way, or in summands."""
-    ways = {(t.device_mesh, t.placements) if isinstance(t, DTensor) else None for t in tensors}
-    if len(ways) > 1 or any(way is not None and any(p.is_partial() for p in way[1]) for way in ways):
-        layouts = " and ".join("whole" if way is None else str(way[1]) for way in ways)
+    ways = {_way(t) for t in tensors}
+    placements = [p for _, own in ways for p in own]
+    if len(ways) > 1 or any(p.is_partial() for p in placements):
+        layouts = " and ".join(str(own or "whole") for _, own in ways)
         raise StateError(f"{op} computes element by element, and its tensors lie over the ranks as {layouts}.")
+
+
+def _way(tensor: Any) -> tuple[DeviceMesh | None, tuple[Placement, ...]]:
+    """How a tensor lies over the ranks: its mesh and placements; none of what is whole."""
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else (None, ())
 
 
 def _is_list(value: Any) -> bool:
@@ -205,7 +223,9 @@ def _whole(value: Any, mesh: DeviceMesh) -> Any:
 def _local(value: Any) -> Any:
     if isinstance(value, DTensor):
         return compat.local_of(value)
-    return [_local(v) for v in value] if isinstance(value, list | tuple) else value
+    if isinstance(value, list | tuple):
+        return [_local(v) for v in value]
+    return value
 
 
 HANDLERS: dict[Any, Handler] = {

@@ -47,6 +47,19 @@ def _rows(step: Sequence[Span], whole: bool) -> dict[Key, float]:
     return rows
 
 
+def _rank_rows(steps: Sequence[Sequence[Span]], whole: bool) -> list[dict[Key, float]]:
+    return [_rows(step, whole) for step in steps]
+
+
+def _medians(by_rank: Sequence[Sequence[dict[Key, float]]], key: Key, without: Sequence[Key] = ()) -> tuple[float, ...]:
+    """The median over the steps of every rank of a row's seconds, without those of other rows."""
+
+    def seconds(rows: dict[Key, float]) -> float:
+        return rows.get(key, 0.0) - sum(rows.get(k, 0.0) for k in without)
+
+    return tuple(median(map(seconds, rank)) for rank in by_rank)
+
+
 def profile_of(plan: Plan, repeats: int, steps: Sequence[Sequence[Sequence[Span]]], alike: bool) -> Profile:
     """Rows from the steps of every rank.
 
@@ -55,12 +68,13 @@ def profile_of(plan: Plan, repeats: int, steps: Sequence[Sequence[Sequence[Span]
         alike: they are steps of the kind that the plan is for, whose predictions then stand beside them.
     """
     layer = plan.layer
-    by_rank = [[_rows(step, layer is None or not layer.module) for step in rank] for rank in steps]
+    one_block = layer is None or not layer.module
+    by_rank = [_rank_rows(rank, one_block) for rank in steps]
     keys = list(dict.fromkeys(key for rank in by_rank for rows in rank for key in rows))
-    times = {k: tuple(median(rows.get(k, 0.0) for rows in rank) for rank in by_rank) for k in keys}
+    times = {k: _medians(by_rank, k) for k in keys}
     passes = [k for k in keys if k.block and not k.collective]
     whole = Key("", "")
-    rest = tuple(median(rows[whole] - sum(rows.get(k, 0.0) for k in passes) for rows in rank) for rank in by_rank)
+    rest = _medians(by_rank, whole, passes)
     planned = layer.outside.seconds if layer is not None and alike else None
     return Profile(
         plan=plan,
@@ -80,7 +94,9 @@ def _typical(steps: Sequence[Sequence[Span]], rows: Sequence[dict[Key, float]]) 
 
 
 def _predicted(layer: Layer | None, direction: str) -> float | None:
-    return None if layer is None else sum(getattr(step, direction) for step in layer.steps) or None
+    if layer is None:
+        return None
+    return sum(getattr(step, direction) for step in layer.steps) or None
 
 
 def _collectives(layer: Layer | None, times: dict[Key, tuple[float, ...]]) -> Iterator[Measured]:
@@ -91,7 +107,8 @@ def _collectives(layer: Layer | None, times: dict[Key, tuple[float, ...]]) -> It
             by_pass[key.block, key.direction].append(key)
     for (block, direction), keys in by_pass.items():
         planned = _planned(layer, direction)
-        alike = [k.collective for k in keys] == [name for name, _ in planned] and keys[0].place >= 0
+        names = [name for name, _ in planned]
+        alike = [k.collective for k in keys] == names and keys[0].place >= 0
         for i, k in enumerate(keys):
             name = f"{block}.{k.collective} {k.place + 1}" if block else k.collective
             yield Measured(name, direction, times[k], planned[i][1] if alike else None)

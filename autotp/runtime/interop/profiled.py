@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, replace
 from functools import partial
+from itertools import starmap
 from typing import Any
 
 import torch
@@ -76,9 +77,8 @@ class Profiled:
         with self._as_before(), Marks(self._shards.parts, blocks) as marks:
             self._step(inputs, loss, marks)
             mine = [self._measured(inputs, loss, marks) for _ in range(repeats)]
-        wire = json.dumps([[astuple(span) for span in step] for step in mine]).encode()
-        everyone = [json.loads(one) for one in meet(self._calls.channel, "profile", wire)]
-        steps = [[[Span(*span) for span in step] for step in one] for one in everyone]
+        wire = json.dumps([list(map(astuple, step)) for step in mine]).encode()
+        steps = [_steps(one) for one in meet(self._calls.channel, "profile", wire)]
         return profile_of(plan, repeats, steps, self.training == (plan.objective == "training"))
 
     def _step(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None, marks: Marks) -> None:
@@ -116,6 +116,11 @@ class Profiled:
                 p.grad = grad
             for part, tensors in buffers:
                 part._buffers.update(tensors)
+
+
+def _steps(wire: bytes) -> list[list[Span]]:
+    """The steps that a rank sent, each its spans."""
+    return [list(starmap(Span, step)) for step in json.loads(wire)]
 
 
 def _loss(out: Any, function: Callable[[Any], Tensor] | None) -> Tensor:

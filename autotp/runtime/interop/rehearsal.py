@@ -148,7 +148,7 @@ def small(storage: Storage) -> Storage:
 def _trial(optimizer: Optimizer, kinds: Kinds, ranks: Ranks) -> str:
     """What is wrong with the optimizer on this rank; empty where nothing is."""
     draw = torch.Generator().manual_seed(0)
-    data = {kind: [_values(kind, ranks, draw) for _ in range(STEPS + 1)] for kind in kinds}
+    data = {kind: _data(kind, ranks, draw) for kind in kinds}
     whole, closure = None, False
     for closure in _closures(optimizer):
         with contextlib.suppress(Exception), _rehearsal(ranks.device):
@@ -181,6 +181,11 @@ def _rehearsal(device: torch.device) -> Iterator[None]:
         _rehearsing = False
 
 
+def _data(kind: PieceKind, ranks: Ranks, draw: torch.Generator) -> list[Tensor]:
+    """A parameter, and a gradient for each step."""
+    return [_values(kind, ranks, draw) for _ in range(STEPS + 1)]
+
+
 def _values(kind: PieceKind, ranks: Ranks, draw: torch.Generator) -> Tensor:
     """Numbers whose slices differ in size, so that a number of one slice is far from that of the whole."""
     dtype = torch.promote_types(kind.dtype, torch.float32)
@@ -204,7 +209,7 @@ def _stepped(
     optimizer: Optimizer, values: dict[PieceKind, list[list[Any]]], kinds: Kinds, with_closure: bool
 ) -> dict[PieceKind, Any]:
     """Stand-ins after steps of a copy of the optimizer: kind -> [its pieces]."""
-    stand = {kind: [nn.Parameter(t) for t in copies[0]] for kind, copies in values.items()}
+    stand = {kind: list(map(nn.Parameter, copies[0])) for kind, copies in values.items()}
     copied_optimizer = _over(optimizer, stand, kinds)
     step: Any = type(optimizer).step
     for i in range(STEPS):
@@ -221,7 +226,10 @@ def _stepped(
             step(copied_optimizer, closure)
         else:
             step(copied_optimizer)
-    return {kind: [p.detach() for p in parameters] for kind, parameters in stand.items()}
+    after: dict[PieceKind, Any] = {}
+    for kind, parameters in stand.items():
+        after[kind] = [p.detach() for p in parameters]
+    return after
 
 
 def _over(optimizer: Optimizer, stand: dict[PieceKind, list[nn.Parameter]], kinds: Kinds) -> Optimizer:

@@ -30,15 +30,15 @@ TRAINER = (
 
 
 @functools.lru_cache(256)
-def looking_like(kind: Any, original: type[nn.Module], shown: type[nn.Module], named: bool) -> Any:
+def looking_like(kind: Any, original: type[nn.Module], forward_class: type[nn.Module], named: bool) -> Any:
     """A class of sharded modules with the signature of a forward, and where `named` with the original's name.
 
     Args:
-        kind: of sharded modules. original: the model's class. shown: the class of the forward.
+        kind: of sharded modules. original: the model's class. forward_class: the class of the forward.
         named: whether tools ask for the name.
     """
 
-    @functools.wraps(shown.forward)
+    @functools.wraps(forward_class.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
 
@@ -51,11 +51,11 @@ def _with_arguments(model: nn.Module) -> type[nn.Module]:
     parameters = list(inspect.signature(type(model).forward).parameters.values())[1:]
     anything = all(p.kind in (p.VAR_POSITIONAL, p.VAR_KEYWORD) for p in parameters)
     base: Any = getattr(model, "get_base_model", None) if anything else None
-    shown: Any = base() if callable(base) else model
-    return type(shown)
+    inner: Any = base() if callable(base) else model
+    return type(inner)
 
 
-class Shown:
+class OriginalInterface:
     """For a sharded module."""
 
     _source: Any
@@ -63,10 +63,10 @@ class Shown:
 
     def _looks_like(self, model: nn.Module) -> None:
         """Be of a class that shows the original's: tools ask it for the forward's arguments, and some for its name."""
-        if not isinstance(model, Shown):
+        if not isinstance(model, OriginalInterface):
             generates = callable(getattr(type(model), "generate", None))
-            named = generates or is_transformers(model)
-            self.__class__ = looking_like(type(self), type(model), _with_arguments(model), named)
+            shows_name = generates or is_transformers(model)
+            self.__class__ = looking_like(type(self), type(model), _with_arguments(model), shows_name)
 
     def __getattr__(self, name: str) -> Any:
         try:

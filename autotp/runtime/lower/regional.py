@@ -35,14 +35,14 @@ class Compiler:
     Attributes:
         compile: what compiles one function.
         fused: counts what the micro-pipeline pass fuses, where that is switched on.
-        made: structure of a stretch -> what was compiled for it.
+        functions: structure of a stretch -> what was compiled for it.
         stretches: how many were asked for.
         one: whether the program is one function too, for calls without gradients.
     """
 
     compile: Callable[[Function], Function]
     fused: Fused | None = None
-    made: dict[Any, Function] = field(default_factory=dict)
+    functions: dict[Any, Function] = field(default_factory=dict)
     stretches: int = 0
     one: bool = False
 
@@ -58,21 +58,21 @@ class Compiler:
             return function_of(graph, name)  # sizes alone
         self.stretches += 1
         key = (renumbered(shapes), structure(graph))
-        if key not in self.made:
-            self.made[key] = self._by_mode(graph, name)
-        return self.made[key]
+        if key not in self.functions:
+            self.functions[key] = self._by_mode(graph, name)
+        return self.functions[key]
 
     def _by_mode(self, graph: fx.Graph, name: str) -> Function:
         """Compiled apart with and without gradients: torch keeps a few variants of one function only."""
-        made: dict[bool, Function] = {}
+        functions: dict[bool, Function] = {}
         writes = any(node.target in WRITES.values() for node in graph.nodes)
 
         def run(*args: Any) -> Any:
             graded = torch.is_grad_enabled()
-            if graded not in made:
+            if graded not in functions:
                 compiled = self.compile(function_of(graph, name))
-                made[graded] = worded(compiled) if writes else compiled
-            return made[graded](*args)
+                functions[graded] = worded(compiled) if writes else compiled
+            return functions[graded](*args)
 
         return run
 
@@ -81,10 +81,10 @@ class Compiler:
         self.one = True
         return worded(self.compile(function_of(graph, "program")))
 
-    def told(self, backend: str) -> Iterator[tuple[str, str]]:
+    def summaries(self, backend: str) -> Iterator[tuple[str, str]]:
         """What became of it until now: names, the backend's first, and words."""
         one = "; without gradients one function, with equal blocks compiled once" if self.one else ""
-        parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.made)} functions"
+        parts = f"{self.stretches} parts of the program; equal ones are compiled once: {len(self.functions)} functions"
         yield backend, parts + one
         if self.fused is not None:
             yield "micro_pipeline", self.fused.summary()
@@ -170,13 +170,13 @@ def either(watch: Watch, compiled: Function, through: Callable[[], Function]) ->
     Args:
         watch: sees hooks and wrappers. compiled: of the stretch. through: makes the other, at its first call.
     """
-    made: list[Function] = []
+    uncompiled: list[Function] = []
 
     def stretch(*args: Any) -> Any:
         if watch.untouched():
             return compiled(*args)
-        if not made:
-            made.append(through())
-        return made[0](*args)
+        if not uncompiled:
+            uncompiled.append(through())
+        return uncompiled[0](*args)
 
     return stretch

@@ -42,8 +42,8 @@ def single(
     compiled = compiler.whole(_flat(graph, list(_parts(scope)), takes))
     reads = [read for _, read in fetches]
 
-    def run(*given: Tensor) -> Any:
-        values: list[Any] = [*given]
+    def run(*arguments: Tensor) -> Any:
+        values: list[Any] = [*arguments]
         for read in reads:
             values += read()
         return None if NOTHING in map(type, values) else compiled(*values)
@@ -59,15 +59,15 @@ def _flat(graph: fx.Graph, parts: Sequence[Any], takes: Sequence[fx.Node]) -> fx
     counts = Counter(key for key, *_ in blocks.values())
     shared: dict[Any, Function] = {}
     for part in parts:
-        key, taken, gives = blocks.get(id(part), (None, [], []))
+        key, operands, gives = blocks.get(id(part), (None, [], []))
         if counts[key] < 2:
             for node in [part] if isinstance(part, fx.Node) else part.nodes():
                 env[node] = copy_node(node, whole, env.__getitem__)
             continue
         if key not in shared:
-            function = function_of(pure(part.nodes(), taken, gives), part.path)
+            function = function_of(pure(part.nodes(), operands, gives), part.path)
             shared[key] = compat.compiled_once(function, __name__, "block")
-        value = whole.call_function(shared[key], tuple(env[n] for n in taken))
+        value = whole.call_function(shared[key], tuple(env[n] for n in operands))
         env.update((node, whole.call_function(operator.getitem, (value, i))) for i, node in enumerate(gives))
         env.update((node, env[node.args[0]]) for node in part.nodes() if node.target in WRITTEN)  # type: ignore[index]
     outputs = graph.output_node().args[0]

@@ -37,7 +37,7 @@ def split(model: nn.Module, x: Tensor) -> Tensor:
     plain = plain_weights(model)
     captured, notes = capture_model(plain, Inputs(x), torch.device("cpu"))
     staged = plan_stages(captured, notes, Options.read(TP, Steering(objective="prefill")), "Mlp")
-    values = simulate.Values.of(staged.planned.program, plain, Inputs(x)).given
+    values = simulate.Values.of(staged.planned.program, plain, Inputs(x)).leaves
     assert sum(staged.planned.decisions[n].outs[0].split for n in values) >= 4  # data of both, and a scale or bias
     given = {}
     placeholders = [n for n in staged.sharded.graph.nodes if n.op == "placeholder"]
