@@ -31,7 +31,7 @@ class Columns(NamedTuple):
 
     Attributes:
         spec: how it is dealt: one slice for each rank, in their order. first, length: of this rank's, and of the whole.
-        ranks: among which; None in a plan for one.
+        ranks: this rank and the others.
         wire: a narrower type that holds the same numbers, in which they are sent; None for their own.
     """
 
@@ -48,7 +48,7 @@ class Columns(NamedTuple):
         first = sum(int(layout.partition.local(rank, ranks.tp)) for rank in range(ranks.rank))
         return cls(spec, first, int(layout.partition.length), ranks)
 
-    def left(self, local: Tensor, turn: Turn | None) -> Tensor:
+    def output(self, local: Tensor, turn: Turn | None) -> Tensor:
         """An output of the program: whole, or where it may be read later than in this `turn` of the ranks as it is.
 
         Args:
@@ -58,9 +58,9 @@ class Columns(NamedTuple):
 
     def cast(self, before: torch.dtype, after: torch.dtype) -> Columns:
         """Of the same numbers in another type."""
-        held = self.wire or before
-        exact = held != after and torch.promote_types(held, after) == after
-        return self._replace(wire=held if exact else None)
+        narrow = self.wire or before
+        exact = narrow != after and torch.promote_types(narrow, after) == after
+        return self._replace(wire=narrow if exact else None)
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole value from every rank's columns. A collective call."""
@@ -147,7 +147,7 @@ class Deferred(Tensor):
             with compat.without_torch_functions():
                 return func(*args, **kwargs)
         way = WAYS.get(func)
-        if way is not None and args and isinstance(args[0], Deferred) and args[0].split:
+        if way is not None and args and isinstance(args[0], Deferred) and args[0].unread:
             result = way(func, *args, **kwargs)
             if result is not None:
                 return result
@@ -161,9 +161,9 @@ class Deferred(Tensor):
         return func(*gathered(args), **gathered(kwargs or {}))
 
     @property
-    def split(self) -> bool:
+    def unread(self) -> bool:
         """Whether nobody has gathered it, or what it is a view of, and may have written to that."""
-        return self._whole is None and (self.source is None or self.source[0].split)
+        return self._whole is None and (self.source is None or self.source[0].unread)
 
     def whole(self) -> Tensor:
         """The ordinary tensor. A collective call, the first time."""
@@ -231,6 +231,5 @@ WAYS: dict[Any, Callable[..., Any]] = {
 PROPERTIES = ("shape", "dtype", "device", "ndim", "layout", "requires_grad", "grad_fn", "is_leaf", "is_cuda", "is_cpu")
 METHODS = ("size", "dim", "numel", "is_floating_point", "is_complex", "__len__", "__hash__")
 # What asks for no value.
-DESCRIBES = frozenset(
-    [getattr(Tensor, name).__get__ for name in PROPERTIES] + [getattr(Tensor, name) for name in METHODS]
-)
+DESCRIBES = {getattr(Tensor, name).__get__ for name in PROPERTIES}
+DESCRIBES |= {getattr(Tensor, name) for name in METHODS}

@@ -172,7 +172,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
                 if split:
                     value = program.left_sharded(i, value, inputs, self._shards.ranks)
                 elif columns := program.columns.get(i):
-                    value = columns.left(value, self._calls.together if late else None)
+                    value = columns.output(value, self._calls.together if late else None)
                 results.append(value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)

@@ -1,4 +1,4 @@
-"""Outputs that stay split until they are read: what reads them on one rank's columns, and that all else is as before."""
+"""Outputs that stay split until they are read: what reads a rank's columns alone, and that all else is as before."""
 
 from __future__ import annotations
 
@@ -65,6 +65,7 @@ READS = {
     "numpy": lambda x: torch.from_numpy(x.numpy() + 1),
     "list": lambda x: torch.tensor(x[:, -1].tolist()),
     "text": lambda x: torch.tensor(list(repr(x).encode())),
+    "pieces": lambda x: x.split(2, 1)[0],
     "copy": lambda x: copy.deepcopy(x) * 2,
     "operator": lambda x: torch.ops.aten.mul.Tensor(x, 2),
     "narrow": lambda x: x.half().float() + x.bfloat16(),
@@ -124,7 +125,8 @@ def deferring(rank: int, world: int, group: Any) -> dict[str, Any]:
             wanted = model.generate(**batch, **options, **more)
             torch.manual_seed(1)
             got, found[name] = sent.of(lambda more=more: sharded.generate(**batch, **options, **more))
-            for a, b in zip([got.sequences, *(got.scores or ())], [wanted.sequences, *(wanted.scores or ())]):
+            pairs = zip([got.sequences, *(got.scores or ())], [wanted.sequences, *(wanted.scores or ())], strict=True)
+            for a, b in pairs:
                 same = type(a) is Tensor and torch.allclose(a, b, atol=1e-5)
                 found["wrong"] += [] if same else [f"generate: {name}"]
 

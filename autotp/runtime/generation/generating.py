@@ -18,7 +18,6 @@ from .carrying import Arguments
 from .shell import one_generator, shell
 from .steps import StepKind, Steps
 
-
 # Arguments that are the caller's own functions, which may read logits, and on one rank alone.
 READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 

@@ -90,7 +90,7 @@ class Generated:
 
     def _generate(self, call: Call, inputs: dict[str, Any], new: int) -> Tensor:
         keeps: dict[str, Any] = {"logits_to_keep": 0} if self._keeps() else {}
-        generator = shell(self, self.bare, call)
+        generator = shell(self.bare, self.bare, call)
         return generator.generate(
             **inputs, **keeps, max_new_tokens=new, min_new_tokens=new, do_sample=False, num_beams=1, use_cache=True,
             logits_processor=[Forced(self.tokens)], return_dict_in_generate=False,
