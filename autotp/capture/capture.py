@@ -30,6 +30,7 @@ from .copies import copied
 from .export import Attempt, lengths
 from .grad_mode import GRAD, GradModeAnswers
 from .messages import capture_error
+from .refusals import HiddenState, refuse_hidden_state
 from .repeated_blocks import Repeats
 from .selfcheck import Trial
 
@@ -92,6 +93,8 @@ def capture(
         attempt = _attempt(bare, inputs, device, state, states)
         try:
             program = _of_attempt(attempt, changes, passes, trial, state)
+        except HiddenState:
+            raise
         except Exception as error:  # whatever a user's forward and torch's tracer may raise
             log.debug("an attempt with %s: %s", [c.name for c in changes] or "no change", error)
             failures.append(_failure(changes, error, attempt, failures))
@@ -133,6 +136,8 @@ def _of_attempt(
         trials = [proof(compared) for proof in proofs]
     attempt.assumes = False
     program = _exported(attempt, state)
+    if compared is None:  # else the comparison shows it: the model itself is called twice
+        refuse_hidden_state(attempt.bare, attempt.written, replace(attempt, repeats=Repeats(attempt.bare)).run)
     program.notes += [note for note, _ in applied if note]
     if proofs and trial is not None and trial.skip:
         program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")

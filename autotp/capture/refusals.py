@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -136,3 +136,87 @@ def unvalidated() -> Iterator[None]:
     kind: Any = torch.distributions.Distribution
     with mock.patch.object(kind, "_validate_args", False):
         yield
+
+
+class HiddenState(CaptureError):
+    """The forward reads what an earlier call left in an attribute: no other way to capture it changes that."""
+
+
+class EarlierValue:
+    """Stands in an attribute for what an earlier call left there; `was_read` once the forward does anything with it."""
+
+    was_read = False
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # what Python and torch ask any object
+            raise AttributeError(name)
+        return self._read()
+
+    def _read(self, *others: Any, **options: Any) -> Any:
+        self.was_read = True
+        raise HiddenState("what an earlier call left is read")
+
+    __torch_function__ = __bool__ = __len__ = __iter__ = __getitem__ = __setitem__ = __call__ = _read
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _read
+    __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _read
+
+
+Written = list[tuple[nn.Module, str]]  # attributes that a forward sets to tensors
+
+
+@contextmanager
+def attributes_written(bare: nn.Module) -> Iterator[Written]:
+    """Within this context: the plain attributes in which a forward left tensors, one by one or nested.
+
+    They are read as the forward ends, for torch's exporter puts them back.
+    """
+    written: Written = []
+    before = [(module, dict(vars(module))) for module in bare.modules()]
+
+    def read(*_: Any) -> None:
+        for module, attributes in before:
+            for name, value in vars(module).items():
+                if value is not attributes.get(name) and any(isinstance(x, Tensor) for x in compat.tree_leaves(value)):
+                    written.append((module, name))
+
+    hook = bare.register_forward_hook(read)
+    try:
+        yield written
+    finally:
+        hook.remove()
+
+
+def refuse_hidden_state(bare: nn.Module, written: Written, forward: Callable[[], Any]) -> None:
+    """Refuse a forward that reads what an earlier call left in plain attributes, which a program has no place for.
+
+    RecurrentGemma keeps its recurrent states so: without them every decoded token would be computed from zeros.
+
+    Args:
+        bare: the model. written: the attributes in question. forward: runs it once more; it may fail.
+
+    Raises:
+        HiddenState: it names the attributes.
+    """
+    if not written:
+        return
+    values = [(module, name, EarlierValue()) for module, name in written]
+    kept = [dict(vars(module)) for module, _ in written]
+    try:
+        for module, name, value in values:
+            vars(module)[name] = value
+        with suppress(Exception):  # what the stand-in causes, or whatever else a forward may raise
+            forward()
+    finally:
+        for (module, _), attributes in zip(written, kept, strict=True):
+            vars(module).clear()
+            vars(module).update(attributes)
+    paths = {id(module): path for path, module in bare.named_modules()}
+    read = [f"{paths.get(id(module), '')}.{name}".strip(".") for module, name, value in values if value.was_read]
+    if read:
+        more = f" and {len(read) - 2} more" if len(read) > 2 else ""
+        raise HiddenState(
+            f"{type(bare).__name__} keeps what one call leaves for the next in plain attributes of its modules "
+            f"({', '.join(read[:2])}{more}): a program of the ranks would begin without it at every call. Where it is "
+            "a cache, call without one (use_cache=False); else register it as a buffer, or take it as an argument and "
+            "return it (states=)."
+        )

@@ -78,8 +78,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     everywhere = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
     kinds = [tuple(everywhere)] if everywhere else []
     if len(everywhere) > 1:  # else nothing is to be told apart: every decoded token asks
-        each_dtypes = [tuple({p.dtype: None for p in m._parameters.values() if p is not None}) for m in modules]
-        kinds = [dtypes for dtypes in each_dtypes if dtypes]
+        own = [[p.dtype for p in m._parameters.values() if p is not None] for m in modules]
+        kinds = [tuple(dict.fromkeys(dtypes)) for dtypes in own if dtypes]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
     each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)

@@ -54,6 +54,8 @@ def generated(architecture: Architecture, tokens: int, degrees: Sequence[int], s
             return send({"own": reason(error)})
         if isinstance(wanted["dynamic"], Exception):
             return send({"own": reason(wanted["dynamic"])})
+        if any(bool(x.isnan().any()) for x in _steps(wanted["dynamic"])):
+            return send({"own": "its own logits are nan with random weights"})
         send({"inputs": sorted(inputs)})
         wanted = {name: own for name, own in wanted.items() if not isinstance(own, Exception)}
         with captured_once():
