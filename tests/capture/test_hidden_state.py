@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
 
 import autotp
 from autotp.errors import CaptureError
@@ -62,11 +63,9 @@ def test_what_is_written_and_never_read_is_no_state():
 
 
 def test_states_outside_of_the_cache_are_named():
-    from transformers import RecurrentGemmaConfig, RecurrentGemmaForCausalLM
-
     config = RecurrentGemmaConfig(
-        num_hidden_layers=3, vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, head_dim=8,
-        lru_width=16, attention_window_size=8, max_position_embeddings=32,
+        num_hidden_layers=3, vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, lru_width=16,
+        attention_window_size=8,
     )  # fmt: skip
     model = RecurrentGemmaForCausalLM(config).eval()
     sharded, ids = autotp.compile(model, 1), torch.tensor([[3, 4, 5, 6]])
