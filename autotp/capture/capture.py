@@ -137,7 +137,7 @@ def _of_attempt(
     attempt.assumes = False
     program = _exported(attempt, state)
     if compared is None:  # else the comparison shows it: the model itself is called twice
-        refuse_hidden_state(attempt.bare, attempt.written, replace(attempt, repeats=Repeats(attempt.bare)).run)
+        refuse_hidden_state(attempt.bare, attempt.stores, replace(attempt, repeats=Repeats(attempt.bare)).run)
     program.notes += [note for note, _ in applied if note]
     if proofs and trial is not None and trial.skip:
         program.notes.append(f"that the model computes the same so was assumed, not proved: {trial.skip}")

@@ -29,7 +29,7 @@ from .exported import EXPORTED, Exported
 from .functions import functions_kept, read_functions
 from .grad_mode import GradModeAnswers
 from .plain_types import files_of, plain_values
-from .refusals import Written, attributes_written, refuse_gradients, refuse_hooks, unvalidated
+from .refusals import Stores, attributes_written, refuse_gradients, refuse_hooks, unvalidated
 from .repeated_blocks import Repeats
 
 
@@ -47,7 +47,7 @@ class Attempt:
         contexts: what to trace in.
         short: states of length 1, of which programs take any length; all other sizes of 1 stay.
         assumes: while the model itself is asked about what the attempt assumes of it.
-        written: plain attributes of modules in which the forward left tensors.
+        stores: plain attributes of modules in which the forward left tensors.
     """
 
     bare: nn.Module
@@ -61,7 +61,7 @@ class Attempt:
     contexts: list[AbstractContextManager[Any]] = field(default_factory=list)
     assumes: bool = False
     short: bool = False
-    written: Written = field(default_factory=list)
+    stores: Stores = field(default_factory=list)
 
     def run(self) -> Exported:
         """Export; in-place operators are functional afterwards."""
@@ -93,7 +93,7 @@ class Attempt:
                 stack.enter_context(compat.sizes_of_one())
             if self.repeats:
                 stack.enter_context(self.repeats.tracing())
-            self.written = stack.enter_context(attributes_written(self.bare))
+            self.stores = stack.enter_context(attributes_written(self.bare))
             # A branch on values, which an export refuses, a draft decides by those of the inputs.
             export = compat.draft_export if self.draft else torch.export.export
             program = export(self.bare, self.args, self.kwargs, dynamic_shapes=self._shapes(), strict=False)

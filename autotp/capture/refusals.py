@@ -161,53 +161,53 @@ class EarlierValue:
     __matmul__ = __rmatmul__ = __lt__ = __le__ = __gt__ = __ge__ = __float__ = __int__ = __index__ = _read
 
 
-Written = list[tuple[nn.Module, str]]  # attributes that a forward sets to tensors
+Stores = list[tuple[nn.Module, str]]  # attributes that a forward sets to tensors
 
 
 @contextmanager
-def attributes_written(bare: nn.Module) -> Iterator[Written]:
+def attributes_written(bare: nn.Module) -> Iterator[Stores]:
     """Within this context: the plain attributes in which a forward left tensors, one by one or nested.
 
     They are read as the forward ends, for torch's exporter puts them back.
     """
-    written: Written = []
+    stores: Stores = []
     before = [(module, dict(vars(module))) for module in bare.modules()]
 
     def read(*_: Any) -> None:
         for module, attributes in before:
             for name, value in vars(module).items():
                 if value is not attributes.get(name) and any(isinstance(x, Tensor) for x in compat.tree_leaves(value)):
-                    written.append((module, name))
+                    stores.append((module, name))
 
     hook = bare.register_forward_hook(read)
     try:
-        yield written
+        yield stores
     finally:
         hook.remove()
 
 
-def refuse_hidden_state(bare: nn.Module, written: Written, forward: Callable[[], Any]) -> None:
+def refuse_hidden_state(bare: nn.Module, stores: Stores, forward: Callable[[], Any]) -> None:
     """Refuse a forward that reads what an earlier call left in plain attributes, which a program has no place for.
 
     RecurrentGemma keeps its recurrent states so: without them every decoded token would be computed from zeros.
 
     Args:
-        bare: the model. written: the attributes in question. forward: runs it once more; it may fail.
+        bare: the model. stores: the attributes in question. forward: runs it once more; it may fail.
 
     Raises:
         HiddenState: it names the attributes.
     """
-    if not written:
+    if not stores:
         return
-    values = [(module, name, EarlierValue()) for module, name in written]
-    kept = [dict(vars(module)) for module, _ in written]
+    values = [(module, name, EarlierValue()) for module, name in stores]
+    originals = [dict(vars(module)) for module, _ in stores]
     try:
         for module, name, value in values:
             vars(module)[name] = value
         with suppress(Exception):  # what the stand-in causes, or whatever else a forward may raise
             forward()
     finally:
-        for (module, _), attributes in zip(written, kept, strict=True):
+        for (module, _), attributes in zip(stores, originals, strict=True):
             vars(module).clear()
             vars(module).update(attributes)
     paths = {id(module): path for path, module in bare.named_modules()}
