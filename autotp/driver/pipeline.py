@@ -75,17 +75,15 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
     training = [m.training for m in modules]
-    dtypes = {p.dtype for m in modules for p in m._parameters.values() if p is not None}
-    # Every decoded token asks: where all are alike nothing is to be told apart.
+    dtypes = {p.dtype for m in modules for p in m._parameters.values() if p is not None}  # mostly one, found fast
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
-    return _one(training), _one(kinds), grad, _one(list(each)) if grad == GRAD else (), autocast
+    each = [p.requires_grad for m in modules for p in m._parameters.values() if p is not None] if grad == GRAD else []
+    return _one(training), _one(kinds), grad, _one(each), autocast
 
 
 def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
-    """Of its own parameters, each once."""
     return tuple({p.dtype: None for p in module._parameters.values() if p is not None})
 
 
