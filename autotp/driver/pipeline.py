@@ -79,8 +79,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    each = [p.requires_grad for m in modules for p in m._parameters.values() if p is not None] if grad == GRAD else []
-    return _one(training), _one(kinds), grad, _one(each), autocast
+    each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
+    return _one(training), _one(kinds), grad, _one([*each]) if grad == GRAD else (), autocast
 
 
 def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:
