@@ -28,9 +28,25 @@ from .fake import shape_env
 from .trees import tree_leaves
 
 
-def sizes_of_one() -> contextlib.AbstractContextManager[Any]:
-    """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other."""
-    return mock.patch.object(symbolic_config, "backed_size_oblivious", True)
+@contextlib.contextmanager
+def sizes_of_one() -> Iterator[None]:
+    """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other.
+
+    Torch notes no guard then where Python takes a size as a number (ProphetNet: `int(past_length + 1)`), and the program
+    would have the example's for every size: that ends the export.
+    """
+    own = sym_node.SymNode.guard_int
+
+    def number(self: Any, file: str, line: int) -> int:
+        if self.expr.free_symbols:
+            raise ValueError(f"the forward takes the size {self.expr} as a number")
+        return own(self, file, line)
+
+    with (
+        mock.patch.object(symbolic_config, "backed_size_oblivious", True),
+        mock.patch.object(sym_node.SymNode, "guard_int", number),
+    ):
+        yield
 
 
 def all_nonzero() -> contextlib.AbstractContextManager[Any]:

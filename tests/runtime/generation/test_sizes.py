@@ -50,3 +50,32 @@ def test_a_number_of_heads_stays_a_number_and_a_length_does_not(seen_tokens):
     assert (heads, size) == (HEADS, SIZE) and all(type(n) is int for n in (heads, size)), (at, shapes)
     assert not isinstance(batch, int) and not isinstance(seen_length, int)
     assert len(programs) <= 3
+
+
+class Counts(nn.Module):
+    """Keeps keys and values, and takes how many these are as a number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.v = nn.Linear(8, HEADS * SIZE), nn.Linear(8, HEADS * SIZE)
+
+    def forward(self, x: Tensor, cache: Any = None) -> Tensor:
+        cache = SimpleNamespace(keys=None, values=None) if cache is None else cache
+        past = 0 if cache.keys is None else cache.keys.shape[-2]
+        place = torch.ones(1, 1, dtype=torch.long) * int(past + x.shape[1]) if past != 0 else torch.ones(1, 1)
+        k, v = (layer(x).unflatten(-1, (HEADS, SIZE)).transpose(1, 2) for layer in (self.k, self.v))
+        cache.keys = k if cache.keys is None else torch.cat((cache.keys, k), 2)
+        cache.values = v if cache.values is None else torch.cat((cache.values, v), 2)
+        scores = torch.einsum("bhqc,bhck->bhqk", k, cache.keys.transpose(2, 3))
+        return torch.einsum("bhqk,bhkc->bhqc", scores.softmax(-1), cache.values) * place
+
+
+def test_a_length_that_is_taken_as_a_number_is_that_of_each_call():
+    """With a state of length 1 torch may note nothing of `int(length)`: later calls had the first one's number."""
+    torch.manual_seed(0)
+    model, cache, wanted = Counts(), SimpleNamespace(keys=None, values=None), SimpleNamespace(keys=None, values=None)
+    sharded: Any = autotp.compile(model, 1, example_inputs=(torch.randn(3, 1, 8),))
+    for _ in range(4):
+        x = torch.randn(3, 1, 8)
+        with torch.no_grad():
+            assert torch.equal(sharded(x, cache), model(x, wanted))
