@@ -32,8 +32,8 @@ from .trees import tree_leaves
 def sizes_of_one() -> Iterator[None]:
     """Within this context a size of 0 or 1 of an example is no constant of an export, but a size like any other.
 
-    Torch notes no guard then where Python takes a size as a number (ProphetNet: `int(past_length + 1)`), and the program
-    would have the example's for every size: that ends the export.
+    Torch may note no guard then where Python takes a size as a number (ProphetNet: `int(past_length + 1)`), and a
+    program would have the example's for every size: that ends the export.
     """
     own = sym_node.SymNode.guard_int
 
