@@ -24,7 +24,7 @@ demo: $(READY) ## Shard a real sentence encoder over 4 processes on this CPU and
 test: $(READY) ## Run the tests
 	$(PYTEST) $(SPREAD) $(ARGS)
 
-quick: $(READY) ## Run the tests that start no processes (two minutes at most)
+quick: $(READY) ## Run the tests that start no processes (minutes)
 	$(PYTEST) $(SPREAD) -m "not ranks and not zoo and not slow" $(ARGS)
 
 slow: $(READY) ## Run the tests over 10 CPU seconds (tests/slow.txt)
