@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest import mock
 
@@ -199,19 +199,15 @@ def refuse_hidden_state(bare: nn.Module, stores: Stores, forward: Callable[[], A
     """
     if not stores:
         return
-    values = [(module, name, EarlierValue()) for module, name in stores]
-    originals = [dict(vars(module)) for module, _ in stores]
-    try:
-        for module, name, value in values:
-            vars(module)[name] = value
-        with suppress(Exception):  # what the stand-in causes, or whatever else a forward may raise
-            forward()
-    finally:
-        for (module, _), attributes in zip(stores, originals, strict=True):
-            vars(module).clear()
-            vars(module).update(attributes)
+    values = [EarlierValue() for _ in stores]
+    # What the stand-ins cause, or whatever else a forward may raise, says nothing by itself.
+    with suppress(Exception), ExitStack() as stack:
+        for (module, name), value in zip(stores, values, strict=True):
+            stack.enter_context(mock.patch.dict(vars(module), {name: value}))
+        forward()
     paths = {id(module): path for path, module in bare.named_modules()}
-    read = [f"{paths.get(id(module), '')}.{name}".strip(".") for module, name, value in values if value.was_read]
+    pairs = zip(stores, values, strict=True)
+    read = [f"{paths.get(id(module), '')}.{name}".strip(".") for (module, name), value in pairs if value.was_read]
     if read:
         more = f" and {len(read) - 2} more" if len(read) > 2 else ""
         raise HiddenState(
