@@ -17,7 +17,8 @@ from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
-from autotp.driver.pipeline import Mode, mode_of, prepare
+from autotp.driver.modes import Mode, mode_of
+from autotp.driver.pipeline import prepare
 from autotp.errors import StateError
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan

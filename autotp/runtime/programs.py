@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 
 from autotp.capture.model_key import Untold, model_key
 from autotp.comm.ranks import Ranks
+from autotp.driver.modes import Mode, serves
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
-from autotp.driver.pipeline import Mode, serves
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS

@@ -16,8 +16,9 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering
+from autotp.driver.modes import mode_of
 from autotp.driver.options import CaptureRequest, Options
-from autotp.driver.pipeline import apply_plan, mode_of, prepare
+from autotp.driver.pipeline import apply_plan, prepare
 from autotp.errors import PlanError
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout

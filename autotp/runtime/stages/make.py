@@ -14,8 +14,9 @@ from autotp import compat
 from autotp.capture.capture import aliases, skeleton
 from autotp.comm.ranks import Ranks, agree, check_degree, together
 from autotp.cost import Cluster
+from autotp.driver.modes import mode_of
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
-from autotp.driver.pipeline import applied, mode_of, prepare, required_inputs
+from autotp.driver.pipeline import applied, prepare, required_inputs
 from autotp.driver.staging import Staging, found_units, staging
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
