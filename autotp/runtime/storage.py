@@ -201,7 +201,8 @@ def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(parameters)
     if torch.is_grad_enabled():
         return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
-    return tuple([local_of(p).detach() for p in parameters])
+    local = [local_of(p) for p in parameters]
+    return tuple([t.detach() if t.requires_grad else t for t in local])
 
 
 def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:
