@@ -237,4 +237,6 @@ class Returns:
         self.after = [(x.shape, x.tensors) for x in after]
         self.plain, self.spec, self.leaves = not isinstance(outputs, Returned), spec, []
         if isinstance(outputs, Returned):
-            self.leaves, self.spec = compat.tree_flatten(outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
+            self.leaves, self.spec = compat.tree_flatten(
+                outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried)
+            )

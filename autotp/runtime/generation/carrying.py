@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from autotp import compat
@@ -71,7 +70,9 @@ class Carriers:
         return cls(parameters, rank, tp, state_names=state_names, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes), readings={})
+        return replace(
+            self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes), readings={}
+        )
 
     def named_places(self, spec: Any) -> dict[int, str]:
         """Where in a call's leaves the states lie that the user named."""

@@ -30,8 +30,8 @@ from autotp.proof.simulate import double, real, weights_of
 from autotp.runtime.call_key import form
 from autotp.runtime.programs import Program
 
-from .as_run import as_it_runs
 from .arguments import Arguments
+from .as_run import as_it_runs
 from .carrying import Carriers
 
 CPU = torch.device("cpu")

@@ -90,7 +90,7 @@ class Template:
             for place, number in holder.counts:
                 tensors[number] = counted(values[place])
             for place in holder.holders:
-                holders.append(values[place])  # noqa: PERF401  with the other loops
+                holders.append(values[place])
         if len({*map(id, tensors), *map(id, holders)}) < len(tensors) + len(holders):
             return None
         return tensors, holders
