@@ -184,24 +184,26 @@ class Calls:
         return RandomSource(pairs[0][0], len({one[1] for one in pairs}) > 1)
 
     @contextlib.contextmanager
-    def running(self, source: RandomSource) -> Iterator[None]:
-        """While the program runs: random numbers are rank 0's, and a rank that is gone is named."""
+    def drawing(self) -> Iterator[None]:
+        """While the program runs, where the ranks' generators are apart: random numbers are rank 0's."""
         ranks, device = self.shards.ranks, self.shards.device
-        own = theirs = None
-        if source.apart:
-            own = _generator(device)
-            theirs = broadcast(ranks, own)
+        own = _generator(device)
+        theirs = broadcast(ranks, own)
         try:
-            if theirs is not None:
-                _generator(device, theirs)
+            _generator(device, theirs)
             yield
-        except RuntimeError as error:
-            if ranks is not None:
-                lost(error, ranks.planners.group_name)
-            raise
         finally:
-            if own is not None and ranks is not None and ranks.rank:
+            if ranks is not None and ranks.rank:
                 _generator(device, own)
+
+    def lost(self, error: Exception) -> None:
+        """Where an error of the program is one of communication: name the rank that is gone.
+
+        Raises:
+            RankError: caused by `error`.
+        """
+        if self.shards.ranks is not None:
+            lost(error, self.shards.ranks.planners.group_name)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -219,6 +221,8 @@ class Calls:
         if channel is None:
             return
         channel.leave()
+        if not torch.is_grad_enabled():
+            return
         input_ids = {id(x) for x in inputs}
         graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
         ticket = Ticket(channel, self.what)

@@ -123,12 +123,20 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late), program.returns)
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
-        # A capture under autocast holds its casts already.
-        cast = program.capture.state[-1] is not None
-        plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        function = self._programs[program.key]
+        inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
         self._programs_made.run(program)
-        with plain, self._calls.running(source):
-            return self._programs[program.key](*inputs, *program.random(self._shards, source.seed))
+        try:
+            # A capture under autocast holds its casts already.
+            cast = program.capture.state[-1] is not None
+            if not (cast or source.apart):
+                return function(*inputs)
+            plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+            with plain, self._calls.drawing() if source.apart else nullcontext():
+                return function(*inputs)
+        except RuntimeError as error:
+            self._calls.lost(error)
+            raise
 
     def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
