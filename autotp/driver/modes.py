@@ -12,7 +12,8 @@ from torch import nn
 
 from autotp.capture.grad_mode import GRAD, grad_mode
 
-TRAINING, DTYPE, PARAMETERS = attrgetter("training"), attrgetter("dtype"), attrgetter("_parameters")
+TRAINING, PARAMETERS = attrgetter("training"), attrgetter("_parameters")
+DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
@@ -25,8 +26,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    trained = _one([p.requires_grad for p in parameters_of(modules)]) if grad == GRAD else ()
-    return _one(training), _one(kinds), grad, trained, autocast
+    trained = list(map(REQUIRES_GRAD, parameters_of(modules)))
+    return _one(training), _one(kinds), grad, _one(trained) if grad == GRAD else (), autocast
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

@@ -31,7 +31,7 @@ class Reading:
 
     Attributes:
         parts: of each argument the template of an object that holds state; None of a leaf.
-        spec: how the leaves are nested. states, named: where in them states lie, of objects and by the user's names.
+        spec: how the leaves are nested. states, users: where in them states lie, of objects and that the user named.
         moving: how many attributes were known to change from call to call.
         writes: what a call sets on an object, by the descriptions before and after.
     """
@@ -39,7 +39,7 @@ class Reading:
     parts: list[Template | None]
     spec: compat.TreeSpec
     states: Mapping[int, str]
-    named: Mapping[int, str]
+    users: Mapping[int, str]
     moving: int
     writes: dict[tuple[int, int], tuple[Shape, Shape, list[Write] | None]]
 
@@ -96,8 +96,8 @@ class Arguments:
             self.__dict__.pop(name, None)
         self.holders: list[list[Any]] = []
         self.reading = self._as_before() or self._walk()
-        self.states = {**self.reading.states, **self.reading.named}
-        for names, take in ((self.reading.states, self.carriers.own), (self.reading.named, self.carriers.part)):
+        self.states = {**self.reading.states, **self.reading.users}
+        for names, take in ((self.reading.states, self.carriers.own), (self.reading.users, self.carriers.part)):
             for at, name in names.items():
                 if isinstance(self.flat[at], Tensor):
                     self.flat[at], length, wrong = take(name, self.flat[at])

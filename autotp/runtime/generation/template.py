@@ -81,16 +81,19 @@ class Template:
             return None
         holders: list[Any] = [value]
         tensors: list[Any] = [None] * len(self.shape.names)
+        # What a holder holds is read after it, and so in the order of the description's compounds.
         for at, holder in enumerate(self.holders):
             values = holder.contents(holders[at])
             if values is None:
                 return None
             for place, number in holder.tensors:
                 tensors[number] = values[place]
+            # A number that changes from call to call travels as the size of a tensor.
             for place, number in holder.counts:
                 tensors[number] = counted(values[place])
             for place in holder.holders:
                 holders.append(values[place])
+        # In two places a walk describes an object once, and the second time as that one again.
         if len({*map(id, tensors), *map(id, holders)}) < len(tensors) + len(holders):
             return None
         return tensors, holders
@@ -99,22 +102,19 @@ class Template:
         """What to set so that an object that was read is described so; None where that takes more than setting."""
         befores, afters = [self.shape.tree], [after.tree]
         writes: list[Write] = []
-        for at, before in enumerate(befores):  # both grow
+        for at, before in enumerate(befores):  # both grow, in the order of the holders
             now = afters[at]
             if not _alike(before, now):
                 return None
-            new = []
-            for (key, x), (_, y) in zip(before.items, now.items, strict=True):
-                if isinstance(x, Compound) != isinstance(y, Compound):
-                    return None
-                if isinstance(x, Compound):
-                    befores.append(x)
-                    afters.append(y)
-                elif x != y or isinstance(y, TensorSlot | Count):
-                    new.append(_write(at, key, x, y))
+            pairs = [(key, x, y) for (key, x), (_, y) in zip(before.items, now.items, strict=True)]
+            inner = [(x, y) for _, x, y in pairs if isinstance(x, Compound)]
+            befores += [x for x, _ in inner]
+            afters += [y for _, y in inner]
+            new = [_write(at, key, y) for key, x, y in pairs if not _stays(x, y)]
+            # Nothing can be set in a tuple: `assign` makes another one.
             if None in new or (new and before.kind is tuple):
                 return None
-            writes += [write for write in new if write is not None and write.source is not type(None)]
+            writes += [write for write in new if write is not None]
         return writes
 
     @staticmethod
@@ -159,13 +159,13 @@ def _comparable(x: Any) -> bool:
 
 
 def _holder(compound: Compound) -> Holder:
-    values = [x for _, x in compound.items]
+    keys, values = dict(compound.items), [x for _, x in compound.items]
     fixed = [at for at, x in enumerate(values) if isinstance(x, Fixed)]
     plain = [at for at in fixed if isinstance(values[at].value, PLAIN)]
     others = [at for at in fixed if at not in plain]
     return Holder(
         kind=compound.kind,
-        keys=None if compound.kind in (list, tuple) else tuple(key for key, _ in compound.items),
+        keys=None if compound.kind in (list, tuple) else tuple(keys),
         types=[*map(_type, values)],
         plain=_values(plain),
         plain_values=tuple(values[at].value for at in plain),
@@ -187,18 +187,28 @@ def _values(places: Sequence[int]) -> Values:
 def _type(x: Any) -> type:
     if isinstance(x, Fixed):
         return type(x.value)
-    return x.kind if isinstance(x, Compound) else int if isinstance(x, Count) else Tensor
+    if isinstance(x, Compound):
+        return x.kind
+    return int if isinstance(x, Count) else Tensor
 
 
-def _alike(before: Compound, after: Compound) -> bool:
-    """Whether both are of one class and hold values under the same keys."""
-    return before.kind is after.kind and [key for key, _ in before.items] == [key for key, _ in after.items]
+def _alike(before: Compound, after: Any) -> bool:
+    """Whether both are of one class and hold values under the same keys, compounds under those of compounds."""
+    if not isinstance(after, Compound) or before.kind is not after.kind:
+        return False
+    keys = [(key, isinstance(x, Compound)) for key, x in before.items]
+    return keys == [(key, isinstance(x, Compound)) for key, x in after.items]
 
 
-def _write(holder: int, key: Any, before: Any, after: Any) -> Write | None:
-    """What makes the one of the other; with the source of None where it is that, None where nothing is known to."""
-    if isinstance(after, EarlierTensor) and isinstance(before, TensorSlot) and before.index == after.index:
-        return Write(holder, key, type(None), None)
+def _stays(before: Any, after: Any) -> bool:
+    """Whether what is there is right: a value that is the same, the tensor that was in its place, or what is within."""
+    if isinstance(after, EarlierTensor):
+        return isinstance(before, TensorSlot) and before.index == after.index
+    return isinstance(after, Compound) or (isinstance(after, Fixed) and before == after)
+
+
+def _write(holder: int, key: Any, after: Any) -> Write | None:
+    """What puts this there; None where nothing is known to."""
     if isinstance(after, TensorSlot | EarlierTensor | Count):
         return Write(holder, key, type(after), after.index)
     return Write(holder, key, Fixed, after.value) if isinstance(after, Fixed) else None
