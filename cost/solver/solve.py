@@ -137,14 +137,19 @@ def _banded(
     """
     first, x = fastest
     least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
-    x = plainest(program, x, most)
-    best = _solution(problem, program, picks, x)
-    rival = _rival(problem, program, picks, [first, best], band)
+    best, rival, allowed = None, None, most
+    ways = [ruled_out for ruled_out in problem.rivals if not ruled_out & set(enumerate(first.choices))]
+    if ways:
+        best = _solution(problem, program, picks, plainest(program, x, most))
+    if best is not None and any(not ruled_out & set(enumerate(best.choices)) for ruled_out in ways):
+        rival = best  # held against itself
+    else:
+        rival = _rival(problem, program, picks, band)
     if rival is not None:
         theirs = rival.seconds * MICRO
         allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
-        if best.seconds * MICRO > allowed * (1 + EXACT):
-            best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
+    if best is None or best.seconds * MICRO > allowed * (1 + EXACT):
+        best = _solution(problem, program, picks, plainest(program, x, allowed))
     proved = {
         "bound": first.bound,
         "least_parameter_bytes": first.least_parameter_bytes,
@@ -154,18 +159,15 @@ def _banded(
 
 
 def _rival(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], own: Sequence[Solution], band: float
+    problem: Problem, program: IntegerProgram, picks: list[list[int]], band: float
 ) -> Solution | None:
     """The best of the plans that this one is held against; None where none of them is legal.
 
     Args:
         problem, program, picks: with the rows of all stages before, which count for rivals too.
-        own: the fastest plan and the plainest; where a rival allows both, it is that plan.
     """
     solutions = []
     for ruled_out in problem.rivals:
-        if not any(ruled_out & set(enumerate(plan.choices)) for plan in own):
-            return own[-1]
         rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
         restricted = replace(program, rows=[*program.rows, *rows])
         fastest = restricted.minimise(restricted.microseconds)
