@@ -100,6 +100,6 @@ __all__ = [
     "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
     "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
     "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
-    "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks",
-    "without_torch_functions", "wraps_tensors",
+    "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines", "use_symmetric_memory", "vmapped",
+    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

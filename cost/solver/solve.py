@@ -52,7 +52,6 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -133,18 +132,18 @@ def _banded(
 ) -> Solution:
     """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
 
-    Where a rival is not within the band, the plan stays faster than it by more than the band.
+    Where a rival is not within the band, the plan stays faster than it by more than the band. So the rival comes first,
+    but where the fastest plan is one: then the plainest may be that rival, which need not be solved for.
     """
     first, x = fastest
     least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
-    best, rival, allowed = None, None, most
-    ways = [ruled_out for ruled_out in problem.rivals if not ruled_out & set(enumerate(first.choices))]
-    if ways:
-        best = _solution(problem, program, picks, plainest(program, x, most))
-    if best is not None and any(not ruled_out & set(enumerate(best.choices)) for ruled_out in ways):
-        rival = best  # held against itself
+    ways = [ruled_out for ruled_out in problem.rivals if ruled_out.isdisjoint(enumerate(first.choices))]
+    best = _solution(problem, program, picks, plainest(program, x, most)) if ways else None
+    if best is not None and any(ruled_out.isdisjoint(enumerate(best.choices)) for ruled_out in ways):
+        rival = best
     else:
         rival = _rival(problem, program, picks, band)
+    allowed = most
     if rival is not None:
         theirs = rival.seconds * MICRO
         allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
@@ -158,9 +157,7 @@ def _banded(
     return replace(best, **proved, rival=rival)
 
 
-def _rival(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], band: float
-) -> Solution | None:
+def _rival(problem: Problem, program: IntegerProgram, picks: list[list[int]], band: float) -> Solution | None:
     """The best of the plans that this one is held against; None where none of them is legal.
 
     Args:
