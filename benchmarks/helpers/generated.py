@@ -128,8 +128,8 @@ def _result(sharded: Any, own: Any, got: Any) -> Record:
 
 
 def _steps(found: Any) -> Sequence[Tensor]:
-    """The logits of every step; a model that gives all tokens at once has one."""
-    logits = found.logits
+    """The logits of every step; a model that gives all tokens at once has one, and a transducer gives none."""
+    logits = getattr(found, "logits", None)
     return (logits,) if isinstance(logits, Tensor) else logits or ()
 
 

@@ -141,7 +141,9 @@ class Carriers:
 
     def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
         """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
-        is wrong with it."""
+        is wrong with it. A number (how many tokens a static cache holds) is whole anywhere, and stands for itself."""
+        if not tensor.ndim:
+            return tensor, tensor, ""
         split = self.cut(name)
         shape = list(tensor.shape)
         wrong = ""
