@@ -5,11 +5,13 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autotp
+from autotp.errors import CaptureError
 from tests.helpers.compare import mesh_of
 
 HEADS, SIZE, KEPT = 4, 4, 3
@@ -43,7 +45,7 @@ def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float]
     model = Own().double()
     inputs = [torch.randn(2, length, 8, dtype=torch.double) for length in (5, 1, 3)]
     inputs[0][0, 0, 0] = 0
-    sharded: Any = autotp.compile(model, example_inputs=(inputs[0],), mesh=mesh_of(group), check_capture=False)
+    sharded: Any = autotp.compile(model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False)
     gaps, controls, own, mine = [], [], None, None
     for x in inputs:
         with torch.no_grad():
@@ -58,6 +60,27 @@ def test_what_a_forward_makes_is_known_when_it_is_passed_and_branches_on_its_num
     for gaps, controls, shape in pool.run(decoded, world=2):
         assert max(gaps) < 1e-12 and min(controls) > 1e-3, (gaps, controls)
         assert shape == (2, HEADS // 2, 9, SIZE)
+
+
+class Judging(nn.Module):
+    """Branches on a value of its state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor, state: Any = None) -> Tensor:
+        if state is None:
+            return x
+        grown = bool((state.h > 0).all())
+        state.h = state.h + self.linear(x)
+        return x * 2 if grown else x
+
+
+def test_a_branch_on_what_a_rank_may_have_a_part_of_is_refused():
+    sharded: Any = autotp.compile(Judging(), 1, example_inputs=(torch.zeros(3, 8),))
+    with torch.no_grad(), pytest.raises(CaptureError, match="depends on the values of the state state_0, of which a"):
+        sharded(torch.zeros(3, 8), SimpleNamespace(h=torch.zeros(3, 8)))
 
 
 class Convolved(nn.Module):
