@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -12,6 +13,8 @@ from typing import Any
 from torch import nn
 
 from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
+
+KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
 @contextmanager
@@ -74,7 +77,9 @@ def carrying(bare: nn.Module) -> Iterator[None]:
         numbers = {id(obj): i for i, obj in enumerate(objects)}
 
         def described(obj: Any, name: str) -> Any:
-            return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, name)
+            # What the forward made itself is passed in the next call, there by the name of an argument.
+            key = KEY.fullmatch(name)
+            return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, key.group(1) if key else name)
 
         after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(states, objects, strict=True)]
         return Returned(replaced(outputs, described), after)

@@ -9,9 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch.export import ExportedProgram
+from torch.export.graph_signature import TensorArgument
 
 from autotp import compat
 from autotp.errors import CaptureError
+from autotp.ir.carried import states_of
 from autotp.ir.copying import copy_graph
 from autotp.ir.op import aten
 from autotp.passes.canonicalise.functionalise import memory, mutates, written_operand
@@ -76,10 +78,21 @@ def _reads_inputs(program: ExportedProgram, text: str, check: fx.Node, symbolic:
     if any(torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()) for n in operands):
         raise CaptureError(f"{what} depends on random numbers")
     inputs = [n for n, kind in kinds.items() if kind == "USER_INPUT"]
-    sizes = all(u.target is aten.sym_size.int for n in inputs for u in n.users if u in operands)
-    if inputs and sizes and symbolic:
+    readers = [(n, u) for n in inputs for u in n.users if u in operands and u.target is not aten.sym_size.int]
+    states = state_places(program)
+    if state := next((n.name for n, _ in readers if n.name in states and n.meta["val"].ndim), ""):
+        raise CaptureError(f"{what} depends on the values of the state {state}, of which a rank may have a part only")
+    if inputs and not readers and symbolic:
         raise CaptureError(f"{what} depends on sizes, which are symbolic")
     return bool(inputs)
+
+
+def state_places(program: ExportedProgram) -> dict[str, int]:
+    """Placeholders of states -> their place among the input tensors."""
+    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
+    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
+    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
+    return {name: i for i, name in enumerate(tensors) if name in states}
 
 
 def _kind(program: ExportedProgram, node: fx.Node) -> str:

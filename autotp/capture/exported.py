@@ -7,15 +7,13 @@ from typing import ClassVar
 
 from torch import fx, nn
 from torch.export import ExportedProgram
-from torch.export.graph_signature import TensorArgument
 
 from autotp import compat
 from autotp.errors import CaptureError
-from autotp.ir.carried import states_of
 from autotp.passes.base import Changes, Pass
 from autotp.passes.canonicalise.functionalise import functionalise, memory, mutates, regions
 
-from .conditions import Conditions
+from .conditions import Conditions, state_places
 from .functions import refuse_seen_writes
 from .messages import line_of
 from .refusals import refuse_higher_order
@@ -91,7 +89,7 @@ class Functionalise(Pass[Exported]):
         count = sum(mutates(n) for graph in graphs for n in graph.nodes)
         specs = program.program.graph_signature.input_specs
         takers: dict[str, str | int] = {s.arg.name: str(s.target) for s in specs if s.kind.name == "BUFFER"}
-        takers |= _states(program.program)
+        takers |= state_places(program.program)
         outputs = functionalise(program.graph, takers.keys())
         if outputs is None:
             program.program = traced_again(program.program)
@@ -124,14 +122,6 @@ def _holders(exported: Exported) -> tuple[dict[int, fx.Node], set[fx.Node]]:
     specs = [(getattr(s.arg, "name", ""), s.target, s.kind.name) for s in program.graph_signature.input_specs]
     holders = {ids[target]: nodes[name] for name, target, _ in specs if target in ids}
     return holders, {nodes[name] for name, _, kind in specs if kind == "CONSTANT_TENSOR"}
-
-
-def _states(program: ExportedProgram) -> dict[str, int]:
-    """Placeholders of states -> their place among the input tensors."""
-    inputs = [s.arg for s in program.graph_signature.input_specs if s.kind.name == "USER_INPUT"]
-    states = {inputs[i].name for i in states_of(program.call_spec.in_spec)}  # type: ignore[arg-type]
-    tensors = [x.name for x in inputs if isinstance(x, TensorArgument)]
-    return {name: i for i, name in enumerate(tensors) if name in states}
 
 
 def _refuse_writes_to_parameters(program: ExportedProgram) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from operator import attrgetter
 from typing import Any
 
@@ -27,7 +28,10 @@ SHAPE, LOCAL_SHAPE = attrgetter("shape"), attrgetter("_local_tensor.shape")
 
 @dataclass
 class Read:
-    """A parameter or buffer that a unit reads at the start of its forward."""
+    """A parameter or buffer that a unit reads at the start of its forward.
+
+    Where that is comes from all its users' places, and is asked at every call of a module: it is worked out once.
+    """
 
     node: fx.Node
     name: str
@@ -47,14 +51,14 @@ class Read:
             inside.append(any(module_of(p) == self.owner for p in path[at + 1 :]))
         return self.owner != "" and all(inside)
 
-    @property
+    @cached_property
     def unit(self) -> str:
         """The module that reads it: the repeated block that alone uses it, otherwise the root."""
         block = block_of(self.name)
         outside = [u for u in self.node.users if block not in map(module_of, scope_path(u))]
         return block if self.node.users and not outside else ""
 
-    @property
+    @cached_property
     def scope(self) -> str:
         """Where it is read: in its unit, or in the checkpointed region there that alone uses it."""
         regions = set()

@@ -310,11 +310,11 @@ def fingerprint(value: Tensor) -> str:
 
 
 def input_text(flat: Sequence[Any], spec: Any, values: bool) -> dict[str, str]:
-    """What the ranks compare of a call's inputs."""
+    """What the ranks compare of a call's inputs; of states, which come without values, what they are like."""
     out = {"structure": hashlib.sha256(str(spec).encode()).hexdigest()[:12]}
     for i, v in enumerate(flat):
         out[f"input {i}"] = f"{tuple(v.shape)} {v.dtype}" if isinstance(v, Tensor) else repr(v)
-        if values and isinstance(v, Tensor):
+        if values and isinstance(v, Tensor) and not v.is_meta:
             out[f"values of input {i}"] = fingerprint(v)
     return out
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import Shard as Split
 from torch.distributed.tensor.placement_types import Placement
 
 from autotp.compat import like_dtensor, local_of
-from autotp.ir.layouts import Layout, Segment, chunk
+from autotp.ir.layouts import Layout, Partition, Segment, chunk
 
 MOST = 16  # pieces of a parameter
 
@@ -54,7 +54,9 @@ class Storage:
         out, at = [], 0
         for s in segments:
             assert isinstance(s.count, int) and isinstance(s.unit, int)
-            units = (s.count * s.unit,) if s.count % self.tp == 0 or s.unit == 1 else (s.count, s.unit)
+            # Units larger than one need a dimension of their own, but where single elements are dealt in the same way.
+            flat = Partition.plain(s.length, self.tp).segments == (s,)
+            units = (s.count * s.unit,) if flat or s.count % self.tp == 0 else (s.count, s.unit)
             repeat = (times,) if times > 1 else ()
             shape = (*self.shape[:d], *repeat, *units, *self.shape[d + 1 :])
             out.append(Piece(at, s.count * s.unit, shape, d + len(repeat)))

@@ -32,7 +32,7 @@ from autotp.ir.graph import (
     where,
 )  # fmt: skip
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
-from autotp.ir.op import Op, Rule, sizes
+from autotp.ir.op import Op, sizes
 from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
@@ -71,10 +71,11 @@ class Builder:
         self.calls = [n for n in calls if _planned(n) and not _size_of(n, past)]
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
-        self.rules: dict[fx.Node, Rule | None] = {}
         alike = fold(self.program, self.grads)
-        for n in self.calls:  # equal nodes have equal rules
-            self.rules[n] = self.axis.rule(self.ops[n]) if alike[n] is n else self.rules[alike[n]]
+        # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
+        # is written to states is written at the end, in any order.
+        heads = {n: self.axis.rule(self.ops[n]) for n in self.calls if alike[n] is n}
+        self.rules = {n: heads[alike[n]] for n in self.calls}
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}
         self.user = find_pins(self.program, self.pins, self.ops, self.rules)
         marks = self.user.marks(self.leaves)

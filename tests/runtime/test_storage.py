@@ -25,6 +25,7 @@ CASES: list[tuple[str, tuple[int, ...], int, list[tuple[int, int]], int, int]] =
     ("plain", (12, 5), 0, [(12, 1)], 1, 1),
     ("plain, a column", (5, 12), 1, [(12, 1)], 1, 1),
     ("uneven vocabulary", (257, 3), 0, [(257, 1)], 1, 1),
+    ("uneven, in units of two", (14, 3), 0, [(14, 1)], 1, 1),
     ("fused q, k and v", (3, 96), 1, [(4, 8), (4, 8), (4, 8)], 1, 3),
     ("fused q, k and v of unequal heads", (64, 3), 0, [(4, 8), (2, 8), (2, 8)], 1, 3),
     ("six heads", (48, 3), 0, [(6, 8)], 1, 1),
@@ -47,6 +48,7 @@ def test_pieces_are_plain_chunks_and_come_back(what, shape, dim, segments, repea
     pieces = storage.cut(full)
     assert torch.equal(storage.fuse(pieces), full)
     assert len(storage.names("w")) == len(pieces) and (len(pieces) <= held or tp == 4)
+    assert storage.as_held or "plain" not in what and "uneven" not in what  # else by a tensor of other dimensions
     spans = storage.layout.partition  # type: ignore[attr-defined]
     for rank in range(tp):
         # DTensor's Shard deals a dimension as torch.chunk does.

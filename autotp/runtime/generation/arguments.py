@@ -142,10 +142,13 @@ class Arguments:
 
     @cached_property
     def whole(self) -> list[Any]:
-        """The same leaves, in place of states tensors without memory that have the whole's shape."""
+        """The same leaves, in place of states tensors without memory that have the whole's shape.
+
+        A number (how many tokens a static cache holds) is whole anywhere, and stands for itself.
+        """
         out = list(self.flat)
         for at in self.states:
-            if isinstance(x := self.flat[at], Tensor):
+            if isinstance(x := self.flat[at], Tensor) and x.ndim:
                 out[at] = torch.empty(self._shape(at), dtype=x.dtype, device="meta")
         return out
 
