@@ -77,9 +77,11 @@ def carrying(bare: nn.Module) -> Iterator[None]:
         numbers = {id(obj): i for i, obj in enumerate(objects)}
 
         def described(obj: Any, name: str) -> Any:
+            if id(obj) in numbers:
+                return Same(numbers[id(obj)])
             # What the forward made itself is passed in the next call, there by the name of an argument.
             key = KEY.fullmatch(name)
-            return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, key.group(1) if key else name)
+            return describe(obj, key.group(1) if key else name)
 
         after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(states, objects, strict=True)]
         return Returned(replaced(outputs, described), after)
