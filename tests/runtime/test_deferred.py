@@ -161,14 +161,17 @@ def test_greedy_decoding_gathers_no_vocabulary_and_every_other_reader_sees_the_w
 
 
 def on_slices(rank: int, world: int, group: Any) -> dict[str, Any]:
-    """Greedy decoding over dp x tp in half precision, beside the model's own, and what it sent."""
+    """Greedy decoding over dp x tp in half precision, beside the model's own, and what it sent; the first slice ends
+    after a token, and the other goes on."""
     model, whole = model_and_prompt(VOCABULARY + 1)
     model.bfloat16()
     own = slice(rank // 2, rank // 2 + 1)  # of the batch, one sequence for each dp rank
     batch = {name: x[own] for name, x in whole.items()}
     sharded: Any = autotp.compile(model, 2, dp=2, example_inputs=batch, check_capture=False)
-    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False}
+    options: dict[str, Any] = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
     with torch.no_grad():
+        ids = whole["input_ids"][:1]
+        options["eos_token_id"] = int(model(input_ids=ids).logits[0, -1].argmax())
         tokens, sent = Sent().of(lambda: sharded.generate(**batch, **options))
         return {"tokens": tokens.tolist(), "own": model.generate(**batch, **options).tolist(), "sent": sent}
 
@@ -177,6 +180,6 @@ def on_slices(rank: int, world: int, group: Any) -> dict[str, Any]:
 def test_greedy_decoding_of_slices_of_a_batch_in_half_precision(pool):
     results = pool.run(on_slices, world=4)
     assert [found["tokens"] for found in results] == [found["own"] for found in results]
-    assert results[0]["own"] != results[2]["own"]  # the dp ranks have sequences of their own
-    for found in results:
-        assert {call[1]: n for call, n in found["sent"].items() if call[0] == "all_gather"} == {(1, 2): 3}
+    assert [len(found["own"][0]) - 4 for found in results] == [1, 1, 2, 2]  # of sequences of their own
+    for found, steps in zip(results, (1, 1, 2, 2), strict=True):
+        assert {call[1]: n for call, n in found["sent"].items() if call[0] == "all_gather"} == {(1, 2): steps}

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
@@ -20,6 +21,7 @@ from .steps import StepKind, Steps
 
 # Arguments that are the caller's own functions, which may read logits, and on one rank alone.
 READERS = ("logits_processor", "stopping_criteria", "custom_generate")
+SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 
 class Generates:
@@ -37,20 +39,35 @@ class Generates:
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
 
-        Every rank passes the same prompts. The cache is this rank's part. Random numbers are rank 0's.
+        Every rank passes the same prompts, with dp each dp rank its own; all go on until the last is done, by the
+        option `synced_gpus` of transformers. The cache is this rank's part. Random numbers are rank 0's.
 
         Raises:
-            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not.
+            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not; or
+                dp ranks cannot go on together, for the world has ranks that are not in the mesh.
         """
         if self._shards.axis.name == "cp":
             raise StateError(
                 "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
                 "without cp; its state dict is this one's."
             )
+        if self._shards.axis.size > 1 and len(args) <= SYNCED:
+            kwargs.setdefault("synced_gpus", self._in_step())
         late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
         generator = shell(self, self._source.bare, partial(self._call, late=late))
         with one_generator(self._source.ranks, self._shards.device):
             return gathered(generator.generate(*args, **kwargs))
+
+    def _in_step(self) -> bool:
+        """True: every forward is a call of all dp ranks, so one whose sequences end early computes on with the others."""
+        ranks, world = self._shards.axis.size * self._shards.tp, dist.get_world_size()
+        if ranks != world:
+            raise StateError(
+                f"generate() with dp: transformers keeps dp ranks in step over the whole world, which has {world} ranks, "
+                f"and this module is on {ranks}. Where all slices end at one step, pass synced_gpus=False; else decode "
+                "with a module that is compiled without dp; its state dict is this one's."
+            )
+        return True
 
     @property
     def _steps(self) -> Steps:
