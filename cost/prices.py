@@ -16,7 +16,7 @@ from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
-from autotp.ir.wire import ARITHMETIC, sent_as
+from autotp.ir.wire import ARITHMETIC, argmax_share, sent_as
 
 from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost, peak_share
 from .objective import TRAINING, Objective
@@ -77,6 +77,9 @@ class Prices:
         self.tokens = lengths(self.program)
         # One token of a whole sequence's program stands for decoding, where the program has no past of its own.
         self.guesses = self.objective.name == "decode" and not any(x.kind.carried for x in self.program.leaves)
+        # Greedy generation gathers no logits (`autotp.runtime.deferred`).
+        model = self.program.origin[0] if self.program.origin is not None else None
+        self.greedy = self.objective.name == "decode" and hasattr(model, "generate")
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
@@ -278,6 +281,8 @@ class Prices:
 
     def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""
+        if self.greedy and (share := argmax_share(node, a, b)) is not None:
+            return share
         wire = sent_as(node.target, conversions.primitive(a, b)) if conversions.key(a, b) in conversions.KINDS else None
         return 1.0 if wire is None else wire.itemsize / tensors(node)[0].element_size()
 

@@ -28,10 +28,11 @@ from tests.helpers.cpu import collect_rarely, cpu_seconds
 from tests.helpers.limits import LIMITS
 from tests.helpers.pool import Pool
 from tests.helpers.shared_captures import shared_captures
-from tests.helpers.slow import SAMPLE, SLOW
+from tests.helpers.slow import NOT_QUICK, NOT_QUICK_FILE, NOT_QUICK_HEAD, SAMPLE, SLOW
 
 GOLDEN = Path(__file__).parent / "golden"
 LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]
+QUICK = LIMITS["CPU milliseconds of a test of `make quick`"] / 1000
 BEGAN = pytest.StashKey[float]()
 SPENT = pytest.StashKey["Spent"]()
 POOLS: list[Pool] = []  # one, once a test has wanted it
@@ -42,6 +43,7 @@ torch.set_num_threads(1)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="run the golden tests alone and rewrite tests/golden")
+    parser.addoption("--update-quick", action="store_true", help=f"rewrite {NOT_QUICK_FILE.name} by what tests take")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -61,6 +63,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("slow")
         if item.nodeid in SAMPLE:
             item.add_marker("sample")
+        if item.nodeid not in NOT_QUICK and not any(map(item.get_closest_marker, ("ranks", "zoo", "slow"))):
+            item.add_marker("quick")
         if item.get_closest_marker("cuda") is not None and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="there is no CUDA device"))
     if config.getoption("--update-golden"):
@@ -112,6 +116,9 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         terminalreporter.section("slowest by CPU seconds, own and descendants'")
         for name, (seconds, _) in spent[:10]:
             terminalreporter.line(f"{seconds:7.1f}  {name}")
+    if config.getoption("--update-quick"):
+        names = sorted(name for name, (seconds, _) in spent if seconds > QUICK)
+        NOT_QUICK_FILE.write_text(NOT_QUICK_HEAD + "".join(f"{name}\n" for name in names), encoding="utf-8")
     faults = [name for name, (seconds, slow) in spent if seconds > LIMIT and not slow]
     if faults:
         terminalreporter.section(f"over {LIMIT:.0f} CPU seconds without the mark `slow` (tests/slow.txt)", yellow=True)

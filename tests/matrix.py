@@ -16,7 +16,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 TORCHES, PYTHONS = ("2.11", "2.12", "2.13"), ("3.11", "3.12", "3.13")
 QUICK = ["-m", "pytest", "-q", "-n", "auto", "--maxprocesses", "4", "--dist", "loadfile"]
-CHOSEN = ["-m", "not ranks and not zoo and not slow"]
+CHOSEN = ["-m", "quick"]
 
 
 def told(command: list[str], log: Path) -> tuple[int, str]:

@@ -85,7 +85,8 @@ class Attempt:
                 unvalidated(),
                 compat.flex_as_products(),
             )
-            for context in (compat.quiet_export(), compat.uncached_shapes(), _silent(), _unmoved(), *recorded):
+            quick = compat.uncached_shapes(), compat.uncompiled_graphs(), compat.unread_lines()
+            for context in (compat.quiet_export(), *quick, _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             # Torch takes a size of 1 for a constant: a cache of one token would never grow.

@@ -15,7 +15,9 @@ from .export import (
     recorded_regions,
     sizes_of_one,
     uncached_shapes,
+    uncompiled_graphs,
     undecided,
+    unread_lines,
     vmapped,
 )
 from .fake import (
@@ -97,7 +99,7 @@ __all__ = [
     "operator_handlers", "operators_named", "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env",
     "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
     "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes", "undecided",
-    "unpacked_graph", "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks",
-    "without_torch_functions", "wraps_tensors",
+    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
+    "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines", "use_symmetric_memory", "vmapped",
+    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

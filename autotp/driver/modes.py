@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -10,6 +12,8 @@ from torch import nn
 
 from autotp.capture.grad_mode import GRAD, grad_mode
 
+TRAINING, PARAMETERS = attrgetter("training"), attrgetter("_parameters")
+DTYPE, REQUIRES_GRAD = attrgetter("dtype"), attrgetter("requires_grad")
 Mode = tuple[Any, ...]  # (training flags, parameter dtypes, grad mode, trained parameters, autocast dtype)
 
 
@@ -17,13 +21,19 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
-    training = [m.training for m in modules]
-    dtypes = {p.dtype for m in modules for p in m._parameters.values() if p is not None}  # mostly one, found fast
+    training = list(map(TRAINING, modules))
+    dtypes = set(map(DTYPE, parameters_of(modules)))  # mostly one, found fast
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    each = (p.requires_grad for m in modules for p in m._parameters.values() if p is not None)
-    return _one(training), _one(kinds), grad, _one([*each]) if grad == GRAD else (), autocast
+    trained = list(map(REQUIRES_GRAD, parameters_of(modules)))
+    return _one(training), _one(kinds), grad, _one(trained) if grad == GRAD else (), autocast
+
+
+def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
+    """Those that the modules themselves hold: asked for before every call, so by loops of the interpreter's own."""
+    tables = map(dict.values, map(PARAMETERS, modules))
+    return [p for p in chain.from_iterable(tables) if p is not None]
 
 
 def _dtypes(module: nn.Module) -> tuple[torch.dtype, ...]:

@@ -74,11 +74,15 @@ class Partition(Distribution):
 
     def lift(self, repeat: Size, unit: Size, tp: int) -> Partition:
         """The partition of a dimension that holds this loop `repeat` times over, `unit` elements a step."""
+        if repeat == unit == 1:  # most loops: the dimension is the loop
+            return self
         segments = [replace(s, unit=simplify(s.unit * unit)) for s in self.segments]
         return Partition.of(segments, simplify(self.repeat * repeat), tp)
 
     def lower(self, repeat: Size, unit: Size, tp: int) -> Partition | None:
         """The inverse of `lift`, or None where this partition cuts through a unit."""
+        if repeat == unit == 1:
+            return self
         times = divide(self.repeat, repeat)
         units = [divide(s.unit, unit) for s in self.segments]
         if times is None or any(u is None for u in units):

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from autotp.cost import Cluster
+from autotp.cost import Cluster, collective_bytes
 from autotp.cost.decode_limit import DecodeLimit
 from autotp.errors import InputError
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .plan import Collective, Plan
+
+EXCHANGED = 1 / 8  # of a value's bytes: less than a narrower type would send
 
 
 @dataclass(frozen=True)
@@ -20,11 +22,13 @@ class Decoding:
     Attributes:
         sequences: that get a token in each step, over all data-parallel ranks.
         seconds: of a step by the cost model; `limit`: what no step can be below.
+        ungathered: bytes of the outputs that are priced as greedy `generate()` has them, which gathers none of them.
     """
 
     sequences: int
     seconds: float
     limit: DecodeLimit
+    ungathered: float = 0.0
 
     @property
     def tokens_per_second(self) -> float:
@@ -48,7 +52,13 @@ def decoding(plan: Plan) -> Decoding | None:
     if plan.objective != "decode" or not (bandwidth and t.seconds and t.examples):
         return None
     limit = DecodeLimit(t.weights_read, plan.memory.cache, bandwidth, t.communication)
-    return Decoding(t.examples * plan.batch.size, t.seconds, limit)
+    ungathered = sum(c.bytes for c in plan.collectives if c.forward_bytes < EXCHANGED * _whole(c, plan.tp))
+    return Decoding(t.examples * plan.batch.size, t.seconds, limit, ungathered)
+
+
+def _whole(collective: Collective, tp: int) -> float:
+    """What a rank sends for a value that is sent as it is."""
+    return collective_bytes(collective.forward or "none", collective.bytes, tp)
 
 
 def memory_bandwidth(plan: Plan) -> float:

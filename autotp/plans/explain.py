@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Group, RenderableType
@@ -123,6 +124,8 @@ class _Explainer:
         pins = {k: v for k, v in self.builder.pins.items() if pin is None or k != pin.key}
         free = replace(self.builder, pins=pins)
         problem, heads = free.build()
+        # Every alternative asks for the same conversions.
+        problem = replace(problem, convert=cache(problem.convert), traffic=cache(problem.traffic))
         leaf = next(n for n, x in free.leaves.items() if x.name == self.parameter.name)
         at = heads.index(free.same[leaf])
         alternatives = [self._alternative(problem, at, k) for k in range(len(problem.items[at].choices))]

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, lost, meet
 from autotp.comm.ranks import agree, broadcast
+from autotp.driver.modes import parameters_of
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
+from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.interop.refusals import refuse_transforms
 
 from . import state
@@ -38,6 +41,7 @@ from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
 DIGESTS = 256
+VERSION = attrgetter("_version")
 
 
 @dataclass
@@ -136,14 +140,12 @@ class Calls:
                 lost(error, self.channel.group)
             raise
 
-    def begin(
-        self, key: Any, flat: Sequence[Any], spec: Any, program: Program | None
-    ) -> tuple[bool, RandomSource | None]:
+    def begin(self, key: Any, call: Arguments, program: Program | None) -> tuple[bool, RandomSource | None]:
         """Hold a forward against those of the other ranks. A collective call.
 
         Args:
             key: by which programs for calls of this kind are known, and `program` that one.
-            flat, spec: the inputs.
+            call: the inputs.
 
         Returns: whether the call is of a new kind to any rank, and what its random numbers come from, if that is known.
         """
@@ -155,14 +157,18 @@ class Calls:
         weights_written = self.versions is not None and versions != self.versions
         self.versions = versions
         flags = NEW * (program is None) + WROTE * weights_written
-        exact, near = sampled(flat) if self.values else NOTHING
+        exact, near = sampled(call.inputs) if self.values else NOTHING
         mine = CallMessage(
-            *self._digest(key, flat), trained, flags, *self._numbers(program), exact, tuple(near)
+            *self._digest(key, call), trained, flags, *self._numbers(program), exact, tuple(near)
         ).packed()
-        everyone = [CallMessage.read(one) for one in meet(channel, f"forward, {self.what}", mine)]
+        messages = meet(channel, f"forward, {self.what}", mine)
+        if all(one == mine for one in messages):  # as nearly always: then nothing differs
+            random = _random_source([CallMessage.read(mine)]) if program is not None else None
+            return program is None, random
+        everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
-            self._differ(key, flat, spec, how)
+            self._differ(key, call.whole, call.spec, how)
         self._compare(slices)
         own = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in own)
@@ -178,24 +184,26 @@ class Calls:
         return RandomSource(pairs[0][0], len({one[1] for one in pairs}) > 1)
 
     @contextlib.contextmanager
-    def running(self, source: RandomSource) -> Iterator[None]:
-        """While the program runs: random numbers are rank 0's, and a rank that is gone is named."""
+    def drawing(self) -> Iterator[None]:
+        """While the program runs, where the ranks' generators are apart: random numbers are rank 0's."""
         ranks, device = self.shards.ranks, self.shards.device
-        own = theirs = None
-        if source.apart:
-            own = _generator(device)
-            theirs = broadcast(ranks, own)
+        own = _generator(device)
+        theirs = broadcast(ranks, own)
         try:
-            if theirs is not None:
-                _generator(device, theirs)
+            _generator(device, theirs)
             yield
-        except RuntimeError as error:
-            if ranks is not None:
-                lost(error, ranks.planners.group_name)
-            raise
         finally:
-            if own is not None and ranks is not None and ranks.rank:
+            if ranks is not None and ranks.rank:
                 _generator(device, own)
+
+    def lost(self, error: Exception) -> None:
+        """Where an error of the program is one of communication: name the rank that is gone.
+
+        Raises:
+            RankError: caused by `error`.
+        """
+        if self.shards.ranks is not None:
+            lost(error, self.shards.ranks.planners.group_name)
 
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
@@ -213,6 +221,8 @@ class Calls:
         if channel is None:
             return
         channel.leave()
+        if not torch.is_grad_enabled():
+            return
         input_ids = {id(x) for x in inputs}
         graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
         ticket = Ticket(channel, self.what)
@@ -227,8 +237,11 @@ class Calls:
 
     def _parameters(self) -> tuple[int, int]:
         """Which parameters are trained, as a number, and how often they were written."""
-        parameters = [p for part in self.order for p in part._parameters.values() if p is not None]
-        versions = sum([p._version for p in parameters if not p.is_inference()])
+        parameters = parameters_of(self.order)
+        try:
+            versions = sum(map(VERSION, parameters))
+        except RuntimeError:  # tensors of inference count no versions
+            versions = sum([p._version for p in parameters if not p.is_inference()])
         if not torch.is_grad_enabled():
             return 0, versions
         flags = bytearray([p.requires_grad for p in parameters])
@@ -237,13 +250,13 @@ class Calls:
                 flags += b"hook on part %d" % at
         return zlib.crc32(flags), versions
 
-    def _digest(self, key: Any, flat: Sequence[Any]) -> tuple[bytes, bytes]:
+    def _digest(self, key: Any, call: Arguments) -> tuple[bytes, bytes]:
         """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""
         key = (torch.is_grad_enabled(), key)
         if key not in self.digests:
             if len(self.digests) >= DIGESTS:
                 self.digests.clear()
-            kind = (*key[:1], *key[1][:-1], kind_of(flat)) if self.shards.axis.size > 1 else ()
+            kind = (*key[:1], *key[1][:-1], kind_of(call.whole)) if self.shards.axis.size > 1 else ()
             self.digests[key] = _short(key), _short(kind)
         return self.digests[key]
 

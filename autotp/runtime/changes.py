@@ -68,13 +68,13 @@ class AttributeValue:
 
     def has_changed(self) -> bool:
         """Whether it is another than when it was last asked."""
-        now = contents(self.value)
+        now = self.value if isinstance(self.value, CONTAINERS) else vars(self.value)
         try:
-            same = bool(now == self.contents)
+            same = bool(now == self.contents)  # asked before every call: nothing is copied for it
         except (RuntimeError, ValueError):  # tensors and arrays in it
             same = True
         if not same:
-            self.contents, self.version = now, self.version + 1
+            self.contents, self.version = contents(self.value), self.version + 1
         return not same
 
 

@@ -11,7 +11,7 @@ from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
 from autotp.ir.leaves import CONSTANT
 from autotp.ir.program import Sharded
-from autotp.runtime.generation.carrying import Arguments
+from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.generation.in_place import write_in_place
 from autotp.runtime.lower.reduced import accumulate_in
 

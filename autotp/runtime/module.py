@@ -24,7 +24,8 @@ from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
 from autotp.plans.show.program import render_graph
 from autotp.runtime import checkpoint
-from autotp.runtime.generation.carrying import Arguments, Carriers
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.generation.carrying import Carriers
 from autotp.runtime.generation.generating import Generates
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
@@ -109,8 +110,8 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         refuse_transforms([*args, *kwargs.values()])
         call = Arguments(self._carriers, args, kwargs, entry)
         key, kind = self._key(call)
-        match = self._programs_by_call.get(key) if kind is None else kind.program(call.whole)
-        new, source = self._calls.begin(key, call.whole, call.spec, match and match[0])
+        match = self._programs_by_call.get(key) if kind is None else kind.program(call.shapes)
+        new, source = self._calls.begin(key, call, match and match[0])
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
@@ -119,15 +120,23 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         else:
             program, order = match
             outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
-        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late))
+        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late), program.returns)
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
-        # A capture under autocast holds its casts already.
-        cast = program.capture.state[-1] is not None
-        plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+        function = self._programs[program.key]
+        inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
         self._programs_made.run(program)
-        with plain, self._calls.running(source):
-            return self._programs[program.key](*inputs, *program.random(self._shards, source.seed))
+        try:
+            # A capture under autocast holds its casts already.
+            cast = program.capture.state[-1] is not None
+            if not (cast or source.apart):
+                return function(*inputs)
+            plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
+            with plain, self._calls.drawing() if source.apart else nullcontext():
+                return function(*inputs)
+        except RuntimeError as error:
+            self._calls.lost(error)
+            raise
 
     def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
@@ -157,27 +166,27 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
                 captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
             return captured
 
-    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> Any:
-        """Write what the original writes to its buffers and inputs, and give the rest in its own output class."""
+    def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> list[Any]:
+        """Write what the original writes to its buffers and inputs; the other results."""
         captured, results = program.capture, []
-        for i, value in enumerate(compat.tree_leaves(outputs)):
+        as_sharded = self._source.want.outputs == "sharded"
+        for i, value in enumerate(outputs if program.flat else compat.tree_leaves(outputs)):
             taker = captured.mutations.get(i)
             if isinstance(taker, str):
                 state.write(self._shards, taker, value)
             elif taker is not None:
-                with torch.no_grad():
-                    if value is not inputs[taker]:
+                if value is not inputs[taker]:
+                    with torch.no_grad():
                         inputs[taker].copy_(value)
             else:
-                split = self._source.want.outputs == "sharded" and captured.becomes(i) is None  # states are local
-                if split:
+                if as_sharded and captured.becomes(i) is None:  # states are local
                     value = program.left_sharded(i, value, inputs, self._shards.ranks)
                 elif columns := program.columns.get(i):
                     value = columns.output(value, self._calls.together if late else None)
                 results.append(value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)
-        return compat.tree_unflatten(results, captured.out_spec)
+        return results
 
     # ---- state -----------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,7 @@ from autotp.ir.leaves import SEEDS
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
+from autotp.runtime.generation.arguments import Returns
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Compiler
 
@@ -62,6 +63,17 @@ class Program:
     columns: Mapping[int, Columns] = field(default_factory=dict)
     last_run: int = 0  # when it last ran, counted in runs of all
     runs: bool = True  # until it is let go
+
+    @cached_property
+    def returns(self) -> Returns:
+        """What its results are."""
+        return Returns(self.capture.out_spec)
+
+    @cached_property
+    def flat(self) -> bool:
+        """Whether it gives its results without further containers in them."""
+        result: Any = self.graph.output_node().args[0]
+        return not any(isinstance(x, list | tuple | dict) for x in result)
 
     def order(self, call_form: Form, flat: Sequence[Any], mode: Mode) -> list[int] | None:
         """The order in which it takes the leaves of a call; None where it was not captured for it or its sizes.

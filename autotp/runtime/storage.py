@@ -203,7 +203,11 @@ def unwrap(parameters: Sequence[Tensor]) -> tuple[Tensor, ...]:
         return tuple(parameters)
     if torch.is_grad_enabled():
         return Unwrap.apply(*parameters)  # type: ignore[no-any-return]
-    return tuple([local_of(p).detach() for p in parameters])
+    return tuple([_untracked(local_of(p)) for p in parameters])
+
+
+def _untracked(tensor: Tensor) -> Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def wrap(local: Tensor, layout: Layout, shape: tuple[int, ...], mesh: DeviceMesh) -> Tensor:

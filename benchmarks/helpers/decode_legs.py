@@ -1,6 +1,6 @@
 """Who decodes the Llama of `benchmarks.helpers.megatron` over the ranks, each as a step that can be repeated.
 
-A step takes the token after the prompt, against a cache that holds the prompt, and leaves the cache as it found it.
+A step takes the token after the prompt, against a cache that holds the prompt.
 """
 
 from __future__ import annotations
@@ -45,26 +45,38 @@ def length_of(prompt: int) -> int:
     return 2 * prompt
 
 
-def cached(module: Any, config: Any, ids: Tensor, static: bool) -> Step:
-    """A module that is called as transformers' models are, with a cache of transformers."""
-    prompt = ids.shape[1] - 1
-    cache: Any = StaticCache(config, max_cache_len=length_of(prompt)) if static else DynamicCache(config=config)
-    module(input_ids=ids[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1)
-    token, at = ids[:, prompt:].contiguous(), torch.tensor([[prompt]])
+class Cached:
+    """A module that is called as transformers' models are, with a cache of transformers.
 
-    def back() -> None:
-        if not static:
-            return cache.crop(-1)
-        for layer in cache.layers:
-            layer.cumulative_length.fill_(prompt)
-        return None
+    Args:
+        module: the model. config: of its cache. ids: the prompt and the token after it, [batch, prompt + 1].
+        static: whether the cache has a fixed length.
+    """
 
-    def step() -> Tensor:
-        logits = module(input_ids=token, position_ids=at, past_key_values=cache, use_cache=True).logits
-        back()
-        return logits
+    planned: float
 
-    return step
+    def __init__(self, module: Any, config: Any, ids: Tensor, static: bool) -> None:
+        self.prompt, self.module, self.static = ids.shape[1] - 1, module, static
+        self.cache: Any = (
+            StaticCache(config, max_cache_len=length_of(self.prompt)) if static else DynamicCache(config=config)
+        )
+        module(input_ids=ids[:, : self.prompt], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.token, self.at, self.longer = ids[:, self.prompt :].contiguous(), torch.tensor([[self.prompt]]), False
+
+    def __call__(self) -> Tensor:
+        self.ready()
+        self.longer = True
+        cache = self.cache
+        return self.module(input_ids=self.token, position_ids=self.at, past_key_values=cache, use_cache=True).logits
+
+    def ready(self) -> None:
+        """Take the token of the step before out of the cache, which is no part of a step of decoding."""
+        if self.longer and self.static:
+            for layer in self.cache.layers:
+                layer.cumulative_length.fill_(self.prompt)
+        elif self.longer:
+            self.cache.crop(-1)
+        self.longer = False
 
 
 def whole(model: Llama, shape: Shape, ids: Tensor) -> Step:
@@ -72,13 +84,13 @@ def whole(model: Llama, shape: Shape, ids: Tensor) -> Step:
     if dist.get_rank():
         return lambda: torch.empty(0)
     module = transformed(model, shape).eval()
-    return cached(module, module.config, ids, static=False)
+    return Cached(module, module.config, ids, static=False)
 
 
 def tp_plan(static: bool, model: Llama, shape: Shape, ids: Tensor) -> Step:
     """transformers' under its own tensor-parallel plan."""
     module: Any = theirs(transformed(model, shape).eval(), {}, dist.get_world_size())
-    return cached(module, module.config, ids, static)
+    return Cached(module, module.config, ids, static)
 
 
 class Ours:
@@ -91,7 +103,7 @@ class Ours:
         if backend not in self.modules:
             self.modules[backend] = ours(transformed(model, shape).eval(), shape, ids, backend)
         module = self.modules[backend]
-        step: Any = cached(module, module.config, ids, static)
+        step = Cached(module, module.config, ids, static)
         prompt = ids.shape[1] - 1
         step.planned = planned_bytes(module.plan, length_of(prompt) / prompt if static else 1.0)
         return step

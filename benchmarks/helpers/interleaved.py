@@ -28,7 +28,7 @@ def interleaved(
     the same one. The order is drawn from one seed, hence the same on all ranks.
 
     Args:
-        steps: what to time, by name.
+        steps: what to time, by name. One that has a `ready` is made so before it is called, which is not counted.
         rounds: how many count.
         repeat: calls that one figure is the mean of.
         before: called before each, such as a barrier of the ranks; not counted.
@@ -41,6 +41,8 @@ def interleaved(
         for round_ in range(rounds + 1):
             for name in order.sample(names, len(names)):
                 step = steps[name]
+                if hasattr(step, "ready"):
+                    step.ready()  # type: ignore[attr-defined]
                 before()
                 began = time.perf_counter(), time.process_time()
                 for _ in range(repeat):

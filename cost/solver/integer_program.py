@@ -64,10 +64,7 @@ class IntegerProgram:
     def minimise(self, objective: Terms) -> Optimum | None:
         """The optimum of one objective; None where no assignment satisfies the rows."""
         # Rows of bytes are what makes a relaxation fractional, so the search decides heavy choices first.
-        weight = np.zeros(len(self.integer))
-        for terms in (self.parameter_bytes, self.budget_bytes):
-            weight[list(terms)] += list(terms.values())
-        search = self.search(objective, weight)
+        search = self.search(objective, self.dense(self.parameter_bytes) + self.dense(self.budget_bytes))
         result = search.run()
         return None if result is None else Optimum(result[0], result[1], search, result[2])
 
@@ -77,7 +74,9 @@ class IntegerProgram:
 
     def dense(self, objective: Terms) -> np.ndarray:
         """An objective with a coefficient for every column."""
-        return np.array([objective.get(i, 0.0) for i in range(len(self.integer))])
+        coefficients = np.zeros(len(self.integer))
+        coefficients[list(objective)] = list(objective.values())
+        return coefficients
 
     def _model(self, objective: Terms) -> highspy.HighsLp:
         n, lp = len(self.integer), highspy.HighsLp()

@@ -32,7 +32,7 @@ from autotp.ir.graph import (
     where,
 )  # fmt: skip
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
-from autotp.ir.op import Op, Rule, sizes
+from autotp.ir.op import Op, sizes
 from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
@@ -72,8 +72,8 @@ class Builder:
         self.order = {n.name: i for i, n in enumerate(nodes)}
         self.ops = {n: Op.of(n) for n in self.calls}
         alike = fold(self.program, self.grads)
-        # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what is
-        # written to states is written at the end, in any order.
+        # Equal nodes have equal rules. A block's nodes may stand before those of the first block that it equals: what
+        # is written to states is written at the end, in any order.
         heads = {n: self.axis.rule(self.ops[n]) for n in self.calls if alike[n] is n}
         self.rules = {n: heads[alike[n]] for n in self.calls}
         self.leaves = {leaf.node: leaf for leaf in self.program.leaves if tensors(leaf.node)}

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import autotp
-from autotp.cost import Cluster, call_seconds
+from autotp.cost import Cluster, call_seconds, collective_bytes
 from autotp.cost.decode_limit import DecodeLimit
+from autotp.ir.wire import PAIR
 from tests.helpers.models import BATCH, DECODER, HIDDEN, LENGTH, VOCABULARY, inputs_of, transformer
 
 H100 = Cluster.preset("h100")
@@ -46,9 +47,30 @@ def test_the_limit_is_the_formula_by_hand(tp):
     assert limit.cache == FP32 * 2 * LAYERS * BATCH * LENGTH * (KV_HEADS / tp) * WIDTH
     sums = 2 * LAYERS * call_seconds("all_reduce", FP32 * BATCH * HIDDEN, tp, H100)
     table = call_seconds("all_gather", FP32 * BATCH * HIDDEN, tp, H100)
-    logits = call_seconds("all_gather", FP32 * BATCH * VOCABULARY, tp, H100)
+    logits = call_seconds("all_gather", PAIR * BATCH, tp, H100)  # the largest of each row: greedy generate()
     by_hand = (limit.weights + limit.cache) / H100.memory_bandwidth + sums + table + logits
     assert limit.seconds == pytest.approx(by_hand, rel=1e-9)
+
+
+def test_logits_are_priced_as_they_are_sent():
+    model = transformer("llama")
+    plan = planned("llama", 2)
+    gathers = [c for c in plan.collectives if c.forward == "all_gather" and c.bytes == FP32 * BATCH * VOCABULARY]
+    assert [c.forward_bytes for c in gathers] == [collective_bytes("all_gather", PAIR * BATCH, 2)]
+    assert plan.decoding is not None and plan.decoding.ungathered == FP32 * BATCH * VOCABULARY
+    printed = " ".join(str(plan).split()).replace("\xa0", " ")
+    assert "priced as greedy generate(), which gathers none of" in printed
+    # What has no generate() gathers them, and so does what is planned for prefill.
+    alone = type("Alone", (nn.Module,), {"forward": lambda self, ids: self.model(ids, use_cache=False).logits})()
+    alone.model = model
+    others = [
+        autotp.plan(alone, 2, example_inputs=inputs_of(model)["input_ids"], objective="decode", check_capture=False),
+        planned("llama", 2, "prefill"),
+    ]
+    for other in others:
+        whole = [collective_bytes("all_gather", c.bytes, 2) for c in other.collectives if c.name == "gather"]
+        assert whole and whole == [c.forward_bytes for c in other.collectives if c.name == "gather"]
+    assert others[0].decoding is not None and others[0].decoding.ungathered == 0 and "greedy" not in str(others[0])
 
 
 def test_a_tied_table_is_read_whole_by_the_head():

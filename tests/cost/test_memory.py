@@ -43,8 +43,12 @@ def ranks() -> Iterator[str]:
     dist.destroy_process_group()
 
 
-@cache
 def staged(name: str, tp: int, sequence: bool | None = None, objective: str = "training") -> Staged:
+    return _staged(name, tp, sequence, objective)
+
+
+@cache  # by what is asked, however the call is written
+def _staged(name: str, tp: int, sequence: bool | None, objective: str) -> Staged:
     program, notes = captured(name)
     return plan_stages(
         program, notes, Options.read(tp, Steering(sequence_parallel=sequence, objective=objective)), name

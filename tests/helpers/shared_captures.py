@@ -163,8 +163,8 @@ def told(x: Any) -> Any:
         return type(x), tuple(map(told, x))
     if isinstance(x, set | frozenset):
         return type(x), frozenset(map(told, x))
-    if hasattr(x, "to_dict"):  # a config of transformers
-        return type(x), told(vars(x))
+    if hasattr(x, "to_dict"):  # a config of transformers; the folder that it was read from is no part of it
+        return type(x), told({k: v for k, v in vars(x).items() if k != "_name_or_path"})
     raise _Unlike(x)
 
 

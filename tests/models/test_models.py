@@ -199,6 +199,8 @@ def test_the_plan_of_llama_8b_is_megatrons_with_sequence_parallelism():
         }  # fmt: skip
         readers = {c.module.removeprefix(layer) for c in inside if c.name == "g"}
         assert readers == {"self_attn", "mlp"}
+        assert all(c.block is not None for c in inside) and all(c.forward is None for c in inside if c.name == "f")
+    assert "32 heads, 8 kv heads, 128 wide; per rank 4 heads, 1 kv head" in plan.report()
     assert split(plan)
 
 

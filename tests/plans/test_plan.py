@@ -177,17 +177,6 @@ def per_block(plan: Plan) -> dict[str, set[tuple[str, ...]]]:
     return out
 
 
-def test_llama_8b_on_nvlink_is_megatrons_plan_with_sequence_parallelism():
-    plan = llama_8b(1, 4096)
-    sent = per_block(plan)
-    assert sent["attention"] == sent["mlp"] == {("g", "g_star")}
-    assert sent["norm"] == {("f",)}  # the weight's gradient, in the backward only
-    assert all(c.forward is None for c in plan.collectives if c.name == "f")
-    assert {c.change for c in plan.collectives if c.name == "g"} == {"S(1) -> R"}
-    assert all(c.block is not None for c in plan.collectives)
-    assert "32 heads, 8 kv heads, 128 wide; per rank 4 heads, 1 kv head" in plan.report()
-
-
 def test_short_sequences_are_not_split():
     sent = per_block(llama_8b(1, 128))
     assert sent["attention"] == sent["mlp"] == {("f", "f_star")}

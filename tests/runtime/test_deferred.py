@@ -158,3 +158,25 @@ def test_greedy_decoding_gathers_no_vocabulary_and_every_other_reader_sees_the_w
         assert found["plain"]["all_gather", (2, 4, 11)] == 1
         assert found["wire"] == {("all_gather", (2, 4, 44)): 1}  # once, in the bytes of float32
         assert "ranks have parted" in found["parted"] and "argmax of an output" in found["parted"]
+
+
+def on_slices(rank: int, world: int, group: Any) -> dict[str, Any]:
+    """Greedy decoding over dp x tp in half precision, beside the model's own, and what it sent."""
+    model, whole = model_and_prompt(VOCABULARY + 1)
+    model.bfloat16()
+    own = slice(rank // 2, rank // 2 + 1)  # of the batch, one sequence for each dp rank
+    batch = {name: x[own] for name, x in whole.items()}
+    sharded: Any = autotp.compile(model, 2, dp=2, example_inputs=batch, check_capture=False)
+    options: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    with torch.no_grad():
+        tokens, sent = Sent().of(lambda: sharded.generate(**batch, **options))
+        return {"tokens": tokens.tolist(), "own": model.generate(**batch, **options).tolist(), "sent": sent}
+
+
+@pytest.mark.ranks
+def test_greedy_decoding_of_slices_of_a_batch_in_half_precision(pool):
+    results = pool.run(on_slices, world=4)
+    assert [found["tokens"] for found in results] == [found["own"] for found in results]
+    assert results[0]["own"] != results[2]["own"]  # the dp ranks have sequences of their own
+    for found in results:
+        assert {call[1]: n for call, n in found["sent"].items() if call[0] == "all_gather"} == {(1, 2): 5}

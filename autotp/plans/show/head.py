@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from autotp.cost.decode_limit import DecodeLimit
-from autotp.plans.decoding import decoding
+from autotp.plans.decoding import Decoding, decoding
 from autotp.text import amount
 
 from . import rows
@@ -108,16 +107,19 @@ def _step(plan: Plan) -> Iterator[Text]:
         phrases.append(rows.of_megatron(plan))
     yield from wrapped("; ".join(x.replace(" ", HOLD) for x in phrases), SCREEN, then="  ")
     if decoded is not None:
-        yield from _limit(decoded.limit, decoded.most_tokens_per_second)
+        yield from _limit(decoded)
 
 
-def _limit(limit: DecodeLimit, tokens: float) -> Iterator[Text]:
+def _limit(decoded: Decoding) -> Iterator[Text]:
     """What no step of decoding can be below, and what it is made of."""
+    limit, tokens = decoded.limit, decoded.most_tokens_per_second
     cache = f" and {amount(limit.cache)} of cache" if limit.cache else ""
     reads = f"{amount(limit.weights)} of weights{cache} at {limit.bandwidth / 1e12:.2f} TB/s"
     phrases = [f"limit {rows.seconds(limit.seconds)}, {rows.number(tokens)} tokens/s: {reads}"]
     if limit.communication:
         phrases.append(f"{rows.seconds(limit.communication)} of collectives")
+    if decoded.ungathered:
+        phrases.append(f"priced as greedy generate(), which gathers none of {amount(decoded.ungathered)} of outputs")
     yield from wrapped("; ".join(phrases), SCREEN, then="  ")
 
 

@@ -15,7 +15,7 @@ from autotp.errors import InputError
 from autotp.log import log
 from autotp.plans.plan import Plan
 from autotp.runtime import state
-from autotp.runtime.generation.carrying import Arguments
+from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.module import ShardedModule
 from autotp.runtime.programs import Source
 

@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.errors import InputError
-from autotp.ir.carried import Carried, Returned, Same, assign, changed_numbers, describe, is_carrier, rebuilt, states_of
+from autotp.ir.carried import Carried, Returned, changed_numbers, describe, is_carrier
 from autotp.ir.graph import Capture, placed_outputs, resolve, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import places_of
@@ -26,6 +24,10 @@ FOREIGN = (
     "{name} has {have} of {whole} in dimension {dim}, and this rank's part of it are {mine}: this state was made by "
     "the unsharded model, or under another plan. Pass what this module gave."
 )
+
+
+CarriedPairs = list[tuple[Any, Carried]]
+Length = tuple[int, int]  # a dimension, and how long a whole state is there
 
 
 class Cut(NamedTuple):
@@ -59,6 +61,7 @@ class Carriers:
     forward: Callable[..., Any] | None = None
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
+    readings: dict[Any, Any] = field(default_factory=dict)  # how calls were read, for the next ones
 
     @classmethod
     def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = ()) -> Carriers:
@@ -67,7 +70,9 @@ class Carriers:
         return cls(parameters, rank, tp, state_names=state_names, forward=bare.forward)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
-        return replace(self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes))
+        return replace(
+            self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes), readings={}
+        )
 
     def named_places(self, spec: Any) -> dict[int, str]:
         """Where in a call's leaves the states lie that the user named."""
@@ -139,36 +144,29 @@ class Carriers:
         partition = layout.distribution
         return Cut(layout.sharded_dim, int(partition.local(self.rank, self.tp)), int(partition.length))
 
-    def whole(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
-        """This rank's part of a state as its program takes it, a tensor without memory of the whole's shape, and what
-        is wrong with it. A number (how many tokens a static cache holds) is whole anywhere, and stands for itself."""
-        if not tensor.ndim:
-            return tensor, tensor, ""
+    def own(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
+        """This rank's part of a state as its program takes it, the whole's length, and what is wrong with it or ""."""
         split = self.cut(name)
-        shape = list(tensor.shape)
-        wrong = ""
-        if split is not None and split.dim < tensor.ndim:
-            dim, mine, length = split
-            have = shape[dim]
-            if have != max(mine, 1):
-                wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
-            else:
-                tensor, shape[dim] = tensor if mine else tensor.narrow(dim, 0, 0), length
-        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+        if split is None or split.dim >= tensor.ndim:
+            return tensor, None, ""
+        dim, mine, length = split
+        have = tensor.shape[dim]
+        if have != max(mine, 1):
+            return tensor, None, FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
+        return tensor if mine else tensor.narrow(dim, 0, 0), (dim, length), ""
 
-    def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor, str]:
+    def part(self, name: str, tensor: Tensor) -> tuple[Tensor, Length | None, str]:
         """Likewise of a state that the user named, which may be passed whole: then the rank takes its part."""
         split = self.cut(name)
         if split is None or split.dim >= tensor.ndim:
-            return tensor, torch.empty_like(tensor, device="meta"), ""
+            return tensor, None, ""
         dim, mine, length = split
         have, wrong = tensor.shape[dim], ""
         if have == length:
             tensor = self.layouts[name].to_runtime().take(tensor, self.rank, self.tp)
         elif have != mine:
             wrong = FOREIGN.format(name=name, have=have, whole=length, dim=dim, mine=mine)
-        shape = [*tensor.shape[:dim], length, *tensor.shape[dim + 1 :]]
-        return tensor, torch.empty(shape, dtype=tensor.dtype, device="meta"), wrong
+        return tensor, (dim, length), wrong
 
     def of_caller(self, name: str, tensor: Any) -> Any:
         """What the caller's object holds of a rank's part: one row of zeros, without memory, where that is empty.
@@ -180,82 +178,3 @@ class Carriers:
             return tensor
         shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)
-
-
-CarriedPairs = list[tuple[Any, Carried]]
-BATCH = (
-    "{state} holds {have} sequences (dimension 0) and the input {name} has {want}: a state goes on with the sequences "
-    "that it was made for. Pass as many, select the state's rows as those of the inputs were, or begin a new one."
-)
-
-
-class Arguments:
-    """The arguments of one call.
-
-    Attributes:
-        flat, spec: the arguments as leaves, states as this rank's part.
-        whole: the same leaves, in place of states tensors without memory that have the whole's shape.
-        state_objects: the caller's objects that hold state, each with its tensors.
-        wrong: why a state cannot be this module's.
-        entry: path of the module that is called.
-    """
-
-    def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
-        self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
-        self.read()
-
-    def read(self) -> None:
-        """Read the arguments, again where more is known by now."""
-        self.wrong = ""
-        args, kwargs, self.state_objects = self.carriers.as_tensors(self.args, self.kwargs)
-        self.flat, self.spec = compat.tree_flatten((args, kwargs))
-        self.whole = self.flat
-        places_of_names = self.carriers.named_places(self.spec)
-        if not self.state_objects and not places_of_names:
-            return
-        self.whole = list(self.flat)
-        objects = states_of(self.spec) if self.state_objects else {}
-        for places, take in ((objects, self.carriers.whole), (places_of_names, self.carriers.part)):
-            for at, name in places.items():
-                if isinstance(self.flat[at], Tensor):
-                    self.flat[at], self.whole[at], wrong = take(name, self.flat[at])
-                    self.wrong = self.wrong or wrong
-
-    def check(self) -> None:
-        """Refuse a state that is not this module's.
-
-        Raises:
-            InputError: it says which.
-        """
-        if self.wrong:
-            raise InputError(self.wrong)
-
-    def other_batch(self) -> str:
-        """Which state holds another number of sequences than the inputs, as words; "" where all hold as many."""
-        states = states_of(self.spec) | self.carriers.named_places(self.spec)
-        names = list(compat.named_leaves(compat.tree_unflatten(self.flat, self.spec)))
-        tensors = {i: x for i, x in enumerate(self.whole) if isinstance(x, Tensor) and x.ndim > 1}
-        inputs = {i: x.shape[0] for i, x in tensors.items() if i not in states and x.numel()}
-        for i, x in tensors.items():
-            if i in states and inputs and x.shape[0] not in inputs.values():
-                at, want = next(iter(inputs.items()))
-                return BATCH.format(state=states[i], have=x.shape[0], name=names[at], want=want)
-        return ""
-
-    def settle(self, outputs: Any) -> Any:
-        """The outputs, after the caller's objects hold what they hold after the call."""
-        if not isinstance(outputs, Returned):
-            return outputs
-        pairs = zip(self.state_objects, outputs.after, strict=True)
-        objects = [assign(obj, self._of_caller(after), was.tensors) for (obj, was), after in pairs]
-
-        def whole(value: Any) -> Any:
-            if isinstance(value, Same):
-                return objects[value.index]
-            return rebuilt(self._of_caller(value)) if isinstance(value, Carried) else value
-
-        return compat.tree_map(whole, outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
-
-    def _of_caller(self, after: Carried) -> Carried:
-        tensors = [self.carriers.of_caller(*pair) for pair in zip(after.shape.names, after.tensors, strict=True)]
-        return Carried(after.shape, tensors)

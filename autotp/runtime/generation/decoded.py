@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from .tokens import Generated, NamedCalls, calls_of
 FAILS = (
     "autotp.verify(generate={count}): the model itself fails {what}: {error}. Give shorter example inputs, or others."
 )
-ALONE = "in the original itself, whose decoding is not its forward"
+FORWARD = "decoding against the forward"  # a difference that the unsharded programs have too
 
 
 def decoded(
@@ -46,7 +47,7 @@ def decoded(
     copied = trial.copied.eval()
     simulated = Simulated(copied, plan, options, request, lambda outputs: calls.rows(outputs))
     calls = calls_of(model, simulated.bare, trial.mapped(), count, request.carried)
-    own = _own(copied, calls, count)
+    own, own_forward = _own(copied, calls, count)
     try:
         calls.decode(simulated.call)
         steps = simulated.restart(ranks=False)
@@ -54,12 +55,33 @@ def decoded(
         return _failed(e, calls, count)
     calls.forward(simulated.call)
     comparison = compared(steps, simulated.restart(ranks=False)[0], calls.token_positions(), calls.total - count)
-    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), calls.token_positions())
-    if comparison.difference is None and not gap <= max(trial.tolerance(), _rounding(simulated)):
+    positions, tolerance = calls.token_positions(), max(trial.tolerance(), _rounding(simulated))
+    gap = _rows_error(_joined(own), _joined([step.outputs for step in steps]), positions)
+    alone = _rows_error(_joined(own), own_forward, positions)
+    difference = explained(comparison.difference, gap, alone, tolerance)
+    return Decoded(**{**vars(comparison), "model_error": gap, "difference": difference})
+
+
+def explained(difference: Difference | None, gap: float, alone: float, tolerance: float) -> Difference | None:
+    """A difference with what the model's own generation says of it, or the one from that.
+
+    Args:
+        difference: of the ranks. gap: of the captured programs' logits from the model's own generation.
+        alone: of that from the model's own forward of all tokens. tolerance: what rounding may make of these two.
+    """
+    if difference is not None and difference.direction != FORWARD:
+        return difference
+    if not gap <= tolerance:
         what = f"the logits of the captured programs are off by {gap:.1e} from those of the model's own generation"
-        difference = _difference("logits", gap, what, "capture")
-        return Decoded(**{**vars(comparison), "model_error": gap, "difference": difference})
-    return Decoded(**{**vars(comparison), "model_error": gap})
+        return _difference("logits", gap, what, "capture")
+    if difference is None:
+        return None
+    if alone <= tolerance:
+        why = f"the model's own logits, decoded and of one forward, are within {alone:.1e} of each other in its dtype"
+    else:
+        why = f"so is the model itself, whose decoding is off by {alone:.1e} from its forward"
+    same = f"the ranks compute what its decoding does, within {gap:.1e}"
+    return replace(difference, detail=f"{difference.detail}; {why}: {same}")
 
 
 def _rounding(simulated: Simulated) -> float:
@@ -69,8 +91,8 @@ def _rounding(simulated: Simulated) -> float:
     return rounding({v.dtype for v in values if v.dtype.is_floating_point})
 
 
-def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> list[list[Tensor]]:
-    """What the model itself gives, in its own dtype, for each call of it."""
+def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> tuple[list[list[Tensor]], list[Tensor]]:
+    """What the model itself gives, in its own dtype: for each call of its decoding, and for all tokens at once."""
     rows: list[list[Tensor]] = []
 
     def call(entry: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -87,7 +109,7 @@ def _own(model: nn.Module, calls: Generated | NamedCalls, count: int) -> list[li
         except Exception as error:  # whatever a user's forward may raise
             text = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
             raise InputError(FAILS.format(count=count, what=what, error=text)) from error
-    return rows[:-1]
+    return rows[:-1], rows[-1]
 
 
 def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prompt: int) -> Decoded:
@@ -109,7 +131,7 @@ def compared(steps: Sequence[Step], forward: Step, unpadded: Tensor | None, prom
     first = _on_ranks(steps, prompt)
     if first is None and not max(logits, cache) <= TOLERANCE:
         name, error = max(caches.items(), key=lambda x: x[1]) if cache > logits else ("the logits", logits)
-        first = _difference(name, error, f"off by {error:.2e} {ALONE}: the ranks compute what its decoding does")
+        first = _difference(name, error, f"off by {error:.2e} from one forward of all tokens, unsharded too", FORWARD)
     return Decoded(prompt, len(steps) - 1, positions, len(last), logits, cache, 0.0, first)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Hashable
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
 
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
@@ -14,7 +14,7 @@ from autotp.runtime.call_key import signature
 from autotp.runtime.deferred import gathered
 from autotp.runtime.programs import Program
 
-from .carrying import Arguments
+from .arguments import Arguments
 from .shell import one_generator, shell
 from .steps import StepKind, Steps
 
@@ -61,8 +61,9 @@ class Generates:
         mode, of = self._mode(), (self._changes.key(), call.entry, call.wrong)
         if not call.state_objects:
             return (mode, of, *signature(call.whole, call.spec)), None
-        kind = self._steps.kind((mode, of), call.whole, call.spec)
-        return (mode, kind.digest, tuple(x.shape for x in call.whole if isinstance(x, Tensor))), kind
+        leaves = call.whole if torch.is_grad_enabled() else call.flat  # of a state nobody asks for a gradient
+        kind = self._steps.kind((mode, of), leaves, call.spec)
+        return (mode, kind.digest, tuple([shape for shape in call.shapes if shape is not None])), kind
 
     def _remember(self, call: Arguments, program: Program, order: list[int]) -> None:
         """Note what ran a call."""

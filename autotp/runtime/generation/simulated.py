@@ -30,8 +30,9 @@ from autotp.proof.simulate import double, real, weights_of
 from autotp.runtime.call_key import form
 from autotp.runtime.programs import Program
 
+from .arguments import Arguments
 from .as_run import as_it_runs
-from .carrying import Arguments, Carriers
+from .carrying import Carriers
 
 CPU = torch.device("cpu")
 
@@ -117,7 +118,7 @@ class Simulated:
         both = Both(program.capture, program.sharded, self._values(program.capture, tensors))
         whole = both.whole()
         every = both.ranks(self.plan.tp, self._parts(program.capture, tensors)) if self.ranks else []
-        outputs = call.settle(self._outputs_after(both, whole, every, tensors, entry))
+        outputs = call.settle(self._outputs_after(both, whole, every, tensors, entry), program.returns)
         if not entry:
             at = {id(x): i for i, x in enumerate(whole)}
             rows = [x for x in self.rows(outputs) if id(x) in at]
@@ -194,8 +195,8 @@ class Simulated:
 
     def _outputs_after(
         self, both: Both, results: list[Any], every: list[list[Any]], tensors: Sequence[Tensor], entry: str
-    ) -> Any:
-        """The outputs as tensors and descriptions, after states, buffers and inputs are what they are afterwards."""
+    ) -> list[Any]:
+        """The outputs, after states, buffers and inputs are what they are afterwards."""
         captured, user_outputs, states = both.captured, [], dict(self.states)
         output_nodes = compat.tree_leaves(captured.graph.output_node().args[0])
         for i, value in enumerate(results):
@@ -212,7 +213,7 @@ class Simulated:
             elif isinstance(value, Tensor) and entry:
                 self.output_dtypes[id(value)] = value, output_nodes[i].meta["val"].dtype
         self.states = self.states if entry else states
-        return compat.tree_unflatten(user_outputs, captured.out_spec)
+        return user_outputs
 
 
 def _is(tensor: Tensor, state: State | None) -> bool:

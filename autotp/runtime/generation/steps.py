@@ -36,12 +36,12 @@ class Fit:
     def _code(self) -> tuple[list[tuple[int, int]], Callable[..., bool]] | None:
         return self.capture.size_bounds().code()
 
-    def takes(self, flat: Sequence[Any]) -> bool:
-        """Whether the program accepts these leaves; they are of its kind of call."""
+    def takes(self, shapes: Sequence[Any]) -> bool:
+        """Whether the program accepts leaves of these shapes; they are of its kind of call."""
         if self._code is None or self.capture.conditions is not None:
             return False
         places, code = self._code
-        return code(*[flat[self.order[i]].shape[d] for i, d in places])
+        return code(*[shapes[self.order[i]][d] for i, d in places])
 
 
 @dataclass
@@ -51,11 +51,11 @@ class StepKind:
     digest: str
     programs: list[tuple[Program, list[int], Fit]] = field(default_factory=list)
 
-    def program(self, flat: Sequence[Any]) -> tuple[Program, list[int]] | None:
-        """What runs a call of these sizes, the latest first; None where it is not known yet."""
+    def program(self, shapes: Sequence[Any]) -> tuple[Program, list[int]] | None:
+        """What runs a call with leaves of these shapes, the latest first; None where it is not known yet."""
         self.programs = [each for each in self.programs if each[0].runs]
         for at, (program, order, fit) in enumerate(self.programs):
-            if fit.takes(flat):
+            if fit.takes(shapes):
                 if at:
                     self.programs.insert(0, self.programs.pop(at))
                 return program, order
@@ -72,6 +72,7 @@ class Steps:
 
     def __init__(self) -> None:
         self.kinds: dict[Hashable, StepKind] = {}
+        self._latest: dict[Hashable, tuple[Any, StepKind]] = {}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Steps:
         return Steps()
@@ -83,13 +84,25 @@ class Steps:
             key: what else it is of. flat, spec: the leaves of its inputs and how they are nested.
         """
         grad = torch.is_grad_enabled()
-        leaves = tuple(
-            (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
-        )
-        whole = (grad, key, spec, leaves)
+        leaves = tuple([_leaf(x, grad) for x in flat])
+        # One object in the next call's place, where its arguments were read as the last one's: not hashed again.
+        short = grad, key, id(spec), leaves
+        latest = self._latest.get(short)
+        if latest is None or latest[0] is not spec:
+            if len(self._latest) >= MOST:
+                self._latest.clear()
+            latest = self._latest[short] = spec, self._kind((grad, key, spec, leaves))
+        return latest[1]
+
+    def _kind(self, whole: Hashable) -> StepKind:
         kind = self.kinds.get(whole)
         if kind is None:
             if len(self.kinds) >= MOST:
                 self.kinds.clear()
             kind = self.kinds[whole] = StepKind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
         return kind
+
+
+def _leaf(x: Any, grad: bool) -> tuple[Any, ...]:
+    """What a leaf is but for its sizes."""
+    return (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x)

@@ -22,7 +22,7 @@ from autotp.ir.op import aten
 from autotp.kernels import operators
 from autotp.passes.decompose.counter_random import base_seed, seeds
 from autotp.runtime import state
-from autotp.runtime.generation.carrying import Arguments
+from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.programs import Program
 from autotp.runtime.shard_state import ShardState
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import repeat
-from operator import attrgetter
+from functools import cached_property
+from itertools import chain, repeat
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ from autotp.ir.scopes import module_of
 from autotp.runtime.generation.in_place import WRITES, worded
 
 Function = Callable[..., Any]
-HOOKS_OF = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-CHILDREN = attrgetter("_modules")
+HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+CHILDREN = itemgetter("_modules")
 
 
 @dataclass
@@ -142,6 +143,16 @@ class Watch:
     leaves: tuple[str, ...]
     modules: tuple[nn.Module, ...]
 
+    @cached_property
+    def own(self) -> list[dict[str, Any]]:
+        """The attributes of the modules."""
+        return [vars(module) for module in self.modules]
+
+    @cached_property
+    def above(self) -> list[dict[str, Any]]:
+        """Those of their owners."""
+        return [vars(owner) for owner in self.owners]
+
     @staticmethod
     def over(parts: Mapping[str, nn.Module], paths: Iterable[str]) -> Watch:
         """The modules with these paths of calls, among all by their path."""
@@ -156,12 +167,14 @@ class Watch:
 
         Asked before every call of what is compiled: so by loops of the interpreter's own.
         """
-        if any(map(any, map(HOOKS_OF, self.modules))):
+        if any(chain.from_iterable(map(HOOKS_OF, self.own))):
             return False
-        if tuple(map(dict.get, map(CHILDREN, self.owners), self.leaves)) != self.modules:
+        if tuple(map(dict.get, map(CHILDREN, self.above), self.leaves)) != self.modules:
             return False
-        own = list(map(vars, self.modules))  # a forward of its own, or a weight that is made at the module's own call
-        return not any(map(dict.__contains__, own, repeat("forward"))) and not any(map(dict.get, own, repeat("_late")))
+        # A forward of its own, or a weight that is made at the module's own call.
+        return not any(map(dict.__contains__, self.own, repeat("forward"))) and not any(
+            map(dict.get, self.own, repeat("_late"))
+        )
 
 
 def either(watch: Watch, compiled: Function, through: Callable[[], Function]) -> Function:

@@ -16,7 +16,7 @@ from autotp.errors import InputError
 from autotp.inputs import Inputs
 from autotp.kernels.cached_attention import attend, cached_attention
 from autotp.proof.both import Both
-from autotp.runtime.generation.decoded import compared
+from autotp.runtime.generation.decoded import compared, explained
 from autotp.runtime.generation.simulated import Simulated
 from autotp.runtime.generation.tokens import Generated, calls_of
 from tests.helpers.carried import CARRIED, Attention, tokens
@@ -127,7 +127,15 @@ def test_a_position_off_by_one_of_the_original_is_told_apart(decoding):
 
     with patch.object(decoding.simulated, "call", later):
         found = decoding.again()
-    assert "in the original itself, whose decoding is not its forward" in found.difference.detail
+    assert "from one forward of all tokens, unsharded too" in found.difference.detail
+    far = explained(found.difference, gap=1e-7, alone=0.3, tolerance=1e-5)
+    assert far is not None
+    assert "so is the model itself, whose decoding is off by 3.0e-01 from its forward" in far.detail
+    assert "the ranks compute what its decoding does, within 1.0e-07" in far.detail
+    near = explained(found.difference, gap=1e-7, alone=1e-7, tolerance=1e-5)
+    assert near is not None and "so is the model itself" not in near.detail
+    other = explained(found.difference, gap=0.2, alone=0.3, tolerance=1e-5)  # the programs are not the model's decoding
+    assert other is not None and other.direction == "capture" and "what its decoding does" not in other.detail
 
 
 def test_states_that_are_named_are_decoded_by_themselves():

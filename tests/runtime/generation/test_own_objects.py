@@ -46,7 +46,9 @@ def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float]
     model = Own().double()
     inputs = [torch.randn(2, length, 8, dtype=torch.double) for length in (5, 1, 3)]
     inputs[0][0, 0, 0] = 0
-    sharded: Any = autotp.compile(model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False)
+    sharded: Any = autotp.compile(
+        model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False
+    )
     gaps, controls, own, mine = [], [], None, None
     for x in inputs:
         with torch.no_grad():
