@@ -49,7 +49,9 @@ def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float]
     sharded: Any = autotp.compile(
         model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False
     )
-    gaps, controls, own, mine = [], [], None, None
+    gaps, controls = list[float](), list[float]()
+    own: Any = None
+    mine: Any = None
     for x in inputs:
         with torch.no_grad():
             wanted, got = model(x, own, use_cache=True), sharded(x, mine, use_cache=True)
