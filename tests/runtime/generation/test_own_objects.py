@@ -44,7 +44,7 @@ class Own(nn.Module):
 def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float], Any]:
     torch.manual_seed(0)
     model = Own().double()
-    inputs = [torch.randn(2, length, 8, dtype=torch.double) for length in (5, 1, 3)]
+    inputs = [torch.randn(2, length, 8, dtype=torch.double) for length in (5, 3)]
     inputs[0][0, 0, 0] = 0
     sharded: Any = autotp.compile(
         model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False
@@ -64,7 +64,7 @@ def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float]
 def test_what_a_forward_makes_is_known_when_it_is_passed_and_branches_on_its_numbers(pool):
     for gaps, controls, shape in pool.run(decoded, world=2):
         assert max(gaps) < 1e-12 and min(controls) > 1e-3, (gaps, controls)
-        assert shape == (2, HEADS // 2, 9, SIZE)
+        assert shape == (2, HEADS // 2, 8, SIZE)
 
 
 class Judging(nn.Module):
