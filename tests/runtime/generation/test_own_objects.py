@@ -19,7 +19,7 @@ HEADS, SIZE, KEPT = 4, 4, 3
 
 
 class Own(nn.Module):
-    """Makes its cache itself, doubles an answer to zeros, and halves it from the second call on."""
+    """Makes its cache itself, and halves its answer from the second call on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -35,7 +35,6 @@ class Own(nn.Module):
         cache.calls = cache.calls + 1
         scores = (k @ cache.keys.transpose(2, 3)).softmax(-1)
         y = self.out((scores @ cache.keys).transpose(1, 2).flatten(2))
-        y = y * 2 if bool((x == 0).any()) else y
         halved = keys > 0 and bool(cache.calls > 1)
         y = y / 2 if halved else y
         return {"y": y, "cache": cache} if use_cache else {"y": y}
@@ -45,7 +44,6 @@ def decoded(rank: int, world: int, group: Any) -> tuple[list[float], list[float]
     torch.manual_seed(0)
     model = Own().double()
     inputs = [torch.randn(2, length, 8, dtype=torch.double) for length in (5, 3)]
-    inputs[0][0, 0, 0] = 0
     sharded: Any = autotp.compile(
         model, example_inputs=(inputs[0],), mesh=mesh_of(group), check=True, check_capture=False
     )
