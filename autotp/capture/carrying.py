@@ -14,7 +14,7 @@ from torch import nn
 
 from autotp.ir.carried import Carried, Returned, Same, describe, rebuilt, replaced
 
-KEY = re.compile(r"^\['(\w+)'\]$")  # the place of an output under a name
+KEY = re.compile(r"\['(\w+)'\]")  # the place of an output under a name
 
 
 @contextmanager
@@ -77,8 +77,11 @@ def carrying(bare: nn.Module) -> Iterator[None]:
         numbers = {id(obj): i for i, obj in enumerate(objects)}
 
         def described(obj: Any, name: str) -> Any:
+            if id(obj) in numbers:
+                return Same(numbers[id(obj)])
             # What the forward made itself is passed in the next call, there by the name of an argument.
-            return Same(numbers[id(obj)]) if id(obj) in numbers else describe(obj, KEY.sub(r"\1", name))
+            key = KEY.fullmatch(name)
+            return describe(obj, key.group(1) if key else name)
 
         after = [describe(obj, x.shape.name, (), x.tensors) for x, obj in zip(states, objects, strict=True)]
         return Returned(replaced(outputs, described), after)

@@ -26,8 +26,8 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    trained = list(map(REQUIRES_GRAD, parameters_of(modules)))
-    return _one(training), _one(kinds), grad, _one(trained) if grad == GRAD else (), autocast
+    trained = list(map(REQUIRES_GRAD, parameters_of(modules))) if grad == GRAD else []
+    return _one(training), _one(kinds), grad, _one(trained), autocast
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
