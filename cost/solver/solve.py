@@ -52,6 +52,7 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -132,23 +133,18 @@ def _banded(
 ) -> Solution:
     """The plainest plan that is at most `band` slower than the fastest one, and never slower than a rival.
 
-    Where a rival is not within the band, the plan stays faster than it by more than the band. So the rival comes first,
-    but where the fastest plan is one: then the plainest may be that rival, which need not be solved for.
+    Where a rival is not within the band, the plan stays faster than it by more than the band.
     """
     first, x = fastest
     least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
-    ways = [ruled_out for ruled_out in problem.rivals if ruled_out.isdisjoint(enumerate(first.choices))]
-    best = _solution(problem, program, picks, plainest(program, x, most)) if ways else None
-    if best is not None and any(ruled_out.isdisjoint(enumerate(best.choices)) for ruled_out in ways):
-        rival = best
-    else:
-        rival = _rival(problem, program, picks, band)
-    allowed = most
+    x = plainest(program, x, most)
+    best = _solution(problem, program, picks, x)
+    rival = _rival(problem, program, picks, [first, best], band)
     if rival is not None:
         theirs = rival.seconds * MICRO
         allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
-    if best is None or best.seconds * MICRO > allowed * (1 + EXACT):
-        best = _solution(problem, program, picks, plainest(program, x, allowed))
+        if best.seconds * MICRO > allowed * (1 + EXACT):
+            best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
     proved = {
         "bound": first.bound,
         "least_parameter_bytes": first.least_parameter_bytes,
@@ -157,14 +153,19 @@ def _banded(
     return replace(best, **proved, rival=rival)
 
 
-def _rival(problem: Problem, program: IntegerProgram, picks: list[list[int]], band: float) -> Solution | None:
+def _rival(
+    problem: Problem, program: IntegerProgram, picks: list[list[int]], own: Sequence[Solution], band: float
+) -> Solution | None:
     """The best of the plans that this one is held against; None where none of them is legal.
 
     Args:
         problem, program, picks: with the rows of all stages before, which count for rivals too.
+        own: the fastest plan and the plainest; where a rival allows both, it is that plan.
     """
     solutions = []
     for ruled_out in problem.rivals:
+        if not any(ruled_out & set(enumerate(plan.choices)) for plan in own):
+            return own[-1]
         rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
         restricted = replace(program, rows=[*program.rows, *rows])
         fastest = restricted.minimise(restricted.microseconds)

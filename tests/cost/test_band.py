@@ -179,6 +179,13 @@ def test_a_rival_outside_of_the_band_is_beaten_by_more_than_the_band():
     assert got.choices == (0, 0) and got.seconds * 1.02 < got.rival.seconds
 
 
+def test_a_slow_rival_does_not_widen_the_band():
+    outside, slow = reads(R, 5.0), reads(T, 50.0)
+    problem = chain([source()], [FEW_CALLS, outside, slow])
+    got = solve(replace(problem, rivals=(frozenset({(1, 0), (1, 1)}),)), band=0.02)
+    assert got.rival is not None and got.rival.choices == (0, 2) and got.choices == (0, 0)
+
+
 def test_the_better_rival_counts_and_one_that_cannot_be_does_not():
     problem = chain([source()], [FEW_CALLS, FEW_BYTES, reads(R, 2.5)])
     by_calls, by_bytes, none = frozenset({(1, 1), (1, 2)}), frozenset({(1, 0), (1, 2)}), frozenset({(0, 0)})
