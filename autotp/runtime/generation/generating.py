@@ -59,12 +59,12 @@ class Generates:
             return gathered(generator.generate(*args, **kwargs))
 
     def _in_step(self) -> bool:
-        """True: every forward is a call of all dp ranks, so one whose sequences end early computes on with the others."""
+        """True: every forward is a call of all dp ranks, so one whose sequences end early computes on with them."""
         ranks, world = self._shards.axis.size * self._shards.tp, dist.get_world_size()
         if ranks != world:
             raise StateError(
-                f"generate() with dp: transformers keeps dp ranks in step over the whole world, which has {world} ranks, "
-                f"and this module is on {ranks}. Where all slices end at one step, pass synced_gpus=False; else decode "
+                f"generate() with dp: transformers keeps dp ranks in step over the whole world, and that has {world} "
+                f"ranks where this module has {ranks}. Where all slices end at one step, pass synced_gpus=False; else decode "
                 "with a module that is compiled without dp; its state dict is this one's."
             )
         return True
