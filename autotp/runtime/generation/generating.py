@@ -64,8 +64,8 @@ class Generates:
         if ranks != world:
             raise StateError(
                 f"generate() with dp: transformers keeps dp ranks in step over the whole world, and that has {world} "
-                f"ranks where this module has {ranks}. Where all slices end at one step, pass synced_gpus=False; else decode "
-                "with a module that is compiled without dp; its state dict is this one's."
+                f"ranks where this module has {ranks}. Where all slices end at one step, pass synced_gpus=False; else "
+                "decode with a module that is compiled without dp; its state dict is this one's."
             )
         return True
 
