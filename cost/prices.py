@@ -281,7 +281,7 @@ class Prices:
 
     def narrow(self, node: fx.Node, a: Layout, b: Layout) -> float:
         """The part of a value's bytes that its conversion sends forward."""
-        if self.greedy and (share := argmax_share(node, a, b)) is not None:
+        if self.greedy and (share := argmax_share(node, a, b, self.tp)) is not None:
             return share
         wire = sent_as(node.target, conversions.primitive(a, b)) if conversions.key(a, b) in conversions.KINDS else None
         return 1.0 if wire is None else wire.itemsize / tensors(node)[0].element_size()

@@ -38,11 +38,11 @@ def unpacked(x: Tensor, wire: torch.dtype | None, dtype: torch.dtype) -> Tensor:
 PAIR = 16  # bytes of a value and its place, two numbers of 64 bits: what a rank sends of a row for an argmax
 
 
-def argmax_share(node: fx.Node, src: Layout, dst: Layout) -> float | None:
+def argmax_share(node: fx.Node, src: Layout, dst: Layout, tp: int) -> float | None:
     """The part of a value's bytes that greedy `generate()` sends for it, whose ranks exchange the largest of each row.
 
     Args:
-        node: of the value. src, dst: the layouts before and after a gather.
+        node: of the value. src, dst: the layouts before and after a gather. tp: ranks, of which each has a pair a row.
 
     Returns: None where the value is read by other operators, or is not split in columns: it is gathered.
     """
@@ -51,4 +51,4 @@ def argmax_share(node: fx.Node, src: Layout, dst: Layout) -> float | None:
         return None
     if dst not in (I, R) or src.sharded_dim != value.ndim - 1 or not isinstance(value.shape[-1], int):
         return None
-    return min(1.0, PAIR / (value.shape[-1] * value.element_size()))
+    return min(1.0, PAIR * tp / (value.shape[-1] * value.element_size()))

@@ -47,7 +47,7 @@ def test_the_limit_is_the_formula_by_hand(tp):
     assert limit.cache == FP32 * 2 * LAYERS * BATCH * LENGTH * (KV_HEADS / tp) * WIDTH
     sums = 2 * LAYERS * call_seconds("all_reduce", FP32 * BATCH * HIDDEN, tp, H100)
     table = call_seconds("all_gather", FP32 * BATCH * HIDDEN, tp, H100)
-    logits = call_seconds("all_gather", PAIR * BATCH, tp, H100)  # the largest of each row: greedy generate()
+    logits = call_seconds("all_gather", tp * PAIR * BATCH, tp, H100)  # the largest of each row: greedy generate()
     by_hand = (limit.weights + limit.cache) / H100.memory_bandwidth + sums + table + logits
     assert limit.seconds == pytest.approx(by_hand, rel=1e-9)
 
@@ -56,7 +56,7 @@ def test_logits_are_priced_as_they_are_sent():
     model = transformer("llama")
     plan = planned("llama", 2)
     gathers = [c for c in plan.collectives if c.forward == "all_gather" and c.bytes == FP32 * BATCH * VOCABULARY]
-    assert [c.forward_bytes for c in gathers] == [collective_bytes("all_gather", PAIR * BATCH, 2)]
+    assert [c.forward_bytes for c in gathers] == [collective_bytes("all_gather", 2 * PAIR * BATCH, 2)]
     assert plan.decoding is not None and plan.decoding.ungathered == FP32 * BATCH * VOCABULARY
     printed = " ".join(str(plan).split()).replace("\xa0", " ")
     assert "priced as greedy generate(), which gathers none of" in printed

@@ -26,6 +26,7 @@ from autotp.errors import InputError, PlanError
 from autotp.ir.graph import size_hint
 from autotp.ir.op import sizes
 from autotp.ir.program import MeshPlace
+from autotp.ir.wire import PAIR
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.rules.lookup import vocabulary_embedding
@@ -312,7 +313,9 @@ def test_inference_counts_a_forward_and_decoding_one_token():
     assert train.totals.seconds > prefill.totals.seconds > decode.totals.seconds
     assert train.totals.backward_bytes > 0 == prefill.totals.backward_bytes == decode.totals.backward_bytes
     assert prefill.totals.flops == 16 * decode.totals.flops  # of 16 tokens a sequence
-    assert prefill.totals.forward_bytes == 16 * decode.totals.forward_bytes
+    logits = next(c for c in decode.collectives if c.source == "lm_head")  # of each row the largest: greedy generate()
+    assert logits.forward_bytes == 2 * PAIR < logits.bytes / 2
+    assert prefill.totals.forward_bytes == 16 * (decode.totals.forward_bytes - logits.forward_bytes + logits.bytes / 2)
     assert prefill.memory.working > decode.memory.working
 
 
