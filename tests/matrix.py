@@ -60,8 +60,7 @@ def prepared(python: str, torch: str, folder: Path, log: Path) -> tuple[str, str
     for command in (
         [python, "-m", "venv", str(folder)],
         [*pip, f"torch=={torch}.*", "setuptools>=77"],
-        [*pip, "--no-build-isolation", "--editable", ".[test,docs]", f"torch=={torch}.*"],
-        [*pip, "--no-deps", "peft", "accelerate", "psutil"],
+        [*pip, "--no-build-isolation", "--editable", ".[dev]", f"torch=={torch}.*"],
     ):
         status, last = told(command, log)
         if status:

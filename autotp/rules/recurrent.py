@@ -27,7 +27,9 @@ def sequence(op: Op) -> Rule:
     batch = "b__" if op.args["batch_first"] else "_b_"
     terms = {"input": batch, "hx": "_b_"}
     ins = [terms.get(name, "_" * len(shape)) for name, shape in zip(op.names, op.ins, strict=True)]
-    return einsum(op, f"{','.join(ins)}->{','.join([batch, *['_b_'] * (len(op.outs) - 1)])}", empty=False)
+    # The last state, under torch 2.12 with a dimension more before the others.
+    states = ["_" * (len(shape) - 2) + "b_" for shape in op.outs[1:]]
+    return einsum(op, f"{','.join(ins)}->{','.join([batch, *states])}", empty=False)
 
 
 @rule(aten.lstm_cell, aten.gru_cell, aten.rnn_tanh_cell, aten.rnn_relu_cell)

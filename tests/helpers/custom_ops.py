@@ -61,7 +61,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("autotp_tests::halve", mutates_args=(), tags=torch.Tag.pointwise)
+@torch.library.custom_op("autotp_tests::halve", mutates_args=(), tags=(torch.Tag.pointwise,))
 def halve(x: Tensor) -> Tensor:
     return x / 2
 

@@ -261,7 +261,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "Continuous batching (`generate_batch`)": no_batching,
     "Caches that move between devices": None,
     "`compare=` of a call with a cache": no_compared_cache,
-    '`outputs="loss"` and `dp`: a module': no_generation_with_loss_alone,
+    '`outputs="loss"`: a module': no_generation_with_loss_alone,
 }
 
 
