@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .local import ShardCall
 
 THROUGH = (frozenset({0}),)
+MERGED = -1  # no dimension, but several
 
 
 def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
@@ -21,33 +22,39 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
 
     Args:
         a, b: shapes with equally many elements, the last dimension varying fastest.
+
+    Returns: the loops, outermost first; `MERGED` in place of a dimension where several were merged to find one.
     """
     out: list[tuple[Size, int, int]] = []
     i = j = -1
+    # Of several dimensions at hand, which one a loop is in cannot be said. Where sizes are expressions not all loops may
+    # be found: those of [8, 1, 8] and [8 // s, s, 8] would seem to be one, of the first 8 and the last.
+    many_a = many_b = False
     left: Size = 1
     right: Size = 1
     while True:
         # What is left of the dimension at hand is used up: go on to the next, past those of size 1, which hold no loop.
         while left == 1 and i + 1 < len(a):
-            i, left = i + 1, a[i + 1]
+            i, left, many_a = i + 1, a[i + 1], False
         while right == 1 and j + 1 < len(b):
-            j, right = j + 1, b[j + 1]
+            j, right, many_b = j + 1, b[j + 1], False
         if left == 1 or right == 1:
             return out
         # The smaller one is a loop of both where it divides the larger, of which a part is left: 12 and (3, 4) share 3,
         # then 4.
         inner, outer = divide(left, right), divide(right, left)
+        at = MERGED if many_a else i, MERGED if many_b else j
         if inner is not None:
-            out.append((right, i, j))
+            out.append((right, *at))
             left, right = inner, 1
         elif outer is not None:
-            out.append((left, i, j))
+            out.append((left, *at))
             left, right = 1, outer
         # No common loop here: merge until one appears. [3, 4, 5] and [4, 3, 5] share the 5 behind the 12 alone.
         elif i + 1 < len(a) and (j + 1 >= len(b) or _less(left, right)):
-            i, left = i + 1, simplify(left * a[i + 1])
+            i, left, many_a = i + 1, simplify(left * a[i + 1]), True
         elif j + 1 < len(b):
-            j, right = j + 1, simplify(right * b[j + 1])
+            j, right, many_b = j + 1, simplify(right * b[j + 1]), True
         else:
             return out
 
@@ -62,7 +69,8 @@ def _carries(sizes: list[Size], dims: list[int], shape: Shape) -> list[Carry | N
     for k, (size, dim) in enumerate(zip(sizes, dims, strict=True)):
         repeat = _product(n for n, d in zip(sizes[:k], dims[:k], strict=True) if d == dim)
         unit = _product(n for n, d in zip(sizes[k + 1 :], dims[k + 1 :], strict=True) if d == dim)
-        out.append(Carry(dim, repeat, unit) if simplify(repeat * size * unit) == shape[dim] else None)
+        whole = dim != MERGED and simplify(repeat * size * unit) == shape[dim]
+        out.append(Carry(dim, repeat, unit) if whole else None)
     return out
 
 

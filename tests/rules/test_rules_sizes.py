@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+import sympy
 import torch
 from torch import Tensor, nn
 
@@ -22,6 +23,7 @@ from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite
 from autotp.proof import simulate
 from autotp.rules.core import RULES
+from autotp.rules.views import MERGED, atoms
 
 WIDTH = 12
 SIZES = ((3, 5), (2, 7), (5, 2))  # two positions: with three ranks one has none
@@ -156,3 +158,11 @@ def test_whole_sizes_in_a_shard_are_noticed(name, monkeypatch):
         monkeypatch.setitem(RULES, target, lambda op, right=right: replace(right(op), localise=None))
     with pytest.raises(simulate.StepError):
         proved(SYMBOLIC[name], 2)
+
+
+def test_a_loop_of_several_dimensions_is_in_none_of_them():
+    """Of [8, 1, 8] as [8 // s, s, 8] the first 8 was taken for the last: heads were dealt as their elements."""
+    s = sympy.Symbol("s", integer=True, positive=True)
+    assert atoms((3, 8, 1, 8), (3, sympy.floor(8 / s), s, 8)) == [(3, 0, 0), (8, 1, MERGED)]
+    assert atoms((3, 4, 5), (4, 3, 5)) == [(4, MERGED, 0), (3, MERGED, 1), (5, 2, 2)]
+    assert atoms((3, 8, s, 8), (3, 8, 8 * s)) == [(3, 0, 0), (8, 1, 1), (s, 2, 2), (8, 3, 2)]  # each in its own
