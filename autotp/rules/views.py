@@ -27,8 +27,8 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
     """
     out: list[tuple[Size, int, int]] = []
     i = j = -1
-    # Of several dimensions at hand, which one a loop is in cannot be said. Where sizes are expressions not all loops may
-    # be found: those of [8, 1, 8] and [8 // s, s, 8] would seem to be one, of the first 8 and the last.
+    # Of several dimensions at hand, which one a loop is in cannot be said. Where sizes are expressions not all loops
+    # may be found: those of [8, 1, 8] and [8 // s, s, 8] would seem to be one, of the first 8 and the last.
     many_a = many_b = False
     left: Size = 1
     right: Size = 1
@@ -43,12 +43,13 @@ def atoms(a: Shape, b: Shape) -> list[tuple[Size, int, int]]:
         # The smaller one is a loop of both where it divides the larger, of which a part is left: 12 and (3, 4) share 3,
         # then 4.
         inner, outer = divide(left, right), divide(right, left)
-        at = MERGED if many_a else i, MERGED if many_b else j
+        of_a = MERGED if many_a else i
+        of_b = MERGED if many_b else j
         if inner is not None:
-            out.append((right, *at))
+            out.append((right, of_a, of_b))
             left, right = inner, 1
         elif outer is not None:
-            out.append((left, *at))
+            out.append((left, of_a, of_b))
             left, right = 1, outer
         # No common loop here: merge until one appears. [3, 4, 5] and [4, 3, 5] share the 5 behind the 12 alone.
         elif i + 1 < len(a) and (j + 1 >= len(b) or _less(left, right)):
