@@ -158,21 +158,19 @@ class Calls:
         self.versions = versions
         flags = NEW * (program is None) + WROTE * weights_written
         exact, near = sampled(call.inputs) if self.values else NOTHING
-        mine = CallMessage(
-            *self._digest(key, call), trained, flags, *self._numbers(program), exact, tuple(near)
-        ).packed()
+        own = CallMessage(*self._digest(key, call), trained, flags, *self._numbers(program), exact, tuple(near))
+        mine = own.packed()
         messages = meet(channel, f"forward, {self.what}", mine)
         if all(one == mine for one in messages):  # as nearly always: then nothing differs
-            random = _random_source([CallMessage.read(mine)]) if program is not None else None
-            return program is None, random
+            return program is None, _random_source([own]) if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, call.whole, call.spec, how)
         self._compare(slices)
-        own = slices[channel.rank // self.shards.tp]
-        new = any(message.flags & NEW for message in own)
-        return new, _random_source(own) if program is not None else None
+        beside = slices[channel.rank // self.shards.tp]
+        new = any(message.flags & NEW for message in beside)
+        return new, _random_source(beside) if program is not None else None
 
     def numbers(self, program: Program) -> RandomSource:
         """What the random numbers of a forward come from, where its program was not known before. Collective."""
