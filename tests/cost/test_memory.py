@@ -5,33 +5,26 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.device_mesh import DeviceMesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from autotp.api import compile as compile_model
 from autotp.api import plan as make_plan
-from autotp.cost import Cluster
 from autotp.cost.objective import OPTIMIZERS, Objective
-from autotp.driver.options import Options, Steering
-from autotp.driver.pipeline import Staged, plan_stages
-from autotp.driver.sweep import sweep
-from autotp.errors import InputError, PlanError
+from autotp.driver.pipeline import Staged
+from autotp.errors import InputError
 from autotp.ir.graph import size_hint
 from autotp.ir.op import sizes
 from autotp.ir.program import MeshPlace
-from autotp.ir.wire import PAIR
 from autotp.passes.shard.rewrite import specialise
 from autotp.plans.plan import Plan
 from autotp.rules.lookup import vocabulary_embedding
-from tests.helpers.models import build, captured, inputs_of, transformer
-from tests.helpers.plans import planned_for
+from tests.helpers.models import build
+from tests.helpers.plans import planned_for, staged
 
 # what autograd keeps, against autograd
 
@@ -42,18 +35,6 @@ def ranks() -> Iterator[str]:
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield dist.group.WORLD.group_name  # type: ignore[union-attr]
     dist.destroy_process_group()
-
-
-def staged(name: str, tp: int, sequence: bool | None = None, objective: str = "training") -> Staged:
-    return _staged(name, tp, sequence, objective)
-
-
-@cache  # by what is asked, however the call is written
-def _staged(name: str, tp: int, sequence: bool | None, objective: str) -> Staged:
-    program, notes = captured(name)
-    return plan_stages(
-        program, notes, Options.read(tp, Steering(sequence_parallel=sequence, objective=objective)), name
-    )
 
 
 def rank_values(name: str, stages: Staged) -> dict[str, Tensor]:
@@ -266,90 +247,3 @@ def test_more_ranks_keep_less():
         kept = [kept_per_layer(tp, sequence) for tp in (2, 4, 8)]
         assert kept == sorted(kept, reverse=True) and len(set(kept)) == 3
     assert kept_per_layer(4, True) < kept_per_layer(4, False)
-
-
-# inference
-
-
-@pytest.mark.parametrize("tp", [1, 2, 4])
-@pytest.mark.parametrize("objective", ["prefill", "decode"])
-def test_a_cache_holds_the_keys_and_values_of_a_ranks_heads(tp, objective):
-    m = staged("llama", tp, None, objective).plan.memory
-    layers, kv, width, length, batch, fp32 = 2, 4, 8, 16, 2, 4
-    assert m.cache == 2 * layers * (kv / tp) * width * length * batch * fp32
-    assert staged("llama", tp).plan.memory.cache == 0
-
-
-@pytest.mark.parametrize(("kv", "more"), [(4, 2), (2, 1)])
-def test_a_cache_of_fewer_heads_than_ranks_is_not_split_further(kv, more):
-    """Two heads over two ranks are one each; so they are over four ranks, two of which have the same one."""
-    model = transformer("llama", num_key_value_heads=kv)
-    two, four = (p.memory.cache for p in sweep(model, [2, 4], objective="decode", check_capture=False).plans.values())
-    assert two / four == more
-
-
-@pytest.mark.parametrize(("causal", "masked"), [(False, ""), (True, ""), (False, "keys"), (False, "pairs")])
-def test_an_encoder_keeps_no_cache(causal, masked):
-    """All tokens see all: no mask, or one that only leaves out keys (padding). A mask over pairs counts as causal."""
-
-    class Attention(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
-
-        def forward(self, x: Tensor) -> Tensor:
-            q, k, v = (y.unflatten(-1, (4, 4)).transpose(1, 2) for y in self.qkv(x).chunk(3, -1))
-            near = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
-            mask = {"": None, "keys": (x[:, None, None, :, 0] < 9), "pairs": near}[masked]
-            y = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal)
-            return self.out(y.transpose(1, 2).flatten(2))
-
-    plan = make_plan(Attention(), 2, example_inputs=torch.randn(3, 8, 16), objective="prefill", check_capture=False)
-    assert plan.memory.cache == (2 * 3 * 8 * 16 * 4 / 2 if causal or masked == "pairs" else 0)
-
-
-def test_inference_counts_a_forward_and_decoding_one_token():
-    train, prefill, decode = (staged("llama", 2, None, o).plan for o in ("training", "prefill", "decode"))
-    assert train.totals.seconds > prefill.totals.seconds > decode.totals.seconds
-    assert train.totals.backward_bytes > 0 == prefill.totals.backward_bytes == decode.totals.backward_bytes
-    assert prefill.totals.flops == 16 * decode.totals.flops  # of 16 tokens a sequence
-    logits = next(c for c in decode.collectives if c.source == "lm_head")  # of each row the largest: greedy generate()
-    assert logits.forward_bytes == 2 * PAIR < logits.bytes / 2
-    assert prefill.totals.forward_bytes == 16 * (decode.totals.forward_bytes - logits.forward_bytes + logits.bytes / 2)
-    assert prefill.memory.working > decode.memory.working
-
-
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_decoding_reads_the_whole_cache(attention):
-    """Twice the length takes longer by at least the time to read the keys and values that are more."""
-    model = transformer("llama", attn_implementation=attention, max_position_embeddings=2**22).to("meta")
-    lengths = (2**21, 2**22)
-    plans = [make_plan(model, 1, example_inputs=inputs_of(model, length=n), objective="decode") for n in lengths]
-    more, longer = (plans[1].memory.cache - plans[0].memory.cache), plans[1].totals.seconds - plans[0].totals.seconds
-    assert 1 <= longer / (more / Cluster.preset("h100").memory_bandwidth) < 3
-
-
-def test_decoding_needs_a_length():
-    with pytest.raises(PlanError, match="objective='decode' prices one new token a sequence, but no input has a sec"):
-        make_plan(build("convolutions")[0], 2, example_inputs=torch.randn(2, 3, 8, 8), objective="decode")
-
-
-def decoded_on_a_rank(rank: int, world: int, group: Any) -> float:
-    torch.manual_seed(0)
-    model, given = transformer("llama"), inputs_of(transformer("llama"))["input_ids"]
-    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    sharded = compile_model(model, mesh=mesh, example_inputs={"input_ids": given}, objective="decode")
-    worst = 0.0
-    for ids in (given, given[:, :1]):  # the second is captured by itself, with a fixed length
-        ours, theirs = sharded(input_ids=ids).logits, model(input_ids=ids).logits
-        worst = max(worst, float((ours - theirs).abs().max().detach()))
-    ours.square().mean().backward()
-    theirs.square().mean().backward()
-    wanted = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-    for name, found in sharded.full_grad_dict().items():
-        worst = max(worst, float((found - wanted[name]).abs().max()))
-    return worst
-
-
-def test_a_module_planned_for_decoding_is_right_forward_and_backward(pool):
-    assert max(pool.run(decoded_on_a_rank, world=2)) < 1e-4

@@ -11,20 +11,34 @@ from torch import nn
 from autotp.api import plan as make_plan
 from autotp.comm import conversions
 from autotp.cost import Cluster
-from autotp.driver.pipeline import capture_model
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import Staged, capture_model, plan_stages
 from autotp.inputs import Inputs
 from autotp.ir.program import Planned, Sharded
 from autotp.passes.shard.decide import decide
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.rewrite import rewrite
 from autotp.plans.plan import Parameter, Plan
-from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
+from tests.helpers.models import BATCH, HIDDEN, LENGTH, captured, inputs_of, transformer
 
 
 @cache
 def planned_for(name: str, tp: int, **changed: Any) -> Plan:
     model = transformer(name, **changed)
     return make_plan(model, tp, example_inputs=inputs_of(model))
+
+
+def staged(name: str, tp: int, sequence: bool | None = None, objective: str = "training") -> Staged:
+    """The plan of a tiny model with the stages behind it."""
+    return _staged(name, tp, sequence, objective)
+
+
+@cache  # by what is asked, however the call is written
+def _staged(name: str, tp: int, sequence: bool | None, objective: str) -> Staged:
+    program, notes = captured(name)
+    return plan_stages(
+        program, notes, Options.read(tp, Steering(sequence_parallel=sequence, objective=objective)), name
+    )
 
 
 def stages(model: nn.Module, inputs: Inputs, tp: int) -> tuple[Planned, Sharded, Builder]:
