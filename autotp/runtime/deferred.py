@@ -48,13 +48,13 @@ class Columns(NamedTuple):
         first = sum(int(layout.partition.local(rank, ranks.tp)) for rank in range(ranks.rank))
         return cls(spec, first, int(layout.partition.length), ranks)
 
-    def output(self, local: Tensor, turn: Turn | None) -> Tensor:
-        """An output of the program: whole, or where it may be read later than in this `turn` of the ranks as it is.
+    def output(self, local: Tensor, turn: Turn) -> Tensor:
+        """An output of the program as it is, to be read in a later turn of the ranks; with gradients whole.
 
         Args:
-            local: this rank's columns. turn: of a later collective; None where the output is to be whole now.
+            local: this rank's columns. turn: of the later collective.
         """
-        return self.whole(local) if turn is None or local.requires_grad else Deferred(local, self, turn)
+        return self.whole(local) if local.requires_grad else Deferred(local, self, turn)
 
     def cast(self, before: torch.dtype, after: torch.dtype) -> Columns:
         """Of the same numbers in another type."""
@@ -64,9 +64,14 @@ class Columns(NamedTuple):
 
     def whole(self, local: Tensor) -> Tensor:
         """The whole value from every rank's columns. A collective call."""
-        spec, r = self.spec._replace(dim=local.ndim - 1), self.ranks
-        convert = function_for(spec, INVARIANT)
-        return convert(local, spec, INVARIANT, rank=r.rank, tp=r.tp, group=r.group_name, wire=self.wire)
+        function, args, kwargs = self.conversion(local.ndim)
+        return function(local, *args, **kwargs)
+
+    def conversion(self, ndim: int) -> tuple[Callable[..., Tensor], tuple[Any, ...], dict[str, Any]]:
+        """What makes a value of so many dimensions whole, with what it is called with after the value."""
+        spec, r = self.spec._replace(dim=ndim - 1), self.ranks
+        kwargs = {"rank": r.rank, "tp": r.tp, "group": r.group_name, "wire": self.wire}
+        return function_for(spec, INVARIANT), (spec, INVARIANT), kwargs
 
     def argmax(self, local: Tensor) -> Tensor:
         """`torch.argmax` of the whole over the last dimension. A collective call."""

@@ -110,13 +110,15 @@ class Finds:
         compiler = source.lowering.compiler(graph)
         write_in_place(captured, graph)
         steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
-        Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks).build(inputs, one=steps)
+        columns = {}
+        if source.ranks is not None and captured.has_states and source.want.outputs == "full":
+            columns = columns_of(captured, sharded, source.ranks)
+        assembler = Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks)
+        assembler.build(inputs, one=steps, gathers=columns)
         call_form, _ = form(
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
         )
         random = any(map(draws, graph.nodes))
         self._carriers.layouts |= getattr(sharded, "states", {})
-        program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
-        if source.ranks is not None and captured.has_states and source.want.outputs == "full":
-            program.columns = columns_of(captured, sharded, source.ranks)
+        program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry, columns)
         self._programs_made.add(program, self._order, self._programs_by_call)

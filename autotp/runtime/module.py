@@ -42,6 +42,7 @@ from .part import Part, watch
 from .programs import Program, Programs, ProgramsByCall, Source, train_as
 from .shard_state import ShardState
 from .storage import Storage
+from .tree import whole
 
 
 class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterface, Refusals, Part):
@@ -115,15 +116,15 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
-            outputs = self._first(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
+            outputs = self._first(program, [call.flat[i] for i in order], source or self._calls.numbers(program), late)
             self._remember(call, program, order)
         else:
             program, order = match
-            outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program))
+            outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program), late)
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late), program.returns)
 
-    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
-        function = self._programs[program.key]
+    def _run(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
+        function = self._programs[program.key if late else whole(program.key)]
         inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
         self._programs_made.run(program)
         try:
@@ -138,12 +139,12 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
             self._calls.lost(error)
             raise
 
-    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource) -> Any:
+    def _first(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
         """Run it; where an operator draws that does not say so make sure that all ranks drew the same."""
         if self._source.tp == 1 or program.draws:
-            return self._run(program, inputs, source)
+            return self._run(program, inputs, source, late)
         before = state.random_state(self._shards.device)
-        outputs = self._run(program, inputs, source)
+        outputs = self._run(program, inputs, source, late)
         if state.random_state(self._shards.device) != before:
             agree(self._source.ranks, "the state of the random numbers", {"random numbers": before})
             program.draws = True
@@ -181,8 +182,8 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
             else:
                 if as_sharded and captured.becomes(i) is None:  # states are local
                     value = program.left_sharded(i, value, inputs, self._shards.ranks)
-                elif columns := program.columns.get(i):
-                    value = columns.output(value, self._calls.together if late else None)
+                elif late and (columns := program.columns.get(i)):
+                    value = columns.output(value, self._calls.together)
                 results.append(value)
         data_parallel.refuse_twice(self._shards, results)
         self._calls.end(results, inputs)

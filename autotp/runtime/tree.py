@@ -38,6 +38,11 @@ def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Te
     return function_for(whole, mine)(local[0], whole, mine, rank=ranks.rank, tp=ranks.tp, group=ranks.group_name)
 
 
+def whole(program: Any) -> Any:
+    """The key of the function that gives a program's outputs whole, which without it may stay split."""
+    return program, "whole"
+
+
 class Assembler:
     """Builds the callables of one program onto a tree of `Part`s; `parts` are all modules of the tree by their path."""
 
@@ -59,20 +64,29 @@ class Assembler:
             units.setdefault(read.scope, []).append(read)
         return units
 
-    def build(self, inputs: Sequence[fx.Node], one: bool = False) -> None:
+    def build(self, inputs: Sequence[fx.Node], one: bool = False, gathers: single.Gathers | None = None) -> None:
         """Give every part its function; the root's takes these inputs and returns the flat outputs.
 
         Args:
-            one: where it is compiled, it is so as one function too, for calls without gradients.
+            one: whether it is one function too, for calls without gradients.
+            gathers: of outputs that calls may ask for whole: the root has that function too, as `whole(key)`.
         """
         result = self.graph.output_node().args[0]
         results = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
         function = self._function(self.whole, list(inputs), results, result)
-        if one and self.compiler is not None:
-            fetches = self._fetches([read for unit in self.units.values() for read in unit])
-            whole = single.single(self.graph, self.whole, inputs, fetches, self.compiler)
-            function = single.unless_touched(whole, Watch.over(self.parts, single.modules_in(self.whole)), function)
-        self._part("")._programs[self.key] = function
+        programs = self._part("")._programs
+        programs[self.key] = programs[whole(self.key)] = self._at_once(inputs, {}, function) if one else function
+        if gathers:
+            by_parts = single.whole_outputs(function, gathers)
+            programs[whole(self.key)] = self._at_once(inputs, gathers, by_parts) if one else by_parts
+
+    def _at_once(
+        self, inputs: Sequence[fx.Node], gathers: single.Gathers, by_parts: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """The program as one function, and by parts where that would be noticed."""
+        fetches = self._fetches([read for unit in self.units.values() for read in unit])
+        function = single.single(self.graph, self.whole, inputs, fetches, self.compiler, gathers)
+        return single.unless_touched(function, Watch.over(self.parts, single.modules_in(self.whole)), by_parts)
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False

@@ -1,14 +1,15 @@
-"""A program as one compiled function, in which equal blocks are compiled once.
+"""A program as one function without calls of modules; compiled, it has what equal blocks compute once.
 
-For a step of decoding, whose arithmetic is so short that what surrounds a compiled function counts: the lookup among
-what was compiled, the sizes that it is given, Python between one block and the next. `regional.py` compiles by parts.
+For a step of decoding, whose arithmetic is so short that what surrounds it counts: calls of modules, the lookup among
+what was compiled, the sizes that it is given, Python between one block and the next. `tree.py` runs it by modules,
+`regional.py` compiles by parts.
 """
 
 from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -19,10 +20,13 @@ from autotp import compat
 from autotp.ir.copying import copy_node
 from autotp.ir.scopes import block_of, is_region, module_of
 from autotp.log import log
+from autotp.runtime.deferred import Columns
 from autotp.runtime.generation.in_place import WRITES
 
+from . import eager
 from .regional import Compiler, Function, Watch, flow, function_of, pure, renumbered, structure
 
+Gathers = Mapping[int, Columns]  # what a rank has of the outputs that are to be whole, by position
 Fetch = tuple[list[fx.Node], Callable[[], Sequence[Tensor]]]
 WRITTEN = frozenset(WRITES.values())
 NOTHING = type(None)
@@ -30,31 +34,69 @@ TRAINED = attrgetter("requires_grad")
 
 
 def single(
-    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler
-) -> Function:
-    """A whole program as one compiled function of its inputs; it gives None where a module is to read its own weights.
+    graph: fx.Graph, scope: Any, inputs: Sequence[fx.Node], fetches: Sequence[Fetch], compiler: Compiler | None,
+    gathers: Gathers,
+) -> Function:  # fmt: skip
+    """A whole program as one function of its inputs; it gives None where a module is to read its own weights.
 
     Args:
         graph: of one rank. scope: the calls that it is made of (`scope_tree.Scope`). inputs: what it is called with.
-        fetches: what it reads of the module, and what reads that. compiler: knows the backend.
+        fetches: what it reads of the module, and what reads that. compiler: knows the backend; None where it runs as
+            it is.
+        gathers: of outputs that are to be whole.
     """
     takes = [*inputs, *(node for nodes, _ in fetches for node in nodes)]
-    compiled = compiler.whole(_flat(graph, list(_parts(scope)), takes))
+    whole = fx.Graph()
+    env = {node: whole.placeholder(node.name) for node in takes}
+    if compiler is None:
+        _write_operators(whole, graph, env)
+    else:
+        _write_blocks(whole, list(_parts(scope)), env)
+    whole.output(_outputs(whole, graph, env, gathers))
+    function = function_of(whole, "program") if compiler is None else compiler.whole(whole)
     reads = [read for _, read in fetches]
 
     def run(*arguments: Tensor) -> Any:
         values: list[Any] = [*arguments]
         for read in reads:
             values += read()
-        return None if NOTHING in map(type, values) else compiled(*values)
+        return None if NOTHING in map(type, values) else function(*values)
 
     return run
 
 
-def _flat(graph: fx.Graph, parts: Sequence[Any], takes: Sequence[fx.Node]) -> fx.Graph:
-    """The graph of operators, and of calls of what equal blocks share."""
-    whole = fx.Graph()
-    env = {node: whole.placeholder(node.name) for node in takes}
+def whole_outputs(function: Function, gathers: Gathers) -> Function:
+    """The function of a program with these of its outputs whole, and all of them in one tuple."""
+    def run(*inputs: Tensor) -> Any:
+        leaves = compat.tree_leaves(function(*inputs))
+        return tuple([gathers[i].whole(x) if i in gathers else x for i, x in enumerate(leaves)])
+
+    return run
+
+
+def _outputs(whole: fx.Graph, graph: fx.Graph, env: Mapping[fx.Node, fx.Node], gathers: Gathers) -> Any:
+    """What the function returns: the program's outputs in their containers, or with gathers all in one tuple."""
+    outputs = graph.output_node().args[0]
+    results = compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, outputs)
+    if not gathers:
+        return results
+    leaves: list[Any] = compat.tree_leaves(results)
+    for i, columns in gathers.items():
+        function, args, kwargs = columns.conversion(compat.tree_leaves(outputs)[i].meta["val"].ndim)
+        leaves[i] = whole.call_function(function, (leaves[i], *args), kwargs)
+    return tuple(leaves)
+
+
+def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
+    """The program's operators, as Python calls them at least cost."""
+    for node in graph.nodes:
+        if node.op not in ("placeholder", "output"):
+            env[node] = copy_node(node, whole, env.__getitem__)
+            env[node].target = eager.quick(node)
+
+
+def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.Node]) -> None:
+    """The program's operators, and calls of what equal blocks share."""
     blocks = {id(part): _block(part.nodes()) for part in parts if not isinstance(part, fx.Node)}
     counts = Counter(key for key, *_ in blocks.values())
     shared: dict[Any, Function] = {}
@@ -70,9 +112,6 @@ def _flat(graph: fx.Graph, parts: Sequence[Any], takes: Sequence[fx.Node]) -> fx
         value = whole.call_function(shared[key], tuple(env[n] for n in operands))
         env.update((node, whole.call_function(operator.getitem, (value, i))) for i, node in enumerate(gives))
         env.update((node, env[node.args[0]]) for node in part.nodes() if node.target in WRITTEN)  # type: ignore[index]
-    outputs = graph.output_node().args[0]
-    whole.output(compat.tree_map(lambda x: env[x] if isinstance(x, fx.Node) else x, outputs))
-    return whole
 
 
 def _parts(scope: Any) -> Iterator[Any]:
