@@ -100,6 +100,11 @@ def transform(values: Sequence[Any]) -> str:
     return "forward-mode differentiation" if torch.autograd.forward_ad._current_level >= 0 else ""
 
 
+def hooks_all_modules() -> bool:
+    """Whether somebody hooked every module's call, as torch's counters and trackers do."""
+    return torch.nn.modules.module._has_any_global_hook()
+
+
 def has_symmetric_memory() -> bool:
     """Whether torch has the operators that fuse collectives with matmuls through symmetric memory."""
     return hasattr(torch.ops.symm_mem, "fused_all_gather_matmul") and torch.distributed.is_nccl_available()

@@ -21,13 +21,17 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     """What a capture is made for: the modules' training flags, the parameters' dtypes, the grad mode and, with
     gradients, which parameters are trained, and the autocast dtype."""
     modules = list(modules)
-    training = list(map(TRAINING, modules))
-    dtypes = set(map(DTYPE, parameters_of(modules)))  # mostly one, found fast
+    return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
+
+
+def mode_with(training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device) -> Mode:
+    """Likewise, of modules whose training flags and parameters are known."""
+    dtypes = set(map(DTYPE, parameters))  # mostly one, found fast
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    trained = list(map(REQUIRES_GRAD, parameters_of(modules))) if grad == GRAD else []
-    return _one(training), _one(kinds), grad, _one(trained), autocast
+    trained = list(map(REQUIRES_GRAD, parameters)) if grad == GRAD else []
+    return training, shortened(kinds), grad, shortened(trained), autocast
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
@@ -46,6 +50,6 @@ def serves(state: Mode, mode: Mode) -> bool:
     return state[:2] == mode[:2] and grad_modes and state[4] == mode[4]
 
 
-def _one(values: list[Any]) -> Any:
+def shortened(values: list[Any]) -> Any:
     """A short form of what is mostly the same everywhere."""
     return values[0] if values and values.count(values[0]) == len(values) else tuple(values)

@@ -26,7 +26,6 @@ from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, lost, meet
 from autotp.comm.ranks import agree, broadcast
-from autotp.driver.modes import parameters_of
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
@@ -36,6 +35,7 @@ from . import state
 from .boundaries import gathers
 from .changes import Changes
 from .programs import Program
+from .revision import Inventory
 from .said import NEW, WROTE, CallMessage, kind_of, parted, valued_apart, written_apart
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
@@ -101,6 +101,7 @@ class Calls:
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
 
     def __post_init__(self) -> None:
+        self.inventory = Inventory(self.order)
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules
@@ -235,7 +236,7 @@ class Calls:
 
     def _parameters(self) -> tuple[int, int]:
         """Which parameters are trained, as a number, and how often they were written."""
-        parameters = parameters_of(self.order)
+        parameters = self.inventory.parameters
         try:
             versions = sum(map(VERSION, parameters))
         except RuntimeError:  # tensors of inference count no versions

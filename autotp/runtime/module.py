@@ -17,7 +17,7 @@ from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
-from autotp.driver.modes import Mode, mode_of
+from autotp.driver.modes import Mode
 from autotp.driver.pipeline import prepare
 from autotp.errors import StateError
 from autotp.ir.graph import Capture
@@ -151,7 +151,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         return outputs
 
     def _mode(self) -> Mode:
-        return mode_of(self._order, self._shards.device)
+        return self._calls.inventory.mode(self._shards.device)
 
     @torch.inference_mode(False)
     def _capture(self, call: Arguments, mode: Mode) -> Capture:

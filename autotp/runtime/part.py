@@ -17,6 +17,7 @@ from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
 from .changes import TORCHS, Changes, FusedError, Watched, foreign
+from .revision import TABLES, Revision, counted
 from .storage import Storage
 
 
@@ -36,6 +37,7 @@ class Part(nn.Module):
 
     def __init__(self, original: nn.Module) -> None:
         nn.Module.__init__(self)  # never the original's
+        vars(self).update((name, counted(vars(self)[name])) for name in TABLES)
         self._original = type(original).__name__
         self._detail = original.extra_repr()
         self._leaf = "" if original._modules else repr(original)
@@ -108,12 +110,14 @@ class Part(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:
             raise StateError(SET[name])
+        Revision.number += 1
         watched = self.__dict__.get("_watched")
         if watched is not None:
             watched.set(self, name, value)
-        nn.Module.__setattr__(self, name, value)
+        nn.Module.__setattr__(self, name, counted(value) if name in TABLES else value)
 
     def __delattr__(self, name: str) -> None:
+        Revision.number += 1
         watched = self.__dict__.get("_watched")
         if watched is not None:
             watched.delete(self, name)

@@ -21,6 +21,7 @@ from autotp.errors import StateError
 from autotp.ir.layouts import chunk
 from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 
+from .revision import Revision
 from .storage import Storage, unwrap
 
 SHAPE, LOCAL_SHAPE = attrgetter("shape"), attrgetter("_local_tensor.shape")
@@ -135,8 +136,13 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
     shapes = [place.local for place in places]
     shape = LOCAL_SHAPE if places and places[0].mesh is not None else SHAPE
 
+    tensors: list[Any] = []
+    listed = [-1]  # the revision in which the tensors were these
+
     def read() -> Sequence[Tensor]:
-        tensors: list[Any] = [module._parameters.get(leaf) for module, leaf in names]
+        if listed[0] != Revision.number:
+            tensors[:] = [module._parameters.get(leaf) for module, leaf in names]
+            listed[0] = Revision.number
         try:
             fit = list(map(shape, tensors)) == shapes
         except AttributeError:  # no parameter, or no DTensor
@@ -170,5 +176,6 @@ def _at(place: Place) -> Tensor | None:
         return parameter
     if place.turn:
         module.__dict__["_late"] = True
+        Revision.number += 1
         return None
     return getattr(module, place.leaf)

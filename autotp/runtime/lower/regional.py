@@ -23,6 +23,7 @@ from autotp.ir.copying import copy_graph
 from autotp.ir.marks import mark
 from autotp.ir.scopes import module_of
 from autotp.runtime.generation.in_place import WRITES, worded
+from autotp.runtime.revision import Revision
 
 Function = Callable[..., Any]
 HOOKS_OF = itemgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -142,6 +143,7 @@ class Watch:
     owners: tuple[nn.Module, ...]
     leaves: tuple[str, ...]
     modules: tuple[nn.Module, ...]
+    seen: list[int] = field(default_factory=list)  # the revision in which they were untouched
 
     @cached_property
     def own(self) -> list[dict[str, Any]]:
@@ -163,10 +165,12 @@ class Watch:
         return Watch(owners, leaves, tuple([parts[path] for path in own]))
 
     def untouched(self) -> bool:
-        """Whether nobody would notice that the modules are not called.
+        """Whether nobody would notice that the modules are not called; looked for again after any change."""
+        if self.seen != [Revision.number]:
+            self.seen[:] = [Revision.number] if self._untouched() else []
+        return bool(self.seen)
 
-        Asked before every call of what is compiled: so by loops of the interpreter's own.
-        """
+    def _untouched(self) -> bool:
         if any(chain.from_iterable(map(HOOKS_OF, self.own))):
             return False
         if tuple(map(dict.get, map(CHILDREN, self.above), self.leaves)) != self.modules:

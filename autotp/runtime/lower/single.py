@@ -135,7 +135,7 @@ def _block(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node], list[fx.Node]]
 def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:
     """A program that runs as one function without gradients, and else by parts.
 
-    By parts it runs too where a module in it is hooked or wrapped, and from then on where torch cannot compile it as
+    By parts it runs too where a module in it, or every module, is hooked or wrapped, and from then on where torch cannot compile it as
     one; both are the same operators and collectives in the same order.
 
     Args:
@@ -145,7 +145,7 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
 
     def run(*inputs: Tensor) -> Any:
         graded = torch.is_grad_enabled() or any(map(TRAINED, inputs))
-        if graded or not compiles[0] or not watch.untouched():
+        if graded or not compiles[0] or not watch.untouched() or compat.hooks_all_modules():
             return by_parts(*inputs)
         try:
             outputs = whole(*inputs)
