@@ -8,7 +8,9 @@ hang, abort the process, or give numbers. A turn tells who is late, and who has 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
+import select
 import socket
 import struct
 import threading
@@ -27,6 +29,8 @@ from .sockets import Peers
 
 WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
 GRACE = 2.0  # seconds that a rank is given to answer, or to be seen to end
+MOMENT = 0.05  # seconds in which a rank that is in step has sent its message
+SEND = 60.0  # seconds that sending may take: as good as never
 FIXED = 1024  # bytes of a message that goes as a collective
 FRAME = struct.Struct("!IQ")  # length of the message, number of the turn
 
@@ -62,6 +66,8 @@ class Channel:
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         self._peers, self._read = peers, {rank: bytearray() for rank in peers}
         self._turn, self._lock = 0, threading.Lock()
+        for peer in peers.values():
+            peer.setblocking(False)
 
     def exchange(self, what: str, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. A collective call.
@@ -79,8 +85,7 @@ class Channel:
             frame = FRAME.pack(len(message), self._turn) + message
             for rank, peer in self._peers.items():
                 try:
-                    peer.settimeout(60.0)  # as good as never: a message is small, and the other end holds it
-                    peer.sendall(frame)
+                    _send(peer, frame)
                 except OSError:
                     self.absent.add(rank)
             messages = []
@@ -96,28 +101,38 @@ class Channel:
 
     def _receive(self, rank: int, what: str) -> bytes:
         """The message of this turn from one rank."""
-        began = time.monotonic()
+        began, peer = time.monotonic(), self._peers[rank]
+        message = self._next_message(rank)
+        if message is None and _ready(peer, MOMENT):  # as nearly always: no limit is asked for
+            message = self._take(rank, what)
+        if message is not None:
+            return message
         notice, limit, timeout = wait_limit(), wait_limit(), self.timeout()
-        while (message := self._next_message(rank)) is None:
+        while message is None:
             waited = time.monotonic() - began
             if waited >= timeout:
                 raise self.error(what, [rank], f"did not come within the {timeout:g} s of the process group's time-out")
             if waited >= notice:
                 self._notice(rank, what, waited)
                 notice = max(2 * notice, waited + limit)
-                continue
-            self._peers[rank].settimeout(min(notice, timeout) - waited + 1e-3)
-            try:
-                data = self._peers[rank].recv(65536)
-            except TimeoutError:
-                continue
-            except OSError:
-                data = b""
-            if not data:
-                self.absent.add(rank)
-                raise self.error(what, self.ended(), "ended")
-            self._read[rank] += data
+                message = self._next_message(rank)
+            elif _ready(peer, min(notice, timeout) - waited + 1e-3):
+                message = self._take(rank, what)
         return message
+
+    def _take(self, rank: int, what: str) -> bytes | None:
+        """What has come from one rank, where that is this turn's message."""
+        try:
+            data = self._peers[rank].recv(65536)
+        except BlockingIOError:
+            return None
+        except OSError:
+            data = b""
+        if not data:
+            self.absent.add(rank)
+            raise self.error(what, self.ended(), "ended")
+        self._read[rank] += data
+        return self._next_message(rank)
 
     def _next_message(self, rank: int) -> bytes | None:
         """This turn's message, if it has come; what an interrupted turn left is dropped."""
@@ -139,7 +154,6 @@ class Channel:
             if rank == self.rank:
                 continue
             with contextlib.suppress(OSError):
-                self._peers[rank].setblocking(False)
                 self._read[rank] += self._peers[rank].recv(65536)
             if not self._holds(rank):
                 late.append(rank)
@@ -199,10 +213,28 @@ class Channel:
             peer.close()
 
 
+def _send(peer: socket.socket, data: bytes) -> None:
+    """All of it, through a connection that does not block; a message is small, and the other end holds it."""
+    while data:
+        try:
+            data = data[peer.send(data) :]
+        except BlockingIOError:
+            if not _ready(peer, SEND, select.POLLOUT):
+                raise TimeoutError("the other end takes nothing") from None
+
+
+def _ready(peer: socket.socket, seconds: float, event: int = select.POLLIN) -> bool:
+    """Wait until something has come, or the connection has ended; whether that was within so many seconds."""
+    if peer.fileno() < 0:
+        return True  # closed on this side: whoever reads it sees that
+    poll = select.poll()
+    poll.register(peer, event)
+    return bool(poll.poll(math.ceil(1e3 * seconds)))
+
+
 def _closed(peer: socket.socket) -> bool:
     """Whether the other end is closed; messages that wait to be read stay."""
     try:
-        peer.setblocking(False)
         return not peer.recv(1, socket.MSG_PEEK)
     except BlockingIOError:
         return False

@@ -92,7 +92,10 @@ def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
     if channel is None:
         return [more]
     text = what.encode()[:WHAT]
-    everyone = channel.exchange(what, HEAD.pack(len(text)) + text + more)
+    mine = HEAD.pack(len(text)) + text + more
+    everyone = channel.exchange(what, mine)
+    if everyone.count(mine) == len(everyone):  # as nearly always: then nothing differs
+        return [more] * len(everyone)
     texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
     if any(other != text for other in texts):
         channel.leave()

@@ -119,6 +119,6 @@ class Finds:
             source.bare.get_submodule(entry), [x.node.meta.get("val") for x in captured.inputs], captured.in_spec
         )
         random = any(map(draws, graph.nodes))
-        self._carriers.layouts |= getattr(sharded, "states", {})
+        self._carriers.learn_layouts(getattr(sharded, "states", {}))
         program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry, columns)
         self._programs_made.add(program, self._order, self._programs_by_call)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +14,7 @@ from autotp import compat
 from autotp.errors import InputError
 from autotp.ir.carried import SHARED, Carried, Returned, Same, Shape, assign, rebuilt, states_of
 
-from .carrying import CarriedPairs, Carriers
+from .carrying import CarriedPairs, Carriers, Cut, Length
 from .template import Template, Write
 
 BATCH = (
@@ -34,6 +34,7 @@ class Reading:
         spec: how the leaves are nested. states, users: where in them states lie, of objects and that the user named.
         moving: how many attributes were known to change from call to call.
         writes: what a call sets on an object, by the descriptions before and after.
+        cuts: where in the leaves states of objects are split, and how; `lengths` as a call's where all are so.
     """
 
     parts: list[Template | None]
@@ -42,6 +43,25 @@ class Reading:
     users: Mapping[int, str]
     moving: int
     writes: dict[tuple[int, int], tuple[Shape, Shape, list[Write] | None]]
+    cuts: list[tuple[int, Cut]] = field(default_factory=list)
+    lengths: dict[int, Length] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.all_states = {**self.states, **self.users}
+
+    def cut(self, carriers: Carriers) -> None:
+        """Take note of how the states of objects are split."""
+        pairs = [(at, carriers.cut(name)) for at, name in self.states.items()]
+        self.cuts = [(at, split) for at, split in pairs if split is not None]
+        self.lengths = {at: (split.dim, split.length) for at, split in self.cuts}
+
+    def fits(self, flat: Sequence[Any]) -> bool:
+        """Whether of every state that is split there is this rank's part, and something in it."""
+        for at, (dim, mine, _) in self.cuts:
+            state = flat[at]
+            if state.ndim <= dim or state.size(dim) != mine or not mine:
+                return False
+        return True
 
     def read(self, values: Sequence[Any]) -> tuple[list[Any], CarriedPairs, list[list[Any]]] | None:
         """The leaves, the objects with their tensors, and their holders; None where a walk must look at them."""
@@ -96,8 +116,11 @@ class Arguments:
             self.__dict__.pop(name, None)
         self.holders: list[list[Any]] = []
         self.reading = self._as_before() or self._walk()
-        self.states = {**self.reading.states, **self.reading.users}
-        for names, take in ((self.reading.states, self.carriers.own), (self.reading.users, self.carriers.part)):
+        self.states = self.reading.all_states
+        own = self.reading.states
+        if self.holders and self.reading.fits(self.flat):
+            own, self.lengths = {}, dict(self.reading.lengths)
+        for names, take in ((own, self.carriers.own), (self.reading.users, self.carriers.part)):
             for at, name in names.items():
                 if isinstance(self.flat[at], Tensor):
                     self.flat[at], length, wrong = take(name, self.flat[at])
@@ -130,15 +153,17 @@ class Arguments:
                 if part is None and type(value) not in LEAVES:
                     return reading
                 reading.parts.append(part)
+            reading.cut(self.carriers)
             if len(self.carriers.readings) >= READINGS:
                 self.carriers.readings.clear()
             self.carriers.readings[self._way] = reading
         return reading
 
-    @property
+    @cached_property
     def _way(self) -> tuple[Any, ...]:
-        """How the module is called, but for what it is called with."""
-        return self.entry, len(self.args), *self.kwargs
+        """How the module is called, and with what kinds of objects: two classes of caches are read by turns."""
+        values = (*self.args, *self.kwargs.values())
+        return self.entry, len(self.args), *self.kwargs, *map(type, values)
 
     @cached_property
     def whole(self) -> list[Any]:
@@ -160,9 +185,9 @@ class Arguments:
     @cached_property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """Of all leaves, states whole; None of what is no tensor."""
-        out: list[tuple[int, ...] | None] = []
-        for at, x in enumerate(self.flat):
-            out.append(self._shape(at) if isinstance(x, Tensor) else None)
+        out: list[tuple[int, ...] | None] = [x.shape if isinstance(x, Tensor) else None for x in self.flat]
+        for at in self.lengths:
+            out[at] = self._shape(at)
         return out
 
     def _shape(self, at: int) -> tuple[int, ...]:

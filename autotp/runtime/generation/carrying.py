@@ -116,6 +116,11 @@ class Carriers:
         self.moving |= new
         return any(was and (owner, name) in new for owner, name, was in counters)
 
+    def learn_layouts(self, states: Mapping[str, Layout]) -> None:
+        """Take note of how a program has its states; calls are read anew with that."""
+        self.layouts |= states
+        self.readings.clear()
+
     def _measure(self, captured: Capture) -> None:
         """Take note of the sizes that states are left with, where some size of the state is not a number."""
         for position, node in placed_outputs(captured):
