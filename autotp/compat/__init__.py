@@ -46,6 +46,7 @@ from .operators import (
 )
 from .packing import packed_graph, unpacked_graph
 from .running import (
+    UNASSERTED,
     VARIANTS,
     CannotCompile,
     IncompatibleKeys,
@@ -91,16 +92,16 @@ from .trees import (
 
 __all__ = [
     "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket",
-    "TreeSpec", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
+    "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
     "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "compiled_once",
     "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
-    "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "hooks_all_modules", "is_composite", "is_node",
-    "is_user_node", "know_records",
-    "like_dtensor", "local_of", "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator",
-    "operator_handlers", "operators_named", "overload_of", "packed_graph", "part_of", "quiet_export", "read_shape_env",
-    "recorded_guards", "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env",
-    "size_code", "sizes_of_one", "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform",
-    "tree_flatten", "tree_leaves", "tree_map", "tree_map_only", "tree_unflatten", "uncached_shapes",
-    "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines", "use_symmetric_memory", "vmapped",
-    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
+    "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "hooks_all_modules",
+    "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of", "mode_of", "module_stack",
+    "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named", "overload_of", "packed_graph",
+    "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference", "recorded_regions",
+    "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size", "symmetric_room",
+    "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
+    "tree_unflatten", "uncached_shapes", "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines",
+    "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions",
+    "wraps_tensors",
 ]  # fmt: skip

@@ -22,6 +22,9 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 VARIANTS = 64
+# Inductor's options for a function that is called at every token. Dynamo's guards have compared sizes and strides of
+# what it is given; Inductor's code compares them again, tensor by tensor, and those of what its operators gave.
+UNASSERTED = {"size_asserts": False, "alignment_asserts": False}
 IncompatibleKeys = torch.nn.modules.module._IncompatibleKeys  # what load_state_dict returns
 
 

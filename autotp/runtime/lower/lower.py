@@ -27,7 +27,7 @@ from .reduced import read_reduce_dtype, reduce_in
 from .regional import Compiler
 from .verdicts import Verdicts, device_key, path_of
 
-EAGER = "eager"
+EAGER, INDUCTOR = "eager", "inductor"
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,8 @@ class Lowering:
         if self.backend == EAGER:
             return None
         fused, options = self._options(graph)
-        return Compiler(lambda f: compat.compile_whole(f, self.backend, options), fused)
+        quick = {**compat.UNASSERTED, **(options or {})} if self.backend == INDUCTOR else options
+        return Compiler(lambda f, whole: compat.compile_whole(f, self.backend, quick if whole else options), fused)
 
     def _options(self, graph: fx.Graph) -> tuple[symmetric.Fused | None, dict[str, Any] | None]:
         """The backend's options for a graph: where conversions are ready for it, with what fuses and counts them."""

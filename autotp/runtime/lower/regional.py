@@ -35,14 +35,14 @@ class Compiler:
     """Compiles stretches of programs, equal ones once.
 
     Attributes:
-        compile: what compiles one function.
+        compile: what compiles one function; told whether that is a whole program.
         fused: counts what the micro-pipeline pass fuses, where that is switched on.
         functions: structure of a stretch -> what was compiled for it.
         stretches: how many were asked for.
         one: whether the program is one function too, for calls without gradients.
     """
 
-    compile: Callable[[Function], Function]
+    compile: Callable[[Function, bool], Function]
     fused: Fused | None = None
     functions: dict[Any, Function] = field(default_factory=dict)
     stretches: int = 0
@@ -72,7 +72,7 @@ class Compiler:
         def run(*args: Any) -> Any:
             graded = torch.is_grad_enabled()
             if graded not in functions:
-                compiled = self.compile(function_of(graph, name))
+                compiled = self.compile(function_of(graph, name), False)
                 functions[graded] = worded(compiled) if writes else compiled
             return functions[graded](*args)
 
@@ -81,7 +81,7 @@ class Compiler:
     def whole(self, graph: fx.Graph) -> Function:
         """The compiled function of a program that runs without gradients as one (`single.py`)."""
         self.one = True
-        return worded(self.compile(function_of(graph, "program")))
+        return worded(self.compile(function_of(graph, "program"), True))
 
     def summaries(self, backend: str) -> Iterator[tuple[str, str]]:
         """What became of it until now: names, the backend's first, and words."""

@@ -71,7 +71,7 @@ def test_a_compiled_write_to_a_full_cache_is_an_error_in_words():
     written = graph.call_function(write, (cache, 2, at, new))
     written.meta["val"] = torch.zeros(1, 2, 8, 4)
     graph.output(written)
-    compiled = Compiler(lambda f: compat.compile_whole(f, "aot_eager", None)).function(graph, "block", [1, 2, 3])
+    compiled = Compiler(lambda f, _: compat.compile_whole(f, "aot_eager", None)).function(graph, "block", [1, 2, 3])
     with torch.no_grad():
         compiled(torch.zeros(1, 2, 8, 4), torch.tensor([7]), torch.ones(1, 2, 1, 4))
         with pytest.raises(InputError, match=r"\(1, 2, 8, 4\).*a static cache is full"):
