@@ -282,6 +282,12 @@ ungroup_p = _function("G", "P")
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {kind.name: globals()[kind.name] for kind in KINDS.values()}
 
 
+# Those that change the gradient's layout alone: without gradients a value is what it was.
+KEEPS = frozenset(
+    FUNCTIONS[k.name] for k in KINDS.values() if k.primitive is None and k.pre is nothing and k.post is nothing
+)
+
+
 def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
     """Take the conversion between two kinds of layout, at least one of which is not among the five, into the table.
 

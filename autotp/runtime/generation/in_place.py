@@ -37,16 +37,16 @@ def _writing(name: str, twin: str) -> Writes:
     return write
 
 
-def worded(compiled: Writes) -> Writes:
-    """A compiled function that writes, with our words where an index is out of bounds.
+def worded(function: Writes) -> Writes:
+    """A function that writes, with our words where an index is out of bounds.
 
     Args:
-        compiled: the function; Inductor's kernels raise a RuntimeError, torch's operators an IndexError.
+        function: Inductor's kernels raise a RuntimeError, torch's operators an IndexError.
     """
 
     def run(*args: Any) -> Any:
         try:
-            return compiled(*args)
+            return function(*args)
         except (IndexError, RuntimeError) as error:
             if "out of bounds" not in str(error):
                 raise
@@ -62,6 +62,14 @@ WRITES: dict[Any, Writes] = {
     aten.index_put.default: _writing("index_put", "index_put_"),
     aten.add.Tensor: _writing("add", "add_"),
     aten.copy.default: _writing("copy", "copy_"),
+}
+
+
+# A write -> torch's own method, which does the same where no gradients are recorded.
+METHODS: dict[Any, Writes] = {
+    WRITES[aten.index_copy.default]: Tensor.index_copy_,
+    WRITES[aten.add.Tensor]: Tensor.add_,
+    WRITES[aten.copy.default]: Tensor.copy_,
 }
 
 

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor, fx
 
 from autotp import compat
+from autotp.comm.conversions import KEEPS
 from autotp.ir.copying import copy_node
 from autotp.ir.scopes import block_of, is_region, module_of
 from autotp.log import log
 from autotp.runtime.deferred import Columns
-from autotp.runtime.generation.in_place import WRITES
+from autotp.runtime.generation.in_place import METHODS, WRITES, worded
 
 from . import eager
 from .regional import Compiler, Function, Watch, flow, function_of, pure, renumbered, structure
@@ -53,7 +54,7 @@ def single(
     else:
         _write_blocks(whole, list(_parts(scope)), env)
     whole.output(_outputs(whole, graph, env, gathers))
-    function = function_of(whole, "program") if compiler is None else compiler.whole(whole)
+    function = worded(function_of(whole, "program")) if compiler is None else compiler.whole(whole)
     reads = [read for _, read in fetches]
 
     def run(*arguments: Tensor) -> Any:
@@ -88,11 +89,13 @@ def _outputs(whole: fx.Graph, graph: fx.Graph, env: Mapping[fx.Node, fx.Node], g
 
 
 def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Node]) -> None:
-    """The program's operators, as Python calls them at least cost."""
+    """The program's operators, as Python calls them at least cost where there are no gradients."""
     for node in graph.nodes:
-        if node.op not in ("placeholder", "output"):
+        if node.target in KEEPS:
+            env[node] = env[node.args[0]]
+        elif node.op not in ("placeholder", "output"):
             env[node] = copy_node(node, whole, env.__getitem__)
-            env[node].target = eager.quick(node)
+            env[node].target = METHODS.get(node.target) or eager.quick(node)
 
 
 def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.Node]) -> None:
