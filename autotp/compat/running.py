@@ -105,7 +105,7 @@ def transform(values: Sequence[Any]) -> str:
 
 def hooks_all_modules() -> bool:
     """Whether somebody hooked every module's call, as torch's counters and trackers do."""
-    return torch.nn.modules.module._has_any_global_hook()
+    return bool(torch.nn.modules.module._has_any_global_hook())
 
 
 def has_symmetric_memory() -> bool:

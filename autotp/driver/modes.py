@@ -24,7 +24,9 @@ def mode_of(modules: Iterable[nn.Module], device: torch.device) -> Mode:
     return mode_with(shortened(list(map(TRAINING, modules))), modules, parameters_of(modules), device)
 
 
-def mode_with(training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device) -> Mode:
+def mode_with(
+    training: Any, modules: Iterable[nn.Module], parameters: list[nn.Parameter], device: torch.device
+) -> Mode:  # fmt: skip
     """Likewise, of modules whose training flags and parameters are known."""
     dtypes = set(map(DTYPE, parameters))  # mostly one, found fast
     kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]

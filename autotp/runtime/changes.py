@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
-from .contents import CONTAINERS, contents
+from .revision import CONTAINERS, contents
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)

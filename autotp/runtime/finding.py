@@ -120,5 +120,6 @@ class Finds:
         )
         random = any(map(draws, graph.nodes))
         self._carriers.learn_layouts(getattr(sharded, "states", {}))
-        program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry, columns)
+        program = Program(captured, sharded, graph, key, call_form, count, random, fired, compiler, changes, entry)
+        program.columns = columns
         self._programs_made.add(program, self._order, self._programs_by_call)

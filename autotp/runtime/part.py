@@ -114,7 +114,9 @@ class Part(nn.Module):
         watched = self.__dict__.get("_watched")
         if watched is not None:
             watched.set(self, name, value)
-        nn.Module.__setattr__(self, name, counted(value) if name in TABLES else value)
+        if name in TABLES:
+            value = counted(value)
+        nn.Module.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
         Revision.number += 1

@@ -1,11 +1,13 @@
-"""Whether anything was set on parts of sharded modules, hooked to them or put in their place, told by one number.
+"""What tells before a call whether a sharded module is as it was: one number, and copies to compare with.
 
-Before every call is asked what all parts are like: a walk through objects that no step of decoding has in its caches.
-With the same number as before the answer is the one of before.
+The number rises when something is set on a part, hooked to it or put in its place. What all parts are like takes a walk
+through objects that no step of decoding has in its caches; with the same number as before the answer is that of before.
+Of a list, a dict or an object with attributes, which anybody may change from within, there is a copy.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -13,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shortened
 
+CONTAINERS = (list, dict, set)
 WRITERS = (
     "__setitem__", "__delitem__", "__ior__", "clear", "move_to_end", "pop", "popitem", "setdefault", "update",
 )  # fmt: skip
@@ -28,8 +31,8 @@ class Revision:
     number = 0
 
 
-def _counted(kind: type[Any]) -> type[Any]:
-    """The class of dictionaries of this kind that count what is written to them."""
+def _counting(kind: type[Any]) -> type[Any]:
+    """The class, whose methods that write count."""
 
     def counting(method: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(method)
@@ -39,11 +42,22 @@ def _counted(kind: type[Any]) -> type[Any]:
 
         return write
 
-    body = {name: counting(getattr(kind, name)) for name in WRITERS if hasattr(kind, name)}
-    return type(f"Counted{kind.__name__}", (kind,), body)
+    for name in WRITERS:
+        if hasattr(kind, name):
+            setattr(kind, name, counting(getattr(kind, name)))
+    return kind
 
 
-CountedDict, CountedOrderedDict = _counted(dict), _counted(OrderedDict)
+@_counting
+class CountedDict(dict[Any, Any]):
+    """Counts what is written to it."""
+
+
+@_counting
+class CountedOrderedDict(OrderedDict[Any, Any]):
+    """Likewise."""
+
+
 # What of a part is a dictionary that decides what its call does.
 TABLES = (
     "_parameters", "_modules", "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks",
@@ -85,3 +99,20 @@ class Inventory:
         """What a capture is made for now. Types and gradients are the tensors' own, and asked each time."""
         self._list()
         return mode_with(self._training, self.parts, self._parameters, device)
+
+
+def contents(value: Any) -> Any:
+    """A copy for comparison; of an object it is the attributes."""
+    if isinstance(value, CONTAINERS):
+        return _still(value)
+    return vars(value) | {k: _still(v) for k, v in vars(value).items() if isinstance(v, CONTAINERS)}
+
+
+def _still(value: Any) -> Any:
+    """A copy; what is equal to itself alone, and tensors, are themselves: a copy would look changed."""
+    if isinstance(value, dict):
+        return {k: _still(v) for k, v in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_still, value))
+    alone = isinstance(value, Tensor) or type(value).__eq__ is object.__eq__
+    return value if alone else copy.deepcopy(value)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
+import threading
 import time
 from typing import Any
 
@@ -138,3 +140,22 @@ def test_the_limit_is_read_from_the_environment(monkeypatch):
     for text, seconds in (("5", 5.0), ("0", 0.05), ("soon", 30.0)):
         monkeypatch.setenv(WAIT, text)
         assert channel.wait_limit() == seconds
+
+
+def test_a_message_longer_than_the_connection_holds_is_sent_whole(monkeypatch):
+    one, other = socket.socketpair()
+    data, parts = os.urandom(4 << 20), []
+    one.setblocking(False)
+    reader = threading.Thread(target=lambda: parts.extend(iter(lambda: other.recv(1 << 16), b"")))
+    reader.start()
+    channel._send(one, data)
+    one.close()
+    reader.join()
+    assert b"".join(parts) == data
+    other.close()
+    assert channel._ready(one, 60.0)  # closed on this side
+    monkeypatch.setattr(channel, "SEND", 0.01)
+    one, other = socket.socketpair()
+    one.setblocking(False)
+    with one, other, pytest.raises(TimeoutError, match="takes nothing"):
+        channel._send(one, data)

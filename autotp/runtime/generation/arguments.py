@@ -185,7 +185,7 @@ class Arguments:
     @cached_property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """Of all leaves, states whole; None of what is no tensor."""
-        out: list[tuple[int, ...] | None] = [x.shape if isinstance(x, Tensor) else None for x in self.flat]
+        out: list[tuple[int, ...] | None] = [getattr(x, "shape", None) for x in self.flat]
         for at in self.lengths:
             out[at] = self._shape(at)
         return out

@@ -42,7 +42,7 @@ def whole_weights(part: nn.Module) -> Iterator[None]:
     tables = [owner._parameters for owner in owners]
     wholes: dict[int, nn.Parameter] = {}  # by identity of a first piece, so that what is tied stays tied
     for owner, table in zip(owners, tables, strict=True):
-        owner.__dict__["_parameters"] = table | {leaf: _whole(owner, leaf, table, wholes) for leaf in owner._storages}
+        owner._parameters = table | {leaf: _whole(owner, leaf, table, wholes) for leaf in owner._storages}
     try:
         yield
         for owner, table in zip(owners, tables, strict=True):
@@ -52,7 +52,7 @@ def whole_weights(part: nn.Module) -> Iterator[None]:
                     table[name].copy_(laid_like(table[name], new, table[name].device))
     finally:
         for owner, table in zip(owners, tables, strict=True):
-            owner.__dict__["_parameters"] = table
+            owner._parameters = table
 
 
 def _whole(owner: Any, leaf: str, table: dict[str, Any], wholes: dict[int, nn.Parameter]) -> nn.Parameter:

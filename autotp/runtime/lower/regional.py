@@ -143,7 +143,7 @@ class Watch:
     owners: tuple[nn.Module, ...]
     leaves: tuple[str, ...]
     modules: tuple[nn.Module, ...]
-    seen: list[int] = field(default_factory=list)  # the revision in which they were untouched
+    revision: list[int] = field(default_factory=list, compare=False)  # in which they were untouched
 
     @cached_property
     def own(self) -> list[dict[str, Any]]:
@@ -166,9 +166,9 @@ class Watch:
 
     def untouched(self) -> bool:
         """Whether nobody would notice that the modules are not called; looked for again after any change."""
-        if self.seen != [Revision.number]:
-            self.seen[:] = [Revision.number] if self._untouched() else []
-        return bool(self.seen)
+        if self.revision != [Revision.number]:
+            self.revision[:] = [Revision.number] if self._untouched() else []
+        return bool(self.revision)
 
     def _untouched(self) -> bool:
         if any(chain.from_iterable(map(HOOKS_OF, self.own))):

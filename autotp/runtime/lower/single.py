@@ -67,10 +67,13 @@ def single(
 
 
 def whole_outputs(function: Function, gathers: Gathers) -> Function:
-    """The function of a program with these of its outputs whole, and all of them in one tuple."""
+    """The function of a program with these of its outputs whole, and all of them in one list."""
+
     def run(*inputs: Tensor) -> Any:
         leaves = compat.tree_leaves(function(*inputs))
-        return tuple([gathers[i].whole(x) if i in gathers else x for i, x in enumerate(leaves)])
+        for i, columns in gathers.items():
+            leaves[i] = columns.whole(leaves[i])
+        return leaves
 
     return run
 
@@ -138,8 +141,8 @@ def _block(nodes: Sequence[fx.Node]) -> tuple[Any, list[fx.Node], list[fx.Node]]
 def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Function:
     """A program that runs as one function without gradients, and else by parts.
 
-    By parts it runs too where a module in it, or every module, is hooked or wrapped, and from then on where torch cannot compile it as
-    one; both are the same operators and collectives in the same order.
+    By parts it runs too where a module in it, or every module, is hooked or wrapped, and from then on where torch
+    cannot compile it as one; both are the same operators and collectives in the same order.
 
     Args:
         whole: the one function. watch: over all modules of the program. by_parts: the same with a function for each.

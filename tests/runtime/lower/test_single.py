@@ -1,19 +1,25 @@
-"""A step with a cache runs as one compiled function, and by parts where it must."""
+"""A step with a cache runs as one function, compiled or not, and by parts where it must."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
+from torch.nn.modules.module import register_module_forward_hook
 from transformers import DynamicCache, StaticCache
 
 import autotp
+from autotp import compat
+from autotp.runtime.generation.arguments import Arguments
+from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Watch
 from autotp.runtime.lower.single import unless_touched
+from autotp.runtime.part import Part
 from tests.helpers.models import transformer
 
 LAYERS, PROMPT = 3, 6
@@ -107,3 +113,73 @@ def test_a_backend_that_takes_no_blocks_compiles_by_parts(caplog):
         assert step(PROMPT + 1) < 1e-12
     (message,) = [record.message for record in caplog.records if record.name == "autotp"]
     assert "by parts" in message and "no blocks here" in message and set(backend.calls) == {0}
+
+
+@torch.no_grad()
+def test_an_eager_step_calls_no_module_unless_somebody_looks():
+    sharded, _, step = decoding("eager", static=False)
+    block, seen = sharded.model.layers[1], []
+    assert step(PROMPT) < 1e-12
+
+    def calls(at: int) -> int:
+        with patch.object(Part, "forward", autospec=True, side_effect=Part.forward) as forward:
+            assert step(at) < 1e-12
+        return forward.call_count
+
+    assert calls(PROMPT + 1) == 0
+    handle = block.mlp.register_forward_hook(lambda *_: seen.append(block))
+    assert calls(PROMPT + 2) > LAYERS and seen == [block]
+    handle.remove()
+    every = register_module_forward_hook(lambda module, *_: seen.append(module))
+    assert calls(PROMPT + 3) > LAYERS and seen.count(block) == 2
+    every.remove()
+    block._forward_hooks[0] = lambda *_: seen.append(block)  # past the method
+    assert calls(PROMPT + 4) > LAYERS and seen.count(block) == 3
+
+
+@torch.no_grad()
+def test_a_parameter_in_anothers_place_is_read_at_the_next_step():
+    sharded, _, step = decoding("eager", static=False)
+    norm = sharded.model.norm
+    assert step(PROMPT) < 1e-12 and step(PROMPT + 1) < 1e-12
+    before, norm._parameters["weight"] = norm.weight, nn.Parameter(norm.weight + 1)
+    assert step(PROMPT + 2) > 1e-3
+    norm.weight = before
+    assert step(PROMPT + 3) < 1e-12
+
+
+@torch.no_grad()
+def test_caches_of_two_classes_by_turns_are_read_as_the_ones_before():
+    sharded, cache, step = decoding("eager", static=False)
+    other: Any = StaticCache(sharded.config, max_cache_len=IDS.shape[1])
+    sharded(input_ids=IDS[:, :PROMPT], past_key_values=other, use_cache=True)
+
+    def both(at: int) -> None:
+        logits = []
+        for each in (cache, other):
+            out = sharded(
+                input_ids=IDS[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=each, use_cache=True
+            )
+            logits.append(out.logits)
+        torch.testing.assert_close(*logits)
+
+    both(PROMPT)
+    both(PROMPT + 1)
+    with patch.object(Arguments, "_walk", autospec=True, side_effect=Arguments._walk) as walk:
+        both(PROMPT + 2)
+        assert not walk.called
+        cache.further = 1
+        both(PROMPT + 3)
+        assert walk.call_count == 1
+
+
+@pytest.mark.parametrize("backend, own, wanted", [
+    ("inductor", None, False), ("inductor", {"size_asserts": True}, True), ("aot_eager", None, None),
+])  # fmt: skip
+def test_inductor_leaves_out_its_asserts_in_a_whole_program_alone(backend, own, wanted):
+    with patch.object(compat, "compile_whole") as compiled:
+        compiler: Any = Lowering(backend, own).compiler(fx.Graph())
+        for whole in (True, False):
+            compiler.compile(lambda: None, whole)
+    (_, _, of_whole), (_, _, of_part) = [call.args for call in compiled.call_args_list]
+    assert (of_whole or {}).get("size_asserts") == wanted and of_part == own
