@@ -48,7 +48,6 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "hooks in place of hooks": lambda part: setattr(part, "_forward_hooks", OrderedDict()),
     "parameter": lambda part: part._parameters.update(weight=nn.Parameter(part.weight.detach())),
     "forward": lambda part: setattr(part, "forward", part.forward),
-    "removed forward": lambda part: delattr(part, "eps"),
 }
 
 

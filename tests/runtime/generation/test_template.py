@@ -31,6 +31,10 @@ class Store:
         self.layers, self.count, self.kind = [Layer(), Layer()], 3, Layer
 
 
+class Other(Store):
+    """Likewise."""
+
+
 MOVING = {(Store, "count")}
 
 
@@ -124,3 +128,11 @@ def test_a_call_that_is_like_the_last_one_is_not_walked(monkeypatch):
     assert Arguments(carriers, (torch.ones(1),), {"store": store}).spec != first.spec and len(walks) == 1
     carriers.moving.add((Layer, "seen"))
     assert Arguments(carriers, (torch.ones(1),), {"store": store}).spec != first.spec and len(walks) == 2
+
+
+def test_objects_of_two_classes_by_turns_are_read_as_the_ones_before(monkeypatch):
+    carriers, stores = Carriers(("store",), moving=set(MOVING)), (Store(), Other())
+    first = [Arguments(carriers, (), {"store": store}) for store in stores]
+    monkeypatch.setattr(Carriers, "as_tensors", lambda *_: pytest.fail("walked"))
+    for before, store in zip(first, stores, strict=True):
+        assert Arguments(carriers, (), {"store": store}).spec is before.spec

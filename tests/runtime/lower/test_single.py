@@ -15,7 +15,6 @@ from transformers import DynamicCache, StaticCache
 
 import autotp
 from autotp import compat
-from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.lower.regional import Watch
 from autotp.runtime.lower.single import unless_touched
@@ -146,31 +145,6 @@ def test_a_parameter_in_anothers_place_is_read_at_the_next_step():
     assert step(PROMPT + 2) > 1e-3
     norm.weight = before
     assert step(PROMPT + 3) < 1e-12
-
-
-@torch.no_grad()
-def test_caches_of_two_classes_by_turns_are_read_as_the_ones_before():
-    sharded, cache, step = decoding("eager", static=False)
-    other: Any = StaticCache(sharded.config, max_cache_len=IDS.shape[1])
-    sharded(input_ids=IDS[:, :PROMPT], past_key_values=other, use_cache=True)
-
-    def both(at: int) -> None:
-        logits = []
-        for each in (cache, other):
-            out = sharded(
-                input_ids=IDS[:, at : at + 1], position_ids=torch.tensor([[at]]), past_key_values=each, use_cache=True
-            )
-            logits.append(out.logits)
-        torch.testing.assert_close(*logits)
-
-    both(PROMPT)
-    both(PROMPT + 1)
-    with patch.object(Arguments, "_walk", autospec=True, side_effect=Arguments._walk) as walk:
-        both(PROMPT + 2)
-        assert not walk.called
-        cache.further = 1
-        both(PROMPT + 3)
-        assert walk.call_count == 1
 
 
 @pytest.mark.parametrize("backend, own, wanted", [
