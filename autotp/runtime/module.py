@@ -124,7 +124,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late), program.returns)
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
-        function = self._programs[program.key if late else whole(program.key)]
+        function = self._programs[whole(program.key) if program.columns and not late else program.key]
         inputs = [*inputs, *program.random(self._shards, source.seed)] if program.seeds else inputs
         self._programs_made.run(program)
         try:

@@ -75,7 +75,7 @@ class Assembler:
         results = [x for x in compat.tree_leaves(result) if isinstance(x, fx.Node)]
         function = self._function(self.whole, list(inputs), results, result)
         programs = self._part("")._programs
-        programs[self.key] = programs[whole(self.key)] = self._at_once(inputs, {}, function) if one else function
+        programs[self.key] = self._at_once(inputs, {}, function) if one else function
         if gathers:
             by_parts = single.whole_outputs(function, gathers)
             programs[whole(self.key)] = self._at_once(inputs, gathers, by_parts) if one else by_parts
