@@ -116,12 +116,14 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         if new or match is None or self._source.check or call.wrong:
             with compat.without_saved_hooks():  # checkpointing counts what a capture saves, which is made once
                 program, order = self._find(call)
-            outputs = self._first(program, [call.flat[i] for i in order], source or self._calls.numbers(program), late)
+            inputs = [call.flat[i] for i in order]
+            outputs = self._first(program, inputs, source or self._calls.numbers(program), late)
             self._remember(call, program, order)
         else:
             program, order = match
-            outputs = self._run(program, [call.flat[i] for i in order], source or self._calls.numbers(program), late)
-        return call.settle(self._finish(program, outputs, [call.flat[i] for i in order], late), program.returns)
+            inputs = [call.flat[i] for i in order]
+            outputs = self._run(program, inputs, source or self._calls.numbers(program), late)
+        return call.settle(self._finish(program, outputs, inputs, late), program.returns)
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
         function = self._programs[whole(program.key) if program.columns and not late else program.key]

@@ -24,7 +24,7 @@ from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from .revision import Revision
 from .storage import Storage, unwrap
 
-SHAPE, LOCAL_SHAPE = attrgetter("shape"), attrgetter("_local_tensor.shape")
+SHAPE, LOCAL, TRAINED = attrgetter("shape"), attrgetter("_local_tensor"), attrgetter("requires_grad")
 
 
 @dataclass
@@ -134,8 +134,7 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
     """A function that reads these, unwrapped in one step; None for one that is left to its module's own call."""
     names = [(place.module, place.leaf) for place in places]
     shapes = [place.local for place in places]
-    shape = LOCAL_SHAPE if places and places[0].mesh is not None else SHAPE
-
+    split = bool(places) and places[0].mesh is not None
     tensors: list[Any] = []
     listed = [-1]  # the revision in which the tensors were these
 
@@ -144,12 +143,14 @@ def reader(places: Sequence[Place]) -> Callable[[], Sequence[Tensor]]:
             tensors[:] = [module._parameters.get(leaf) for module, leaf in names]
             listed[0] = Revision.number
         try:
-            fit = list(map(shape, tensors)) == shapes
+            local = list(map(LOCAL, tensors)) if split else tensors
+            fit = list(map(SHAPE, local)) == shapes
         except AttributeError:  # no parameter, or no DTensor
-            fit = False
-        if fit:
-            return unwrap(tensors)
-        return _settled([place.settle(_at(place)) for place in places])
+            local, fit = [], False
+        if not fit:
+            return _settled([place.settle(_at(place)) for place in places])
+        plain = split and not torch.is_grad_enabled() and not any(map(TRAINED, local))
+        return local if plain else unwrap(tensors)
 
     return read
 

@@ -179,7 +179,7 @@ class Carriers:
         An empty tensor means to many that there is no state yet.
         """
         split = self.cut(name)
-        if split is None or not isinstance(tensor, Tensor) or tensor.shape[split.dim]:
+        if split is None or not isinstance(tensor, Tensor) or tensor.size(split.dim):
             return tensor
         shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)

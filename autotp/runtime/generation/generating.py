@@ -71,7 +71,9 @@ class Generates:
 
     @property
     def _steps(self) -> Steps:
-        return self.__dict__.setdefault("_kinds_of_steps", Steps())
+        if "_kinds_of_steps" not in self.__dict__:
+            self.__dict__["_kinds_of_steps"] = Steps()
+        return self.__dict__["_kinds_of_steps"]
 
     def _key(self, call: Arguments) -> tuple[Hashable, StepKind | None]:
         """What a call is recognised by; with states, whose sizes change at every call, also its kind."""
