@@ -52,7 +52,7 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -136,15 +136,22 @@ def _banded(
     Where a rival is not within the band, the plan stays faster than it by more than the band.
     """
     first, x = fastest
-    least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
-    x = plainest(program, x, most)
-    best = _solution(problem, program, picks, x)
-    rival = _rival(problem, program, picks, [first, best], band)
+    least = first.seconds * MICRO
+    most = least * (1 + band)
+
+    def plain(limit: float) -> Solution:
+        return _solution(problem, program, picks, plainest(program, x, limit))
+
+    own = [first]
+    if not all(_ruled_out(first, choices) for choices in problem.rivals):  # else none of them is this plan
+        own.append(plain(most))
+    rival = _rival(problem, program, picks, own, band)
     if rival is not None:
         theirs = rival.seconds * MICRO
-        allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
-        if best.seconds * MICRO > allowed * (1 + EXACT):
-            best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
+        most = min(most, max(theirs if theirs <= most else theirs / (1 + band), least))
+    best = own[-1]
+    if best is first or best.seconds * MICRO > most * (1 + EXACT):
+        best = plain(most)
     proved = {
         "bound": first.bound,
         "least_parameter_bytes": first.least_parameter_bytes,
@@ -164,7 +171,7 @@ def _rival(
     """
     solutions = []
     for ruled_out in problem.rivals:
-        if not any(ruled_out & set(enumerate(plan.choices)) for plan in own):
+        if not any(_ruled_out(plan, ruled_out) for plan in own):
             return own[-1]
         rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
         restricted = replace(program, rows=[*program.rows, *rows])
@@ -175,6 +182,11 @@ def _rival(
     within_band = min((x.seconds for x in solutions), default=0.0) * (1 + band)
     near = [x for x in solutions if x.seconds <= within_band]
     return min(near, key=lambda x: (x.sent_bytes, x.seconds), default=None)
+
+
+def _ruled_out(plan: Solution, choices: Collection[tuple[int, int]]) -> bool:
+    """Whether a plan has one of these (item, choice)."""
+    return any(plan.choices[i] == k for i, k in choices)
 
 
 def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
