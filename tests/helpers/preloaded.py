@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 
-import pytest  # pyright: ignore[reportUnusedImport]
+import pytest  # noqa: F401 (for every file of tests imports it)
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint
