@@ -10,7 +10,6 @@ kept. The tests of capture itself (tests/capture) take none. Processes share by 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,6 +27,8 @@ from autotp.ir.graph import Capture
 from autotp.runtime import module as runtime
 
 from .capture_files import once
+from .patches import Patches, Same
+from .shared_solutions import shared_solutions
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 CODE = (type, FunctionType, BuiltinFunctionType)
@@ -38,49 +39,27 @@ KEPT: dict[Any, Capture] = {}
 _on = False
 
 
-class _Same:
-    """Equal to itself alone, whatever it holds."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-def _makers() -> Iterator[tuple[str, str, Any]]:
-    """Every name of the files that capture, and of the classes in them, with what it stands for."""
-    for name, module in [(n, m) for n, m in list(sys.modules.items()) if n.startswith(MAKERS)]:
-        for key, value in vars(module).items():
-            yield name, key, value
-            if isinstance(value, type) and value.__module__ == name:
-                yield from ((name, f"{key}.{k}", v) for k, v in vars(value).items() if not k.startswith("__"))
-
-
-def _patched() -> frozenset[Any]:
-    """What the files that capture hold now and did not when this one was read."""
-    return frozenset((m, k, _Same(v)) for m, k, v in _makers() if USUAL.get((m, k)) is not v and k != "prepare")
-
-
 class _Unlike(Exception):
     """Something whose equality cannot be told."""
 
 
-USUAL = {(name, key): value for name, key, value in _makers()}
+PATCHES = Patches(MAKERS)
+
+
+def _patched() -> frozenset[Any]:
+    """What the files that capture hold now and did not when this one was read; `prepare` is this file's own."""
+    return frozenset((m, k, Same(v)) for m, k, v in PATCHES.now() if k != "prepare")
 
 
 @contextmanager
 def shared_captures(on: bool = True) -> Iterator[None]:
-    """Within this context equal captures are made once in this process."""
+    """Within this context equal captures are made once in this process, and equal programs solved once."""
     global _on
     if not on:
         yield
         return
     sharing = _sharing(pipeline.prepare)
-    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing):
+    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing), shared_solutions():
         _on = True
         try:
             yield

@@ -11,9 +11,10 @@ import torch
 
 import autotp
 from autotp.capture.capture import skeleton
+from autotp.cost.solver import solve as solver
 from autotp.driver import pipeline, schedule
 from autotp.inputs import Inputs
-from tests.helpers import capture_files, shared_captures
+from tests.helpers import capture_files, shared_captures, shared_solutions
 from tests.helpers.shared_captures import model_key, sharing_captures
 from tests.helpers.stacked import Stack
 
@@ -78,6 +79,7 @@ def test_processes_share_by_files(monkeypatch, tmp_path):
     """Whoever asks as another process would, with nothing in memory, gets an equal capture and not the same one."""
     monkeypatch.setenv(capture_files.FOLDER, str(tmp_path))
     monkeypatch.setattr(capture_files, "WORTH", 0.0)
+    monkeypatch.setattr(shared_solutions, "WORTH", math.inf)
     monkeypatch.setattr(shared_captures, "KEPT", {})
     model = Stack("none")
     plans, found = [], []
@@ -98,3 +100,35 @@ def test_processes_share_by_files(monkeypatch, tmp_path):
 
     shared_captures.KEPT.clear()
     assert captured(Local("none")).graph is not found[0].graph and len(list(tmp_path.iterdir())) == 4
+
+
+def test_equal_programs_are_solved_once_and_others_by_themselves(monkeypatch, tmp_path):
+    solutions = {}
+    monkeypatch.setenv(capture_files.FOLDER, str(tmp_path))
+    monkeypatch.setattr(shared_solutions, "WORTH", 0.0)
+    monkeypatch.setattr(shared_solutions, "SOLUTIONS", solutions)
+    model = Stack("none")
+
+    def plan(tp: int = 2, **options: Any) -> str:
+        return autotp.plan(model, tp, example_inputs=X, **options).to_json()
+
+    first = plan()
+    assert plan() == first and len(solutions) == 1
+    for count, options in enumerate(({"tp": 4}, {"cluster": "a100-pcie"}, {"memory": 1e9}, {"band": 0.5}), 2):
+        assert plan(**options) and len(solutions) == count, options
+    monkeypatch.setattr(solver, "TIE", 1e-6)
+    solved = list(solutions)
+    assert plan(tp=3) and list(solutions) == solved, "what a test changes in the solver is not shared"
+
+
+def test_processes_share_solutions_by_files(monkeypatch, tmp_path):
+    monkeypatch.setenv(capture_files.FOLDER, str(tmp_path))
+    monkeypatch.setattr(shared_solutions, "WORTH", 0.0)
+    monkeypatch.setattr(shared_solutions, "SOLUTIONS", {})
+    first = autotp.plan(Stack("none"), 2, example_inputs=X).to_json()
+    (solution,) = shared_solutions.SOLUTIONS.values()
+    for _ in range(2):  # the second one is another's
+        shared_solutions.SOLUTIONS.clear()
+        assert autotp.plan(Stack("none"), 2, example_inputs=X).to_json() == first
+    (other,) = shared_solutions.SOLUTIONS.values()
+    assert other == solution and other is not solution
