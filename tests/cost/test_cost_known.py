@@ -61,7 +61,7 @@ def layer_of_70b(tp: int, cluster: Cluster) -> Plan:
     """A plan for one of Llama-70B's layers on one sequence of 8192 tokens."""
     model = layer_of_70b_shape(heads=8)
     ids = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
-    return autotp.plan(model, tp, example_inputs=ids, cluster=cluster)
+    return autotp.plan(model, tp, example_inputs=ids, cluster=cluster, check_capture=False)
 
 
 def communication_over_compute(cluster: Cluster) -> float:

@@ -3,8 +3,9 @@
 Nothing is named by a test: a capture is given again where everything that it is made from is equal. That is the tree of
 modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them are
 graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested, and
-what a test patched in the files that capture. A capture with notes or conditions depends on more than these, and is not
-kept. The tests of capture itself (tests/capture) take none. Processes share by way of files (`capture_files.py`).
+what a test patched in the files that capture. A capture with conditions, or with notes of what helped the exporter,
+depends on more than these, and is not kept. The tests of capture itself (tests/capture) take none. Processes share by
+way of files (`capture_files.py`).
 """
 
 from __future__ import annotations
@@ -81,15 +82,17 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
         except _Unlike:
             return prepare(bare, inputs, device, mode, trial, request)
         compared = trial is not None and not trial.skip  # before it runs: that may say why nothing could be
+        helped: list[str] = []  # the exporter, by what these say; passes that were requested note what they do
 
         def make() -> Capture:
-            return prepare(bare, inputs, device, mode, trial, request)
+            with _noting(helped):
+                return prepare(bare, inputs, device, mode, trial, request)
 
         def enough(found: Capture) -> bool:
             return not (compared and math.isnan(found.error))
 
         def alone(made: Capture) -> bool:
-            return bool(made.notes) or made.conditions is not None or (trial is not None and bool(trial.remark))
+            return bool(helped) or made.conditions is not None or (trial is not None and bool(trial.remark))
 
         if key not in KEPT or not enough(KEPT[key]):
             made = once(key, make, enough, alone)
@@ -98,11 +101,25 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
             KEPT[key] = made
         found = KEPT[key]
         error = found.error if compared else math.nan
-        # Of its own: ranks that follow the first one's order change the leaves, and the notes grow.
+        # Of its own: ranks that follow the first one's order change the leaves, and notes grow.
         leaves = [replace(leaf) for leaf in found.leaves]
-        return replace(found, leaves=leaves, notes=[], symbols=dict(found.symbols), error=error)
+        return replace(found, leaves=leaves, notes=[*found.notes], symbols=dict(found.symbols), error=error)
 
     return shared
+
+
+@contextmanager
+def _noting(notes: list[str]) -> Iterator[None]:
+    """Within this context the notes of captures are added to these too, those of passes after them are not."""
+    own = pipeline.capture
+
+    def capture(*args: Any, **kwargs: Any) -> Capture:
+        program = own(*args, **kwargs)
+        notes.extend(program.notes)
+        return program
+
+    with patch.object(pipeline, "capture", capture):
+        yield
 
 
 def model_key(bare: nn.Module) -> Any:

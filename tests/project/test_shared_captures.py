@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autotp
 from autotp.capture.capture import skeleton
@@ -19,6 +20,15 @@ from tests.helpers.shared_captures import model_key, sharing_captures
 from tests.helpers.stacked import Stack
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))
+
+
+class Dropping(nn.Module):
+    """Attention that drops weights, which a pass notes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
 CHANGES: dict[str, Callable[[Any], Any]] = {
     "training": lambda m: m.layers[1].eval(),
     "dtype": lambda m: m.layers[1].bfloat16(),
@@ -27,7 +37,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "a number": lambda m: setattr(m.layers[1].norm, "eps", 1e-3),
     "a forward": lambda m: setattr(m.layers[1], "forward", lambda x: 2 * x),
     "tied": lambda m: setattr(m.layers[1], "up", m.layers[0].up),
-    "a module": lambda m: setattr(m.layers[1], "norm", torch.nn.Identity()),
+    "a module": lambda m: setattr(m.layers[1], "norm", nn.Identity()),
 }
 
 
@@ -63,6 +73,20 @@ def test_what_is_patched_counts(monkeypatch):
     assert captured(Stack("none")).graph is not first
     monkeypatch.undo()
     assert captured(Stack("none")).graph is first
+
+
+def test_what_passes_note_is_given_again_and_what_helped_the_exporter_is_not(monkeypatch):
+    dropped = [captured(Dropping(), X.view(1, 8, 16)) for _ in range(2)]
+    assert dropped[0].graph is dropped[1].graph and "drop weights" in dropped[1].notes[0]
+    own = pipeline.capture
+
+    def helped(*args: Any) -> Any:
+        program = own(*args)
+        program.notes.append("masks are ones")
+        return program
+
+    monkeypatch.setattr(pipeline, "capture", helped)
+    assert captured(Stack("none")).graph is not captured(Stack("none")).graph
 
 
 def test_inputs_and_hooks_count():
