@@ -84,7 +84,10 @@ def lookup_masks(stages: Staged) -> int:
     ("name", "tp", "sequence"),
     [
         *((name, 1, None) for name in ("gpt2", "llama", "t5-short", "vit", "convolutions", "matmul-softmax")),
-        *((name, 2, None) for name in ("gpt2", "llama", "t5-short", "vit", "encoder-layer", "multihead", "matmul-softmax")),
+        *(
+            (name, 2, None)
+            for name in ("gpt2", "llama", "t5-short", "vit", "encoder-layer", "multihead", "matmul-softmax")
+        ),
         *((name, 2, True) for name in ("gpt2", "llama")),
     ],
 )
