@@ -35,8 +35,8 @@ def captured(layers: int) -> Capture:
 def sent_per_layer(tp: int, sequence: bool) -> float:
     """Elements that a rank sends forward in one layer more."""
     options = Options.read(tp, Steering(sequence_parallel=sequence))
-    fewer, more = (solve_plan(captured(n), [], options, "Llama").totals.forward_bytes for n in (2, 3))
-    return (more - fewer) / 4  # bytes of float32
+    fewer, more = (solve_plan(captured(n), [], options, "Llama").totals.forward_bytes for n in (2, 4))
+    return (more - fewer) / 2 / 4  # bytes of float32
 
 
 @pytest.mark.parametrize("tp", [2, 4])

@@ -40,7 +40,7 @@ def figures(plan: autotp.Plan) -> Any:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_another_depth_is_as_planned_directly(name: str):
-    found, wanted = made(name, 2, 6, like=saved(direct(name, 2))), direct(name, 2, 6)
+    found, wanted = made(name, 2, 4, like=saved(direct(name, 2))), direct(name, 2, 4)
     assert found.placements == wanted.placements
     assert figures(found) == figures(wanted)
     assert found.notes[-1].startswith(f"{len(found.parameters)} of {len(found.parameters)} parameters lie as in")

@@ -144,7 +144,7 @@ def test_work_that_every_rank_does_is_said():
 
 @pytest.mark.parametrize("width", [80, 110, 140])
 def test_no_name_is_broken(width):
-    plan = planned_for("bert", 2, use_cache=False)
+    plan = planned_for("bert", 2)
     first = next(p.name for p in plan.parameters if p.role != "whole")
     plan = named(plan, first, LONG)
     for text in ("\n".join(shown(plan, width)), plain(renderable(plan), width), str(plan), plan.report()):
