@@ -100,7 +100,7 @@ def test_the_users_pins_come_first():
 def test_layers_that_lie_differently_keep_that_by_their_own_names():
     pins = {"model.layers.1.mlp.up_proj.weight": Replicate()}
     first = made("llama", 2, pins=pins)
-    found = made("llama", 2, 3, like=saved(first))
+    found = made("llama", 2, 4, like=saved(first))
     assert {n: d for n, d in dims(found).items() if n in first.placements} == dims(first)
 
 
