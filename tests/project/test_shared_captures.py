@@ -12,6 +12,7 @@ from torch import nn
 
 import autotp
 from autotp.capture.capture import skeleton
+from autotp.capture.packing import pack, unpack
 from autotp.cost.solver import solve as solver
 from autotp.driver import pipeline, schedule
 from autotp.inputs import Inputs
@@ -78,6 +79,8 @@ def test_what_is_patched_counts(monkeypatch):
 def test_what_passes_note_is_given_again_and_what_helped_the_exporter_is_not(monkeypatch):
     dropped = [captured(Dropping(), X.view(1, 8, 16)) for _ in range(2)]
     assert dropped[0].graph is dropped[1].graph and "drop weights" in dropped[1].notes[0]
+    other = unpack(pack(dropped[0]), torch.device("cpu"))  # as another process has it
+    assert other.digest() == dropped[0].digest() and other.notes == dropped[0].notes
     own = pipeline.capture
 
     def helped(*args: Any) -> Any:
