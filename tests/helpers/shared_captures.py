@@ -36,15 +36,13 @@ CODE = (type, FunctionType, BuiltinFunctionType)
 HELD = {"_parameters", "_buffers", "_modules"}
 MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
 MAKERS += (pipeline.__name__, schedule.__name__)
+PATCHES = Patches(MAKERS)
 KEPT: dict[Any, Capture] = {}
 _on = False
 
 
 class _Unlike(Exception):
     """Something whose equality cannot be told."""
-
-
-PATCHES = Patches(MAKERS)
 
 
 def _patched() -> frozenset[Any]:

@@ -54,6 +54,7 @@ def _sharing(solve: Callable[..., Solution]) -> Callable[..., Solution]:
 
 
 def _solved(name: str, solve: Callable[[], Solution], built: Any) -> Solution:
+    """What `solve` gives, with the program that is built already; other processes find it under this name."""
     began = time.process_time()
     with patch.object(solver, "build", lambda problem: built):
         solution = solve()
@@ -69,11 +70,13 @@ def _name(problem: Problem, built: Any, options: Any) -> str:
     """All that `solve` reads: equal for equal programs, in every process."""
     program, picks = built
     items = [(item.count, item.kind, _layouts(item)) for item in problem.items]
-    facts = vars(program), picks, items, problem.limit, sorted(map(sorted, problem.rivals)), options
+    uses = [(use.consumers, use.count) for use in problem.uses]
+    facts = vars(program), picks, items, uses, problem.limit, sorted(map(sorted, problem.rivals)), options
     return hashlib.sha256(pickle.dumps(facts)).hexdigest()
 
 
 def _layouts(item: Item) -> list[str]:
+    """In words, with how dimensions are dealt."""
     return [repr((choice.ins, choice.outs)) for choice in item.choices]
 
 

@@ -141,7 +141,8 @@ def test_equal_programs_are_solved_once_and_others_by_themselves(monkeypatch, tm
 
     first = plan()
     assert plan() == first and len(solutions) == 1
-    for count, options in enumerate(({"tp": 4}, {"cluster": "a100-pcie"}, {"memory": 1e9}, {"band": 0.5}), 2):
+    others: list[dict[str, Any]] = [{"tp": 4}, {"cluster": "a100-pcie"}, {"memory": 1e9}, {"band": 0.5}]
+    for count, options in enumerate(others, 2):
         assert plan(**options) and len(solutions) == count, options
     monkeypatch.setattr(solver, "TIE", 1e-6)
     solved = list(solutions)
