@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from .integer_program import IntegerProgram
-from .search import Search
+from .search import Search, Start
 
 BAND = 0.02  # of the least seconds
 MOST_NODES = 60  # of one stage, then the general solver takes over: rows of time and of bytes together branch a lot
@@ -41,17 +41,18 @@ SCALE = 1e3  # what an objective comes to: the solver's tolerances are absolute
 PRICES = 1.0001, 1.3, 3.0  # times what a microsecond is worth at the bound: assignments that are tried first
 
 
-def plainest(program: IntegerProgram, incumbent: np.ndarray, most: float) -> np.ndarray:
+def plainest(program: IntegerProgram, start: Start, incumbent: np.ndarray, most: float) -> np.ndarray:
     """Column values of the plan that sends least, and so on, of those that take at most `most` microseconds.
 
     Args:
         program: with the rows of all stages before.
+        start: where the least time was found, so that what takes longer than `most` is ruled out at once.
         incumbent: column values of an assignment that takes no longer.
         most: microseconds.
     """
     time, sent_bytes = program.dense(program.microseconds), program.dense(program.sent_bytes)
-    search = program.search({}, time)
-    search.add(time, most)
+    search = program.search({}, time, start)
+    search.within(time, most)
     nodes, exact = MOST_NODES * LARGE // max(len(time), LARGE), len(time) <= LARGE
     if sent_bytes.any():
         scaled = sent_bytes * (SCALE / max(float(sent_bytes @ incumbent), 1.0))

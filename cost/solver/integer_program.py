@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from .highs import highspy
-from .search import Search
+from .search import NOWHERE, Search, Start
 
 Terms = dict[int, float]  # column -> coefficient
 
@@ -61,16 +61,17 @@ class IntegerProgram:
         self.integer.append(integer)
         return len(self.integer) - 1
 
-    def minimise(self, objective: Terms) -> Optimum | None:
+    def minimise(self, objective: Terms, start: Start = NOWHERE) -> Optimum | None:
         """The optimum of one objective; None where no assignment satisfies the rows."""
         # Rows of bytes are what makes a relaxation fractional, so the search decides heavy choices first.
-        search = self.search(objective, self.dense(self.parameter_bytes) + self.dense(self.budget_bytes))
+        search = self.search(objective, self.dense(self.parameter_bytes) + self.dense(self.budget_bytes), start)
         result = search.run()
         return None if result is None else Optimum(result[0], result[1], search, result[2])
 
-    def search(self, objective: Terms, weight: np.ndarray) -> Search:
+    def search(self, objective: Terms, weight: np.ndarray, start: Start = NOWHERE) -> Search:
         """A search for the optimum of one objective, which decides columns of large weight first."""
-        return Search(self._model(objective), np.flatnonzero(self.integer), weight)
+        savings = np.flatnonzero(self.dense(self.microseconds) < 0)
+        return Search(self._model(objective), np.flatnonzero(self.integer), weight, start, savings)
 
     def dense(self, objective: Terms) -> np.ndarray:
         """An objective with a coefficient for every column."""

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,6 +26,16 @@ ROUNDING = 1e-9  # of a row's limit
 MOST_NODES = 500  # then the general solver takes over
 
 
+class Start(NamedTuple):
+    """Where a search of the same rows goes on from: the basis of another one, and columns that are fixed at 0."""
+
+    basis: highspy.HighsBasis | None = None
+    forbidden: Sequence[int] = ()
+
+
+NOWHERE = Start()
+
+
 @dataclass
 class Search:
     """One program's search for its optimum.
@@ -32,17 +44,24 @@ class Search:
         model: the linear program; every column lies in [0, 1].
         integer: indices of the columns that must be 0 or 1.
         weight: per column, what makes it worth deciding first.
+        start: where it begins.
+        savings: indices of columns that may also be a part of 1 in an assignment.
     """
 
     model: highspy.HighsLp
     integer: np.ndarray
     weight: np.ndarray
+    start: Start = NOWHERE
+    savings: np.ndarray = field(default_factory=lambda: np.empty(0, int))
 
     def __post_init__(self) -> None:
         self.highs = _solver(self.model)
         self.highs.setOptionValue("simplex_iteration_limit", ITERATIONS)
         self.upper = np.ones(self.model.num_col_)
         self.scale = 1.0  # of the row last added
+        self.forbid(self.start.forbidden)
+        if self.start.basis is not None:
+            self.highs.setBasis(self.start.basis)
 
     def run(self) -> tuple[np.ndarray, float, float] | None:
         """Column values, the optimum, and the bound proved for it; None where nothing is feasible."""
@@ -50,6 +69,10 @@ class Search:
         if x is not None:
             return x, bound, bound
         return None if bound == np.inf else self._general()
+
+    def reached(self) -> Start:
+        """Where another search may go on from what was solved last."""
+        return self.start._replace(basis=self.highs.getBasis())
 
     def below(self, cost: np.ndarray, cutoff: float) -> tuple[float, np.ndarray | None]:
         """The lower bound of another objective, and an assignment below `cutoff` where there is one.
@@ -67,7 +90,7 @@ class Search:
         Columns are ruled out by their reduced costs, which say what an assignment with them costs at least.
 
         Args:
-            cost: per column, none of them negative.
+            cost: per column.
             incumbent: an assignment, which is the answer where none is cheaper by `step`.
             step: the least difference that counts. most: nodes of the search, after which the general solver goes on;
                 where it need not be `exact`, the incumbent stays.
@@ -99,11 +122,21 @@ class Search:
         self.scale = abs(most) or 1.0
         self.highs.addRow(-np.inf, most / self.scale + ROUNDING, len(columns), columns, terms[columns] / self.scale)
 
+    def within(self, cost: np.ndarray, most: float) -> None:
+        """A further row, as by `add`; columns that no assignment within it has are ruled out."""
+        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        root = self._relax({})
+        if root is not None:
+            self._rule_out(np.array(self.highs.getSolution().col_dual), most - root[1])
+        self.add(cost, most)
+
     def _rule_out(self, reduced: np.ndarray, gap: float) -> None:
         """Fix at 0 the columns whose reduced cost exceeds the gap between an assignment and the bound."""
-        self.forbid(np.flatnonzero((reduced > gap + INTEGRAL * (1 + gap)) & (self.upper > 0)))
+        beyond = (reduced > gap + INTEGRAL * (1 + gap)) & (self.upper > 0)
+        beyond[self.savings] = False
+        self.forbid(np.flatnonzero(beyond))
 
-    def forbid(self, columns: np.ndarray) -> None:
+    def forbid(self, columns: Iterable[int]) -> None:
         """Fix columns at 0."""
         for column in columns:
             self.upper[column] = 0.0

@@ -62,9 +62,10 @@ from autotp.ir.program import Solution
 from autotp.text import amount
 
 from .band import plainest
-from .integer_program import IntegerProgram, Optimum, Row, Terms, total
+from .integer_program import IntegerProgram, Optimum, Terms, total
 from .problem import Item, Problem, traffic
 from .rows import MICRO, build, within
+from .search import Start
 
 TIE = 1e-5  # of the seconds: what the second order may weigh in all
 LEAST_TIE = 1e-12  # and below it ties are not broken
@@ -96,9 +97,9 @@ def solve(problem: Problem, slack: float = SLACK, band: float | None = None) -> 
     if problem.limit is not None:
         _budget(problem, program, picks, problem.limit)
     least = _parameters(problem, program, picks, slack)
-    x, bound = _cheapest(program, TIE if band is None else 0.0)
+    x, bound, start = _cheapest(program, TIE if band is None else 0.0)
     least_seconds = replace(_solution(problem, program, picks, x), bound=bound / MICRO, least_parameter_bytes=least)
-    return least_seconds if band is None else _banded(problem, program, picks, (least_seconds, x), band)
+    return least_seconds if band is None else _banded(problem, program, picks, (least_seconds, x, start), band)
 
 
 def _solution(problem: Problem, program: IntegerProgram, picks: list[list[int]], x: np.ndarray) -> Solution:
@@ -125,7 +126,7 @@ def feasible(problem: Problem) -> None:
 # the stages
 
 
-ColumnSolution = tuple[Solution, np.ndarray]  # and its column values
+ColumnSolution = tuple[Solution, np.ndarray, Start]  # and its column values, and where they were found
 
 
 def _banded(
@@ -135,16 +136,13 @@ def _banded(
 
     Where a rival is not within the band, the plan stays faster than it by more than the band.
     """
-    first, x = fastest
-    least, most = first.seconds * MICRO, first.seconds * MICRO * (1 + band)
-    x = plainest(program, x, most)
-    best = _solution(problem, program, picks, x)
-    rival = _rival(problem, program, picks, [first, best], band)
+    first, x, start = fastest
+    most = first.seconds * MICRO * (1 + band)
+    rival, rival_x = _rival(problem, program, picks, start, band) or (None, x)
     if rival is not None:
         theirs = rival.seconds * MICRO
-        allowed = max(theirs if theirs <= most else theirs / (1 + band), least)
-        if best.seconds * MICRO > allowed * (1 + EXACT):
-            best = _solution(problem, program, picks, plainest(program, fastest[1], allowed))
+        x, most = (rival_x, theirs) if theirs <= most else (x, min(most, theirs / (1 + band)))
+    best = _solution(problem, program, picks, plainest(program, start, x, most))
     proved = {
         "bound": first.bound,
         "least_parameter_bytes": first.least_parameter_bytes,
@@ -154,27 +152,24 @@ def _banded(
 
 
 def _rival(
-    problem: Problem, program: IntegerProgram, picks: list[list[int]], own: Sequence[Solution], band: float
-) -> Solution | None:
-    """The best of the plans that this one is held against; None where none of them is legal.
+    problem: Problem, program: IntegerProgram, picks: list[list[int]], start: Start, band: float
+) -> tuple[Solution, np.ndarray] | None:
+    """The best of the plans that this one is held against, and its column values; None where none of them is legal.
 
     Args:
         problem, program, picks: with the rows of all stages before, which count for rivals too.
-        own: the fastest plan and the plainest; where a rival allows both, it is that plan.
+        start: where the fastest plan was found.
     """
     solutions = []
     for ruled_out in problem.rivals:
-        if not any(ruled_out & set(enumerate(plan.choices)) for plan in own):
-            return own[-1]
-        rows = [Row({picks[i][k]: 1.0}, 0, 0) for i, k in sorted(ruled_out)]
-        restricted = replace(program, rows=[*program.rows, *rows])
-        fastest = restricted.minimise(restricted.microseconds)
+        restricted = start._replace(forbidden=[picks[i][k] for i, k in sorted(ruled_out)])
+        fastest = program.minimise(program.microseconds, restricted)
         if fastest is not None:
-            x = plainest(restricted, fastest.x, fastest.value * (1 + band))
-            solutions.append(_solution(problem, restricted, picks, x))
-    within_band = min((x.seconds for x in solutions), default=0.0) * (1 + band)
-    near = [x for x in solutions if x.seconds <= within_band]
-    return min(near, key=lambda x: (x.sent_bytes, x.seconds), default=None)
+            x = plainest(program, fastest.search.reached(), fastest.x, fastest.value * (1 + band))
+            solutions.append((_solution(problem, program, picks, x), x))
+    within_band = min((each.seconds for each, _ in solutions), default=0.0) * (1 + band)
+    near = [each for each in solutions if each[0].seconds <= within_band]
+    return min(near, key=lambda each: (each[0].sent_bytes, each[0].seconds), default=None)
 
 
 def _minimise(program: IntegerProgram, objective: Terms, what: str) -> Optimum:
@@ -245,20 +240,21 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     return least
 
 
-def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, float]:
-    """Column values of the least seconds, ties broken by the second order; and the bound proved for the seconds."""
+def _cheapest(program: IntegerProgram, tie: float = TIE) -> tuple[np.ndarray, float, Start]:
+    """Column values of the least seconds, ties broken by the second order; the bound proved for the seconds; and where
+    they were found."""
     cost = program.dense(program.microseconds)
     while True:
         x, _, search, proved = _minimise(program, _with_ties(program, tie), "least time")
         best = float(cost @ x)
         if tie == 0 and proved >= best * (1 - EXACT):
-            return x, best
+            return x, best, search.reached()
         # Two plans that differ by less than the second order weighs would be swapped: a conversion of a microsecond
         # in a step of a second is that little. So the seconds alone are asked whether anything is below.
         bound, better = search.below(cost, best * (1 - EXACT))
         if better is None or tie == 0:
             # at the cutoff: nothing is cheaper by more than rounding
-            return x, best if bound >= best * (1 - EXACT) else bound
+            return x, best if bound >= best * (1 - EXACT) else bound, search.reached()
         tie = tie / 100 if tie > LEAST_TIE else 0.0
 
 

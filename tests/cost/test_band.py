@@ -98,6 +98,29 @@ def test_equal_to_enumeration(monkeypatch, most_nodes):
     assert other > GRAPHS // 10, "the band must matter"
 
 
+def test_beside_a_rival_equal_to_enumeration():
+    """No slower than the best plan that a rival allows; where that is outside of the band, faster by the band."""
+    within = outside = 0
+    for seed in range(GRAPHS):
+        problem, draw = random_problem(seed), random.Random(seed)
+        rival = frozenset(
+            (i, draw.randrange(len(item.choices))) for i, item in enumerate(problem.items) if seed & 1 << i
+        )
+        got = solve(replace(problem, rivals=(rival,)), band=BAND)
+        found = list(plans(problem))
+        theirs = best([p for p in found if not rival & set(enumerate(p.chosen))], BAND)
+        assert got.rival is not None and got.rival.seconds == pytest.approx(theirs.seconds), seed
+        least = min(p.seconds for p in found)
+        near = theirs.seconds <= least * (1 + BAND) * (1 + 1e-9)
+        limit = theirs.seconds if near else min(least * (1 + BAND), theirs.seconds / (1 + BAND))
+        want = best(found, limit / least - 1)
+        mine = next(p for p in found if p.chosen == got.choices)
+        assert mine.order == want.order, seed
+        within += near and want.order != best(found, BAND).order
+        outside += not near and want.order != best(found, BAND).order
+    assert within > GRAPHS // 20 and outside > 0, "rivals must matter"
+
+
 def chain(*steps: Sequence[Choice], **fields: Any) -> Problem:
     """Items of which each reads what the one before makes. To S two bytes are sent in one collective, to P one in two,
     to T none in three; all of them take a second."""
@@ -156,8 +179,8 @@ def test_no_plan_outside_of_the_band(monkeypatch):
     slow = chain([source()], [FEW_CALLS, reads(R, 5.0)])
     assert solve(slow, band=0.02).choices == (0, 0) and solve(slow, band=0.05).choices == (0, 1)
     assert solve(slow).choices == (0, 0)
-    add = Search.add
-    monkeypatch.setattr(Search, "add", lambda self, terms, most: add(self, terms, most * 2))
+    within = Search.within
+    monkeypatch.setattr(Search, "within", lambda self, cost, most: within(self, cost, most * 2))
     assert solve(slow, band=0.02).choices == (0, 1), "the negative control: nothing else keeps to the band"
 
 

@@ -5,6 +5,9 @@ Four processes that each import torch and transformers spend as long at it as mo
 
 from __future__ import annotations
 
+import warnings
+
+import pytest  # noqa: F401 (for every file of tests imports it)
 import torch
 import torch._dynamo
 import torch.distributed.checkpoint
@@ -14,11 +17,15 @@ import transformers
 
 import autotp
 from tests.helpers.cpu import collect_rarely
-from tests.helpers.models import FAMILIES
+from tests.helpers.models import FAMILIES, build
 
 torch.set_num_threads(1)
 for kind, _ in FAMILIES.values():
     getattr(transformers, kind)  # the library imports a family when it is named
 for public in autotp.__all__:
     getattr(autotp, public)  # and so does autotp
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    model, inputs = build("gpt2")
+    autotp.verify(model, tp=2, example_inputs=inputs)
 collect_rarely()  # what is shared by fork is not touched by the workers' collections
