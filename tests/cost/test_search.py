@@ -101,7 +101,7 @@ def test_scipys_copy_of_highs_serves_where_highspy_is_not_installed():
     absent = {"highspy": None, "scipy": None, "scipy.optimize._highspy": None}
     stand_in = absent | {"scipy": ModuleType("scipy"), "scipy.optimize": ModuleType("o"), carried.__name__: carried}
     lp, weight, cost = random_program(0)
-    names = vars(highs)
+    names = highs.__dict__
     usual = dict(names)
     try:
         with patch.dict(sys.modules, absent), pytest.raises(ImportError, match="highspy"):
