@@ -3,6 +3,9 @@
 PYTHON ?= python3
 ARGS ?=
 
+# The processes of the tests import one another's compiled sources, also where the environment says not to write them.
+export PYTHONDONTWRITEBYTECODE :=
+
 BIN := .venv/bin
 READY := .venv/.installed
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt

@@ -52,7 +52,6 @@ come first (a ten-millionth of A* weighs as much as a penalty of one), then the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np

@@ -64,8 +64,8 @@ def test_what_is_written_and_never_read_is_no_state():
 
 def test_states_outside_of_the_cache_are_named():
     config = RecurrentGemmaConfig(
-        num_hidden_layers=2, block_types=["recurrent", "attention"], vocab_size=32, hidden_size=16, intermediate_size=32, num_attention_heads=2, lru_width=16,
-        attention_window_size=8,
+        num_hidden_layers=2, block_types=["recurrent", "attention"], vocab_size=32, hidden_size=16,
+        intermediate_size=32, num_attention_heads=2, lru_width=16, attention_window_size=8,
     )  # fmt: skip
     model = RecurrentGemmaForCausalLM(config).eval()
     sharded, ids = autotp.compile(model, 1), torch.tensor([[3, 4, 5, 6]])

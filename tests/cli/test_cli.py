@@ -240,7 +240,7 @@ def test_what_json_has_no_word_for_is_null(run, folder, monkeypatch):
     told = json.loads(run("verify", folder, "--json").stdout)
     assert told["ok"] and told["capture_error"] < 1e-6  # on random weights, for there are none
     monkeypatch.setattr("autotp.capture.selfcheck.Trial.original", lambda trial: setattr(trial, "skip", "it fails"))
-    done, told = (run("verify", folder, *x) for x in ([], ["--json"]))
+    done, told = (run("verify", SMALL, *x) for x in ([], ["--json"]))
     assert done.exit_code == told.exit_code == 1 and "not compared: it fails" in done.stdout
     found = json.loads(told.stdout)
     assert not found["ok"] and found["capture_error"] is None and found["unproved"] == "it fails"

@@ -253,5 +253,5 @@ def test_a_reader_that_has_enough_is_no_error():
 def test_help_needs_no_torch():
     told = "print('torch' in sys.modules)"
     asked = f"import sys; from autotp.cli import app; app(['--help'], standalone_mode=False); {told}"
-    done = python("-c", f"{asked}; import autotp; autotp.plan; {told}; print(callable(autotp.plan))")
+    done = python("-c", f"{asked}; import autotp; autotp.Inputs; {told}; print(callable(autotp.Inputs))")
     assert done.stdout.splitlines()[-3:] == ["False", "True", "True"], done.stderr

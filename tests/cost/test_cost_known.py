@@ -35,8 +35,8 @@ def captured(layers: int) -> Capture:
 def sent_per_layer(tp: int, sequence: bool) -> float:
     """Elements that a rank sends forward in one layer more."""
     options = Options.read(tp, Steering(sequence_parallel=sequence))
-    fewer, more = (solve_plan(captured(n), [], options, "Llama").totals.forward_bytes for n in (2, 3))
-    return (more - fewer) / 4  # bytes of float32
+    fewer, more = (solve_plan(captured(n), [], options, "Llama").totals.forward_bytes for n in (2, 4))
+    return (more - fewer) / 2 / 4  # bytes of float32
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -61,7 +61,7 @@ def layer_of_70b(tp: int, cluster: Cluster) -> Plan:
     """A plan for one of Llama-70B's layers on one sequence of 8192 tokens."""
     model = layer_of_70b_shape(heads=8)
     ids = {"input_ids": torch.zeros(1, TOKENS, dtype=torch.long)}
-    return autotp.plan(model, tp, example_inputs=ids, cluster=cluster)
+    return autotp.plan(model, tp, example_inputs=ids, cluster=cluster, check_capture=False)
 
 
 def communication_over_compute(cluster: Cluster) -> float:

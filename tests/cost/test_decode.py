@@ -62,7 +62,7 @@ def test_logits_are_priced_as_they_are_sent():
     assert "priced as greedy generate(), which gathers none of" in printed
     # What has no generate() gathers them, and so does what is planned for prefill.
     alone = type("Alone", (nn.Module,), {"forward": lambda self, ids: self.model(ids, use_cache=False).logits})()
-    alone.model = model
+    alone.model = transformer("llama", num_hidden_layers=1)
     others = [
         autotp.plan(alone, 2, example_inputs=inputs_of(model)["input_ids"], objective="decode", check_capture=False),
         planned("llama", 2, "prefill"),

@@ -83,8 +83,11 @@ def lookup_masks(stages: Staged) -> int:
 @pytest.mark.parametrize(
     ("name", "tp", "sequence"),
     [
-        *((name, 1, None) for name in ("gpt2", "llama", "t5", "vit", "convolutions", "matmul-softmax")),
-        *((name, 2, None) for name in ("gpt2", "llama", "t5", "vit", "encoder-layer", "multihead", "matmul-softmax")),
+        *((name, 1, None) for name in ("gpt2", "llama", "t5-short", "vit", "convolutions", "matmul-softmax")),
+        *(
+            (name, 2, None)
+            for name in ("gpt2", "llama", "t5-short", "vit", "encoder-layer", "multihead", "matmul-softmax")
+        ),
         *((name, 2, True) for name in ("gpt2", "llama")),
     ],
 )
@@ -93,7 +96,7 @@ def test_what_is_kept_is_what_autograd_keeps(name, tp, sequence, ranks):
     assert kept_by_torch(name, stages, ranks) == stages.plan.memory.activations + lookup_masks(stages)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "t5", "bert"])
+@pytest.mark.parametrize("name", ["gpt2", "t5-short", "bert"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_the_solver_counts_what_the_plan_counts(name, tp):
     """Exact where no value is read in two layouts by operators that keep it, and none is shared by equal blocks."""
@@ -158,7 +161,7 @@ def test_the_peak_is_the_fullest_moment_and_says_where():
 
 
 def test_the_peak_of_a_large_vocabulary_is_at_the_logits():
-    m = planned_for("llama", 1, vocab_size=4096).memory
+    m = planned_for("llama", 1, vocab_size=4096, num_hidden_layers=1).memory
     assert m.at == "lm_head (aten.linear)"
 
 

@@ -3,14 +3,14 @@
 Nothing is named by a test: a capture is given again where everything that it is made from is equal. That is the tree of
 modules (classes and their forwards, flags, plain attributes, config, shapes and dtypes of weights, which of them are
 graded or tied, hooks: then there is no sharing), the inputs but for their values, the mode, what was requested, and
-what a test patched in the files that capture. A capture with notes or conditions depends on more than these, and is not
-kept. The tests of capture itself (tests/capture) take none. Processes share by way of files (`capture_files.py`).
+what a test patched in the files that capture. A capture with conditions, or with notes of what helped the exporter,
+depends on more than these, and is not kept. The tests of capture itself (tests/capture) take none. Processes share by
+way of files (`capture_files.py`).
 """
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -28,59 +28,37 @@ from autotp.ir.graph import Capture
 from autotp.runtime import module as runtime
 
 from .capture_files import once
+from .patches import Patches, Same
+from .shared_solutions import shared_solutions
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 CODE = (type, FunctionType, BuiltinFunctionType)
 HELD = {"_parameters", "_buffers", "_modules"}
 MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
 MAKERS += (pipeline.__name__, schedule.__name__)
+PATCHES = Patches(MAKERS)
 KEPT: dict[Any, Capture] = {}
 _on = False
-
-
-class _Same:
-    """Equal to itself alone, whatever it holds."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-def _makers() -> Iterator[tuple[str, str, Any]]:
-    """Every name of the files that capture, and of the classes in them, with what it stands for."""
-    for name, module in [(n, m) for n, m in list(sys.modules.items()) if n.startswith(MAKERS)]:
-        for key, value in vars(module).items():
-            yield name, key, value
-            if isinstance(value, type) and value.__module__ == name:
-                yield from ((name, f"{key}.{k}", v) for k, v in vars(value).items() if not k.startswith("__"))
-
-
-def _patched() -> frozenset[Any]:
-    """What the files that capture hold now and did not when this one was read."""
-    return frozenset((m, k, _Same(v)) for m, k, v in _makers() if USUAL.get((m, k)) is not v and k != "prepare")
 
 
 class _Unlike(Exception):
     """Something whose equality cannot be told."""
 
 
-USUAL = {(name, key): value for name, key, value in _makers()}
+def _patched() -> frozenset[Any]:
+    """What the files that capture hold now and did not when this one was read; `prepare` is this file's own."""
+    return frozenset((m, k, Same(v)) for m, k, v in PATCHES.now() if k != "prepare")
 
 
 @contextmanager
 def shared_captures(on: bool = True) -> Iterator[None]:
-    """Within this context equal captures are made once in this process."""
+    """Within this context equal captures are made once in this process, and equal programs solved once."""
     global _on
     if not on:
         yield
         return
     sharing = _sharing(pipeline.prepare)
-    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing):
+    with patch.object(pipeline, "prepare", sharing), patch.object(runtime, "prepare", sharing), shared_solutions():
         _on = True
         try:
             yield
@@ -102,15 +80,17 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
         except _Unlike:
             return prepare(bare, inputs, device, mode, trial, request)
         compared = trial is not None and not trial.skip  # before it runs: that may say why nothing could be
+        helped: list[str] = []  # the exporter, by what these say; passes that were requested note what they do
 
         def make() -> Capture:
-            return prepare(bare, inputs, device, mode, trial, request)
+            with _noting(helped):
+                return prepare(bare, inputs, device, mode, trial, request)
 
         def enough(found: Capture) -> bool:
             return not (compared and math.isnan(found.error))
 
         def alone(made: Capture) -> bool:
-            return bool(made.notes) or made.conditions is not None or (trial is not None and bool(trial.remark))
+            return bool(helped) or made.conditions is not None or (trial is not None and bool(trial.remark))
 
         if key not in KEPT or not enough(KEPT[key]):
             made = once(key, make, enough, alone)
@@ -119,11 +99,25 @@ def _sharing(prepare: Callable[..., Capture]) -> Callable[..., Capture]:
             KEPT[key] = made
         found = KEPT[key]
         error = found.error if compared else math.nan
-        # Of its own: ranks that follow the first one's order change the leaves, and the notes grow.
+        # Of its own: ranks that follow the first one's order change the leaves, and notes grow.
         leaves = [replace(leaf) for leaf in found.leaves]
-        return replace(found, leaves=leaves, notes=[], symbols=dict(found.symbols), error=error)
+        return replace(found, leaves=leaves, notes=[*found.notes], symbols=dict(found.symbols), error=error)
 
     return shared
+
+
+@contextmanager
+def _noting(notes: list[str]) -> Iterator[None]:
+    """Within this context the notes of captures are added to these too, those of passes after them are not."""
+    own = pipeline.capture
+
+    def capture(*args: Any, **kwargs: Any) -> Capture:
+        program = own(*args, **kwargs)
+        notes.extend(program.notes)
+        return program
+
+    with patch.object(pipeline, "capture", capture):
+        yield
 
 
 def model_key(bare: nn.Module) -> Any:

@@ -71,9 +71,16 @@ class Proved:
         self.inputs = Inputs(*given) if isinstance(given, tuple) else Inputs(given)
         request = CaptureRequest.read(precision=row.precision)
         self.capture, self.notes = capture_model(self.model, self.inputs, torch.device("cpu"), True, request)
+        self.programs: dict[Any, tuple[Planned, Sharded]] = {}
 
     def program(self, tp: int, sequence: bool | None, pinned: bool = True) -> tuple[Planned, Sharded]:
-        """The program of the ranks, with the row's pins or without."""
+        """The program of the ranks, with the row's pins or without, made once."""
+        key = tp, sequence, pinned
+        if key not in self.programs:
+            self.programs[key] = self._program(*key)
+        return self.programs[key]
+
+    def _program(self, tp: int, sequence: bool | None, pinned: bool) -> tuple[Planned, Sharded]:
         pins: Any = dict(self.row.pins) if pinned else None
         options = Options.read(tp, Steering(sequence_parallel=sequence, pins=pins))
         with any_plan(self.row.seed) if pinned and self.row.seed is not None else nullcontext():

@@ -62,4 +62,4 @@ def test_a_wrong_deal_is_noticed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(
         "autotp.ir.windows.shares", lambda segments, rank, tp: [(0, -(-c // tp) * u) for c, u in segments]
     )
-    assert not autotp.verify(model, 4, inputs_of(model))
+    assert not autotp.verify(model, 4, inputs_of(model, length=13))

@@ -181,7 +181,7 @@ def test_the_plan_of_llama_8b_is_megatrons_with_sequence_parallelism():
     """One g before q, k, v and one before gate, up; a g* after each row-parallel matmul; nothing else in a layer but
     the sums of the two norm weights' gradients (Korthikanti et al. 2022, section 4.2.2)."""
     ids = torch.zeros(1, 4096, dtype=torch.long)
-    plan = autotp.plan(llama_8b(3), 8, example_inputs={"input_ids": ids}, cluster="h100")
+    plan = autotp.plan(llama_8b(3), 8, example_inputs={"input_ids": ids}, cluster="h100", check_capture=False)
     for k in range(3):
         layer = f"model.layers.{k}."
         inside = [c for c in plan.collectives if c.source.startswith(layer)]

@@ -116,7 +116,7 @@ def test_small_products_are_left_alone_and_large_ones_go_in_chunks():
         with torch.device("meta"):
             model = Plain(width).bfloat16()
             x = torch.zeros(4, 4096, width, dtype=torch.bfloat16)
-        sharded = autotp.compile(model, 8, example_inputs=x, sequence_parallel=True)
+        sharded = autotp.compile(model, 8, example_inputs=x, sequence_parallel=True, check_capture=False)
         texts[width] = sharded.plan.report().partition("overlap:")[2]
     assert "chunks" in texts[4096] and "too small to gain" in texts[64], texts
 

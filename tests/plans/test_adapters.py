@@ -102,7 +102,7 @@ def test_those_of_peft_are_named() -> None:
     peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
     wanted = {"embedding", "norm", "attention", "adapter", "mlp"}
     config = transformers.LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
         use_cache=False,
     )  # fmt: skip
     low_rank = peft.LoraConfig(r=RANK, target_modules=["q_proj", "down_proj"], use_dora=True)

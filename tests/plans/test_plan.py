@@ -165,7 +165,7 @@ def llama_8b(batch: int, length: int) -> Plan:
     with torch.device("meta"):
         model = transformers.LlamaForCausalLM(config).bfloat16()
     ids = torch.zeros(batch, length, dtype=torch.long)
-    return make_plan(model, 8, example_inputs={"input_ids": ids}, cluster="h100")
+    return make_plan(model, 8, example_inputs={"input_ids": ids}, cluster="h100", check_capture=False)
 
 
 def per_block(plan: Plan) -> dict[str, set[tuple[str, ...]]]:

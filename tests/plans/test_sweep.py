@@ -34,8 +34,9 @@ def wide() -> nn.Module:
         return nn.Sequential(*layers).bfloat16()
 
 
-def tokens(batch: int = 8, length: int = 1024) -> torch.Tensor:
-    return torch.empty(batch, length, 4096, dtype=torch.bfloat16)
+def tokens() -> dict[str, Any]:
+    """Examples for it; the capture is not what these tests are about."""
+    return {"example_inputs": torch.empty(8, 1024, 4096, dtype=torch.bfloat16), "check_capture": False}
 
 
 def test_rows_are_the_plans_of_each_degree():
@@ -89,16 +90,16 @@ def test_no_batch_fits_where_the_weights_do_not():
 def test_a_leaner_plan_is_taken_where_the_fastest_does_not_fit():
     """One limit between the memory of the plan that is free to choose and that of the leanest."""
     model = wide()
-    free = autotp.sweep(model, 2, example_inputs=tokens()).rows[0]
-    lean = autotp.sweep(model, 2, example_inputs=tokens(), sequence_parallel=True).rows[0]
+    free = autotp.sweep(model, 2, **tokens()).rows[0]
+    lean = autotp.sweep(model, 2, sequence_parallel=True, **tokens()).rows[0]
     low, high = sorted([free.memory, lean.memory])
     assert low < high, "the plans do not differ: choose another model"
-    row = autotp.sweep(model, 2, example_inputs=tokens(), memory=(low + high) / 2).rows[0]
+    row = autotp.sweep(model, 2, memory=(low + high) / 2, **tokens()).rows[0]
     assert row.fits and row.memory <= (low + high) / 2
 
 
 def test_throughput_per_device_falls_with_the_degree():
-    found = autotp.sweep(wide(), [1, 2, 4, 8, 16, 32], example_inputs=tokens())
+    found = autotp.sweep(wide(), [1, 2, 4, 8, 16, 32], **tokens())
     throughput = [row.throughput for row in found.rows]
     assert throughput == sorted(throughput, reverse=True)
     falls = [a / b for a, b in zip(throughput, throughput[1:], strict=False)]
@@ -121,7 +122,7 @@ def test_as_text_and_as_data():
 
 def test_auto_takes_the_most_throughput_per_device_of_what_fits():
     model = wide()
-    options: dict[str, Any] = {"example_inputs": tokens()}
+    options = tokens()
     found = autotp.sweep(model, **options)
     plan = autotp.plan(model, "auto", **options)
     assert [row.tp for row in plan.degrees] == list(DEGREES) and plan.degrees == found.rows
@@ -186,7 +187,7 @@ def test_auto_on_ranks_takes_a_divisor_of_the_world(pool):
 
 
 def test_a_sweep_in_float8_stands_beside_the_models_own():
-    asked: dict[str, Any] = {"example_inputs": tokens(), "sequence_parallel": True, "check_capture": False}
+    asked: dict[str, Any] = {**tokens(), "sequence_parallel": True}
     found = autotp.sweep(wide(), [2], precision="float8", **asked)
     assert found.own is not None and found.own.own is None
     (row,), (own,) = found.rows, found.own.rows
@@ -196,4 +197,4 @@ def test_a_sweep_in_float8_stands_beside_the_models_own():
     assert found.to_dict()["own"][0]["seconds"] == own.seconds
     assert any("3 of 4 linear layers are in float8" in note for note in found.plans[2].notes)
     with pytest.raises(InputError, match="float8-rowwise"):
-        autotp.sweep(wide(), [1], example_inputs=tokens(), precision="fp8")
+        autotp.sweep(wide(), [1], precision="fp8", **tokens())

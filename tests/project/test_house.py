@@ -12,6 +12,7 @@ import tomllib
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ import pytest
 import autotp
 from tests.helpers.limits import LIMITS, limits
 from tests.helpers.slow import NOT_QUICK, ROWS, SAMPLE, SLOW
+from tests.helpers.sources import ROOT, nodes, sources
 
-ROOT = Path(__file__).resolve().parents[2]
 ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
 # The floors of the house, lowest first: a file imports from its own folder or from folders below it.
 FLOORS = (
@@ -39,15 +40,9 @@ MAX_FILES, MAX_TOP = LIMITS["files in a folder"], LIMITS["files in `autotp/` its
 FORBIDDEN = ["/wor" + "k/", "../sha" + "red", "/ro" + "ot/", "pypi" + ".org", "python" + "hosted.org"]
 
 
-def sources(*folders: str) -> list[Path]:
-    """The Python files of the folders, each once: the links autotp/passes and autotp/cost are not followed."""
-    files = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in files if path.resolve() == path]
-
-
-def imports(tree: ast.AST, package: str) -> Iterator[tuple[int, str, int]]:
+def imports(source: str, package: str) -> Iterator[tuple[int, str, int]]:
     """Line, absolute dotted name and relative level of each imported module or name; `package` holds the file."""
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name, 0) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -66,6 +61,7 @@ def inside(name: str, package: str) -> bool:
     return f"{name}.".startswith(f"{package}.")
 
 
+@cache
 def packaged() -> list[str]:
     return tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
 
@@ -79,7 +75,7 @@ def floor(name: str) -> int:
 def layer_faults(source: str, module: str) -> list[str]:
     """What the imports of one file, the module of this dotted name, break of the layer rule."""
     faults, package = [], module.rpartition(".")[0]
-    for line, name, level in imports(ast.parse(source), package):
+    for line, name, level in imports(source, package):
         if not inside(name, "autotp"):
             continue
         folder = max((p for p in packaged() if inside(name, p)), key=len)
@@ -109,7 +105,7 @@ def import_graph() -> dict[str, set[str]]:
     graph: dict[str, set[str]] = {}
     for path in files:
         name = module_of(path).removesuffix(".__init__")
-        for _, target, _ in imports(ast.parse(path.read_text()), package_of(path)):
+        for _, target, _ in imports(path.read_text(), package_of(path)):
             home = next((m for m in (target, target.rpartition(".")[0]) if m in modules and m != name), None)
             graph.setdefault(name, set()).update({home} if home else ())
     return graph
@@ -117,11 +113,11 @@ def import_graph() -> dict[str, set[str]]:
 
 def private_torch(source: str) -> list[str]:
     """The private torch modules and names that one file imports, or reaches by attributes."""
-    tree, faults = ast.parse(source), []
-    for line, name, _ in imports(tree, "file"):
+    faults = []
+    for line, name, _ in imports(source, "file"):
         if inside(name, "torch") and any(part.startswith("_") and part != "__future__" for part in name.split(".")):
             faults.append(f"line {line}: {name}")
-    for node in ast.walk(tree):
+    for node in nodes(source):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_"):
             name = ast.unparse(node)
             faults += [f"line {node.lineno}: {name}"] * (inside(name, "torch") and name in sys.modules)
@@ -206,7 +202,7 @@ def test_files_and_functions_stay_small():
         text = path.read_text()
         if len(text.splitlines()) > MAX_FILE:
             large.append(f"{names(path)}: {len(text.splitlines())} lines")
-        for node in ast.walk(ast.parse(text)):
+        for node in nodes(text):
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 length = (node.end_lineno or node.lineno) - node.lineno + 1
                 large += [f"{names(path)}:{node.lineno} {node.name}: {length} lines"] * (length > MAX_FUNCTION)

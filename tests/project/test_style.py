@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.limits import LIMITS
+from tests.helpers.sources import ROOT, nodes, sources
 
-ROOT = Path(__file__).parents[2]
 DOCUMENTED = ("autotp", "cost", "passes")
 LINES, ARGUMENTS = 10, 3  # a function of more lines with so many arguments says what they are
 CROWDED = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp, ast.IfExp)
@@ -37,15 +37,9 @@ KNOWN_TO_USERS = {
 }  # fmt: skip
 
 
-def files(*folders: str) -> list[Path]:
-    """The Python files of these folders, each once: the links autotp/passes and autotp/cost are not followed."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return [path for path in paths if path.resolve() == path]
-
-
 def undocumented(source: str) -> Iterator[str]:
     """Public functions and methods that have several arguments, are long, and do not say what the arguments are."""
-    for scope in ast.walk(ast.parse(source)):
+    for scope in nodes(source):
         if not isinstance(scope, ast.Module | ast.ClassDef) or getattr(scope, "name", "").startswith("_"):
             continue
         for function in scope.body:
@@ -61,15 +55,15 @@ def undocumented(source: str) -> Iterator[str]:
 
 def crowded(source: str) -> list[int]:
     """Lines on which several comprehensions or conditional expressions begin."""
-    lines = Counter(x.lineno for x in ast.walk(ast.parse(source)) if isinstance(x, CROWDED))
+    lines = Counter(x.lineno for x in nodes(source) if isinstance(x, CROWDED))
     return sorted(line for line, count in lines.items() if count > 1)
 
 
-def names_of(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names_of(source: str) -> Iterator[tuple[int, str]]:
     """The names that a file gives, each with its line: of values, arguments, attributes, functions and classes. What is
     annotated as a bool is left out: a flag says whether, and a participle says that well."""
-    flags = {id(n.target) for n in ast.walk(tree) if isinstance(n, ast.AnnAssign) and _is_bool(n.annotation)}
-    for n in ast.walk(tree):
+    flags = {id(n.target) for n in nodes(source) if isinstance(n, ast.AnnAssign) and _is_bool(n.annotation)}
+    for n in nodes(source):
         if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store) and id(n) not in flags:
             yield n.lineno, n.id if isinstance(n, ast.Name) else n.attr
         elif isinstance(n, ast.arg) and not _is_bool(n.annotation):
@@ -84,13 +78,13 @@ def _is_bool(annotation: ast.AST | None) -> bool:
 
 def participles(source: str) -> list[str]:
     """The names that are a participle of `PARTICIPLES` and nothing else; `left` is none beside `right`."""
-    names = [(line, name) for line, name in names_of(ast.parse(source)) if not name.isupper()]
+    names = [(line, name) for line, name in names_of(source) if not name.isupper()]
     bare = PARTICIPLES - {"left"} if any(name == "right" for _, name in names) else PARTICIPLES
     return [f"line {line}: {name}" for line, name in names if name.strip("_").lower() in bare]
 
 
 def test_functions_of_several_arguments_say_what_these_are():
-    faults = [f"{p.relative_to(ROOT)}: {fault}" for p in files(*DOCUMENTED) for fault in undocumented(p.read_text())]
+    faults = [f"{p.relative_to(ROOT)}: {fault}" for p in sources(*DOCUMENTED) for fault in undocumented(p.read_text())]
     assert not faults, "give these an `Args:` section, with shapes and units:\n" + "\n".join(faults)
 
 
@@ -111,7 +105,7 @@ def test_a_missing_section_is_noticed(name: str, arguments: str, docstring: str,
 
 def test_lines_hold_one_comprehension_or_conditional_expression():
     faults = []
-    for path in files("autotp", "passes", "cost"):
+    for path in sources("autotp", "passes", "cost"):
         faults += [f"{path.relative_to(ROOT)}: line {line}" for line in crowded(path.read_text())]
     assert not faults, "give each comprehension a line of its own:\n" + "\n".join(faults)
     assert crowded("x = [a for a in b if a] if c else []\ny = [\n    a for a in b\n]") == [1]
@@ -119,7 +113,7 @@ def test_lines_hold_one_comprehension_or_conditional_expression():
 
 def test_names_say_what_they_hold():
     faults = []
-    for path in files("autotp", "passes", "cost"):
+    for path in sources("autotp", "passes", "cost"):
         file = str(path.relative_to(ROOT))
         own = [x for x in participles(path.read_text()) if not x.endswith(f": {KNOWN_TO_USERS.get(file)}")]
         faults += [f"{file}: {x}" for x in own]
@@ -162,7 +156,7 @@ def unexplained(*paths: Path) -> Iterator[str]:
         file, line = Path(fault["filename"]), fault["location"]["row"]
         name, complexity = re.findall(r"`(.*)` is too complex \((\d+)", fault["message"])[0]
         source = file.read_text()
-        functions = (n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+        functions = (n for n in nodes(source) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
         end = next(f.end_lineno for f in functions if (f.name, f.lineno) == (name, line))
         comments = explained(source) & set(range(line, (end or line) + 1))
         if len(comments) * FOR_EACH < int(complexity):
