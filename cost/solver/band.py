@@ -16,7 +16,8 @@ with K* the most that the second sum comes to. Counts are whole, so their sum is
 plainest partitions of parameters; and then the least time, then the least S.
 
 The assignment at hand (the incumbent) is replaced only by a better one, and what cannot be in a better one is ruled out
-before the search branches. Both matter: rows of time and bytes make relaxations fractional.
+before the search branches; what takes longer than `most` with the first row. Both matter: rows of time and bytes make
+relaxations fractional.
 
 The least time is proved whatever the size. What comes after it is not, where a program has more than `LARGE` columns (a
 diffusion U-Net): its stages look at fewer nodes, and the incumbent stays where these do not settle it.
