@@ -30,7 +30,7 @@ from .prompts import planned_for, prompts
 
 EXACT = 1e-9  # of the largest logit
 CACHES: dict[str, dict[str, Any]] = {"dynamic": {}, "static": {"cache_implementation": "static"}}
-SECONDS = {"capture": 600, "rank": 300}  # of CPU time, for each process
+SECONDS = {"capture": 1200, "rank": 900}  # of CPU time, for each process
 
 
 def generated(architecture: Architecture, tokens: int, degrees: Sequence[int], send: Send) -> None:
