@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from torch import Tensor, fx, nn
@@ -84,9 +84,18 @@ class Assembler:
         self, inputs: Sequence[fx.Node], gathers: single.Gathers, by_parts: Callable[..., Any]
     ) -> Callable[..., Any]:
         """The program as one function, and by parts where that would be noticed."""
-        fetches = self._fetches([read for unit in self.units.values() for read in unit])
-        function = single.single(self.graph, self.whole, inputs, fetches, self.compiler, gathers)
-        return single.unless_touched(function, Watch.over(self.parts, single.modules_in(self.whole)), by_parts)
+        function = single.single(self.graph, self.whole, inputs, self._all_fetches, self.compiler, gathers)
+        return single.unless_touched(function, self._watch, by_parts)
+
+    @cached_property
+    def _all_fetches(self) -> list[single.Fetch]:
+        """What the whole program reads of the modules."""
+        return [*self._fetches([read for unit in self.units.values() for read in unit])]
+
+    @cached_property
+    def _watch(self) -> Watch:
+        """Over all modules of the program."""
+        return Watch.over(self.parts, single.modules_in(self.whole))
 
     def _function(
         self, scope: Scope, takes: list[fx.Node], gives: list[fx.Node], result: Any = None, inner: bool = False

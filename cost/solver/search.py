@@ -81,7 +81,7 @@ class Search:
             cost: the other objective, per column.
             cutoff: nothing is looked for above it; the bound is at most this.
         """
-        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+        self._minimise(cost)
         return self._descend(cutoff)
 
     def least(self, cost: np.ndarray, incumbent: np.ndarray, step: float, most: int, exact: bool = True) -> np.ndarray:
@@ -95,8 +95,7 @@ class Search:
             step: the least difference that counts. most: nodes of the search, after which the general solver goes on;
                 where it need not be `exact`, the incumbent stays.
         """
-        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-        root = self._relax({})
+        root = self._root(cost)
         if root is None:
             return incumbent  # the rows hold for it by a rounding error
         bound, reduced = root[1], np.array(self.highs.getSolution().col_dual)
@@ -124,8 +123,7 @@ class Search:
 
     def within(self, cost: np.ndarray, most: float) -> None:
         """A further row, as by `add`; columns that no assignment within it has are ruled out."""
-        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-        root = self._relax({})
+        root = self._root(cost)
         if root is not None:
             self._rule_out(np.array(self.highs.getSolution().col_dual), most - root[1])
         self.add(cost, most)
@@ -144,8 +142,7 @@ class Search:
 
     def relaxed(self, cost: np.ndarray) -> np.ndarray | None:
         """The optimum of the relaxation for another objective, where it is integral."""
-        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
-        root = self._relax({})
+        root = self._root(cost)
         return root[0] if root is not None and self._branch(root[0]) is None else None
 
     def price(self, cost: np.ndarray) -> float:
@@ -175,6 +172,15 @@ class Search:
                 if relaxed and relaxed[1] < cutoff:
                     heapq.heappush(queue, (relaxed[1], next(order), below, relaxed[0], self.highs.getBasis()))
         return cutoff, None
+
+    def _minimise(self, cost: np.ndarray) -> None:
+        """Have another objective, from the basis that is there."""
+        self.highs.changeColsCost(len(cost), np.arange(len(cost), dtype=np.int32), cost)
+
+    def _root(self, cost: np.ndarray) -> tuple[np.ndarray, float] | None:
+        """The relaxation for another objective, as a search begins with it; None where that is infeasible."""
+        self._minimise(cost)
+        return self._relax({})
 
     def _relax(self, fixed: Fixed) -> tuple[np.ndarray, float] | None:
         """Column values and objective with some columns fixed; None where that is infeasible."""
