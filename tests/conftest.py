@@ -23,12 +23,12 @@ os.environ.setdefault("AUTOTP_VERIFY", "1")  # programs are checked between pass
 
 import torch
 
-from tests.helpers.capture_files import FOLDER
-from tests.helpers.cpu import collect_rarely, cpu_seconds
-from tests.helpers.limits import LIMITS
-from tests.helpers.pool import Pool
-from tests.helpers.shared_captures import shared_captures
-from tests.helpers.slow import NOT_QUICK, NOT_QUICK_FILE, NOT_QUICK_HEAD, SAMPLE, SLOW
+from tests.helpers.house.limits import LIMITS
+from tests.helpers.house.slow import NOT_QUICK, NOT_QUICK_FILE, NOT_QUICK_HEAD, SAMPLE, SLOW
+from tests.helpers.processes.cpu import collect_rarely, cpu_seconds
+from tests.helpers.processes.pool import Pool
+from tests.helpers.sharing.capture_files import FOLDER
+from tests.helpers.sharing.shared_captures import shared_captures
 
 GOLDEN = Path(__file__).parent / "golden"
 LIMIT = LIMITS["CPU seconds of a test without a line in `tests/slow.txt`"]

@@ -15,7 +15,7 @@ from autotp.capture import assumptions
 from autotp.driver.pipeline import capture_model
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from tests.helpers.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, Net, X, same
+from tests.helpers.cases.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, Net, X, same
 
 
 def notes_of(model: nn.Module, inputs: Any) -> str:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autotp
 from autotp.inputs import Inputs
-from tests.helpers.capture_cases import Net, Words, X, same
+from tests.helpers.cases.capture_cases import Net, Words, X, same
 
 IDS = torch.tensor([[2, 3, 4, 5, 6, 7], [7, 6, 5, 4, 3, 2]])
 

@@ -8,9 +8,9 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from tests.helpers.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, X
+from tests.helpers.cases.capture_cases import IDS, MORE, WIDTH, Decides, Experts, Masked, X
+from tests.helpers.cases.selfcheck_cases import Counter, Net
 from tests.helpers.errors import error_of
-from tests.helpers.selfcheck_cases import Counter, Net
 
 
 def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from autotp.capture.selfcheck import Trial
 from autotp.driver.pipeline import capture_model
 from autotp.errors import CaptureError, InputError
 from autotp.inputs import Inputs
-from tests.helpers.selfcheck_cases import WIDTH, Counter, Net
+from tests.helpers.cases.selfcheck_cases import WIDTH, Counter, Net
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 SWITCH = {"on": 1.0}

@@ -14,7 +14,7 @@ import autotp
 from autotp.capture.selfcheck import Trial
 from autotp.errors import CaptureError
 from autotp.inputs import Inputs
-from tests.helpers.selfcheck_cases import WIDTH, Counter, Net
+from tests.helpers.cases.selfcheck_cases import WIDTH, Counter, Net
 
 X = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(0))
 

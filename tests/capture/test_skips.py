@@ -10,7 +10,7 @@ from torch import Tensor
 
 import autotp
 from autotp.errors import CaptureError
-from tests.helpers.capture_cases import WIDTH, Experts, X
+from tests.helpers.cases.capture_cases import WIDTH, Experts, X
 
 TOKENS = (X, X[:1], torch.randn(9, WIDTH, generator=torch.Generator().manual_seed(1)))  # one token leaves experts out
 

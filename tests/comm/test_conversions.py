@@ -19,7 +19,7 @@ from autotp.errors import PlanError
 from autotp.ir.layouts import I, P, Partial, Partition, R, Segment, Shard
 from autotp.ir.runs import Runs
 from autotp.ir.specs import INVARIANT, REPLICATED, SUMMANDS, GroupedSpec, PartialSpec, ShardSpec, Spec
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 MAXIMA = PartialSpec("max")
 TPS = (2, 3, 4)

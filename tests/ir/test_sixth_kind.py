@@ -23,7 +23,7 @@ from autotp.ir.layouts import Distribution, Layout, Partition, Shard, Size
 from autotp.ir.runs import Runs
 from autotp.ir.specs import ShardSpec, Spec
 from tests.helpers.compare import mesh_of
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ import torch
 
 from autotp.errors import InputError
 from autotp.kernels import bias_gelu, gated, norm_triton
-from tests.helpers.interpreter import interpreter as interpreter
-from tests.helpers.kernel_cases import CASES, EPS, error, errors
-from tests.helpers.kernel_compile import compiling
+from tests.helpers.cases.kernel_cases import CASES, EPS, error, errors
+from tests.helpers.cases.kernel_compile import compiling
+from tests.helpers.processes.interpreter import interpreter as interpreter
 
 RAGGED = ((5, 37), (2, 1030), (1, 3), (0, 8))
 NARROW = ((3, 0), (0, 0))  # a rank may have no columns

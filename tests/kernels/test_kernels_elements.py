@@ -17,9 +17,9 @@ from autotp.kernels import dropout, rotary
 from autotp.kernels.operators import counter_dropout, counter_uniform
 from autotp.passes.optimise.kernels import rotary as patterns
 from autotp.proof.simulate import reference
+from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
-from tests.helpers.interpreter import Interpreter, interpreter
-from tests.helpers.kernel_compile import compiling
+from tests.helpers.processes.interpreter import Interpreter, interpreter
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp

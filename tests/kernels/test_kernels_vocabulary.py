@@ -18,12 +18,12 @@ from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.losses import DecomposeLosses
 from autotp.passes.optimise.kernels import vocabulary
+from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.heads import COLUMNS, Head, captured, values
-from tests.helpers.interpreter import Interpreter, interpreter
-from tests.helpers.kernel_compile import compiling
 from tests.helpers.models import inputs_of, transformer
+from tests.helpers.processes.interpreter import Interpreter, interpreter
 
 __all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
 from tests.helpers.models import inputs_of, transformer
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 NAMES = ("shared", "encoder.embed_tokens", "decoder.embed_tokens", "lm_head")
 

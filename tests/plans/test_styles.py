@@ -20,7 +20,7 @@ import autotp
 from autotp.errors import PlanError
 from autotp.plans.export.styles import Styles
 from tests.helpers.models import inputs_of, transformer
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE = 2e-6  # of the largest value: the models' norms compute in float32
 ROWS = {"model.norm.weight": Replicate(), "lm_head.weight": Shard(0), "*.embed_tokens.weight": Shard(0)}

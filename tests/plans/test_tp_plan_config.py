@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModel
 
 import autotp
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE = 1e-5
 SIZES: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}

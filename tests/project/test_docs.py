@@ -18,7 +18,7 @@ import transformers
 
 import autotp
 from autotp.rules.core import RULES
-from tests.helpers.limits import LIMITS
+from tests.helpers.house.limits import LIMITS
 
 ROOT = Path(__file__).resolve().parents[2]
 BLOCK = re.compile(r"^```python( small| quoted)?\n(.*?)^```$", re.MULTILINE | re.DOTALL)

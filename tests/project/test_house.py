@@ -20,9 +20,9 @@ import networkx as nx
 import pytest
 
 import autotp
-from tests.helpers.limits import LIMITS, limits
-from tests.helpers.slow import NOT_QUICK, ROWS, SAMPLE, SLOW
-from tests.helpers.sources import ROOT, nodes, sources
+from tests.helpers.house.limits import LIMITS, limits
+from tests.helpers.house.slow import NOT_QUICK, ROWS, SAMPLE, SLOW
+from tests.helpers.house.sources import ROOT, nodes, sources
 
 ROOMS = {"passes": "autotp.passes", "cost": "autotp.cost"}
 # The floors of the house, lowest first: a file imports from its own folder or from folders below it.

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 
 def fail(rank: int, world: int, group: dist.ProcessGroup) -> None:

@@ -16,8 +16,8 @@ from autotp.capture.packing import pack, unpack
 from autotp.cost.solver import solve as solver
 from autotp.driver import pipeline, schedule
 from autotp.inputs import Inputs
-from tests.helpers import capture_files, shared_captures, shared_solutions
-from tests.helpers.shared_captures import model_key, sharing_captures
+from tests.helpers.sharing import capture_files, shared_captures, shared_solutions
+from tests.helpers.sharing.shared_captures import model_key, sharing_captures
 from tests.helpers.stacked import Stack
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(0))

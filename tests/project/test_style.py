@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.limits import LIMITS
-from tests.helpers.sources import ROOT, nodes, sources
+from tests.helpers.house.limits import LIMITS
+from tests.helpers.house.sources import ROOT, nodes, sources
 
 DOCUMENTED = ("autotp", "cost", "passes")
 LINES, ARGUMENTS = 10, 3  # a function of more lines with so many arguments says what they are

@@ -23,7 +23,7 @@ from autotp.comm import conversions
 from autotp.comm.conversions import ConversionKind
 from autotp.ir.specs import INVARIANT, REPLICATED
 from tests.helpers.compare import mesh_of
-from tests.helpers.pool import WorkerError
+from tests.helpers.processes.pool import WorkerError
 from tests.helpers.trained import model_of
 
 BATCH, LENGTH, RATE, WARM_UP = 4, 24, 3e-4, 10

@@ -16,7 +16,7 @@ import autotp
 from autotp.errors import AutoTPError
 from tests.helpers.carried import CARRIED, Attention, tokens
 from tests.helpers.compare import mesh_of
-from tests.helpers.pool import WorkerError
+from tests.helpers.processes.pool import WorkerError
 
 
 def refused(call: Any) -> str:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import autotp
 from autotp.integrations.accelerator import ShardedAccelerator, ShardedParallelism
-from tests.helpers import own_world
 from tests.helpers.errors import error_of
+from tests.helpers.processes import own_world
 
 pytestmark = pytest.mark.ranks
 ROWS, BATCH = 16, 4

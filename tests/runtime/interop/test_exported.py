@@ -15,7 +15,7 @@ import autotp
 from tests.helpers.compare import mesh_of
 from tests.helpers.errors import message_of
 from tests.helpers.models import redrawn
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE = 1e-6
 

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import autotp
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE, MICROBATCHES = 1e-6, 2
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autotp
 from autotp.errors import AutoTPError, InputError
 from tests.helpers.compare import mesh_of
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 LATE = 0.3  # seconds
 

@@ -19,8 +19,8 @@ import autotp
 from autotp.integrations.accelerator import ShardedParallelism
 from autotp.integrations.trainer import ShardedTrainer
 from autotp.runtime.interop.shown import LOADED
-from tests.helpers import own_world
 from tests.helpers.errors import error_of
+from tests.helpers.processes import own_world
 
 pytestmark = pytest.mark.ranks
 STEPS, HALF = 4, 2

@@ -9,7 +9,7 @@ import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from tests.helpers.pipelines import Case, carried_over, compared, made
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE = 1e-9
 STEPS = [Case("llama", steps=50), Case("gpt2", steps=50), Case("bert", "Schedule1F1B", steps=50)]

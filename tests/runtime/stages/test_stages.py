@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.helpers.pipelines import Case, compared, drawn, refused, untied
-from tests.helpers.pool import Pool
+from tests.helpers.processes.pool import Pool
 
 CLOSE = 1e-9
 WORDS = {

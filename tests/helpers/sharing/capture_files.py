@@ -29,7 +29,7 @@ from autotp.ir.graph import Capture
 FOLDER = "AUTOTP_TEST_CAPTURES"  # set by the run
 WORTH = 0.3  # CPU seconds from which on a capture is written
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum)
-PLACES = (str(Path(__file__).parents[2]), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
+PLACES = (str(Path(__file__).parents[3]), sysconfig.get_path("purelib"), sysconfig.get_path("stdlib"))
 
 
 def once(

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.helpers.pool import PATIENCE
+from tests.helpers.processes.pool import PATIENCE
 
 
 def run(fn: Callable[..., Any], *args: Any, world: int) -> list[Any]:
@@ -29,7 +29,7 @@ def run(fn: Callable[..., Any], *args: Any, world: int) -> list[Any]:
         RuntimeError: it failed on some rank; the message holds the tracebacks.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.helpers.preloaded"])
+    context.set_forkserver_preload(["tests.helpers.processes.preloaded"])
     with tempfile.TemporaryDirectory() as folder:
         pipes, workers = [], []
         for rank in range(world):

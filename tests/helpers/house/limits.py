@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-CONTRIBUTING = Path(__file__).resolve().parents[2] / "CONTRIBUTING.md"
+CONTRIBUTING = Path(__file__).resolve().parents[3] / "CONTRIBUTING.md"
 ROW = re.compile(r"^\| (.+?) \| (\d+) \|$", re.MULTILINE)
 
 

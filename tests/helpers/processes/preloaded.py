@@ -16,8 +16,8 @@ import torch.distributed.tensor
 import transformers
 
 import autotp
-from tests.helpers.cpu import collect_rarely
 from tests.helpers.models import FAMILIES, build
+from tests.helpers.processes.cpu import collect_rarely
 
 torch.set_num_threads(1)
 for kind, _ in FAMILIES.values():

@@ -1,7 +1,7 @@
 """One pool of gloo worker processes, kept for the tests of a file: starting processes costs more than most tests.
 
-They are forked from one process that has imported torch and transformers (`tests/helpers/preloaded.py`), so that new
-workers, after a test whose ranks failed, cost little.
+They are forked from one process that has imported torch and transformers (`preloaded.py`), so that new workers,
+after a test whose ranks failed, cost little.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from tests.helpers.shared_captures import shared_captures, sharing_captures
+from tests.helpers.sharing.shared_captures import shared_captures, sharing_captures
 
 SIZE = 4
 GRACE = 3.0  # seconds that the other ranks get once one rank has failed
@@ -104,7 +104,7 @@ class Pool:
     def start(self) -> None:
         """Start the workers, and wait until they have their groups."""
         context = get_context("forkserver")
-        context.set_forkserver_preload(["tests.helpers.preloaded"])
+        context.set_forkserver_preload(["tests.helpers.processes.preloaded"])
         self._folder = tempfile.TemporaryDirectory()
         for rank in range(SIZE):
             ours, theirs = context.Pipe()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-TESTS = Path(__file__).parents[1]
+TESTS = Path(__file__).parents[2]
 NOT_QUICK_FILE = TESTS / "not_quick.txt"
 NOT_QUICK_HEAD = "# Tests that `make quick` leaves out, by what they take; rewritten by `make seconds`.\n"
 
