@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5 | START),
     "llama-uneven": ("LlamaForCausalLM", DECODER | {"vocab_size": 257, "intermediate_size": 129}),
     "llama-cache": ("LlamaForCausalLM", DECODER | {"use_cache": True}),
+    "gpt2-short": ("GPT2LMHeadModel", GPT | {"n_layer": 1}),
     "llama-short": ("LlamaForCausalLM", DECODER | {"num_hidden_layers": 1}),
     "t5-short": ("T5ForConditionalGeneration", T5 | START | {"num_layers": 1}),  # a plan of t5 for two ranks takes 5 s
 }

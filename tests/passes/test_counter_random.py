@@ -29,8 +29,8 @@ MASK = (1 << 64) - 1
 
 
 def dropping(name: str, p: float = P) -> Any:
-    """A tiny model of a family in training mode, all of whose dropouts are live."""
-    model: Any = transformer(name)
+    """A model of one layer in training mode, all of whose dropouts are live."""
+    model: Any = transformer(name, num_hidden_layers=1)
     for key, value in vars(model.config).items():
         if "drop" in key and isinstance(value, float):
             setattr(model.config, key, p)

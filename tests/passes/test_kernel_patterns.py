@@ -299,7 +299,7 @@ def test_modules_are_called_as_before():
     """Blocks' hooks see the same values, and a checkpointed block computes the same again."""
     logs: list[list[Tensor]] = []
     for switches in (OFF, ON):
-        model: Any = transformer("gpt2").train()
+        model: Any = transformer("gpt2", n_layer=1).train()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that another name for it will come
             model.gradient_checkpointing_enable({"use_reentrant": False})
