@@ -74,6 +74,12 @@ def transformer(name: str, **changed: Any) -> nn.Module:
     return redrawn(model_class._from_config(config).eval())
 
 
+def short(name: str) -> nn.Module:
+    """The same of one layer."""
+    depth = "n_layer" if "n_layer" in FAMILIES[name][1] else "num_hidden_layers"
+    return transformer(name, **{depth: 1})
+
+
 def redrawn(model: nn.Module) -> nn.Module:
     """Weights of unit gain, and biases and norm scales off 0 and 1: else a doubled bias would hardly show."""
     generator = torch.Generator().manual_seed(1)
