@@ -38,7 +38,7 @@ def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
     copy, nodes, own = fx.Graph(), {}, {}
     for place, node in enumerate(graph.nodes):
         nodes[node] = copied = copy.node_copy(node, nodes.__getitem__)
-        if getattr(node.target, "__module__", "").startswith(PACKAGE):
+        if (getattr(node.target, "__module__", None) or "").startswith(PACKAGE):
             own[place], copied.target = node.target, FOREIGN
     options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
     with _quiet():
