@@ -20,6 +20,9 @@ with contextlib.suppress(ImportError):  # a torch without it
 # What the exporter notes for its own use, with references to what stays in its process.
 DROPPED = {"from_node", "source_fn_stack", "fwd_source_fn_stack", "original_aten", "tensor_meta", "eager_input_vals"}
 
+# Torch's pickler takes calls of its own functions alone: ours go beside the graph, by name, with one of those in place.
+PACKAGE, FOREIGN = "autotp.", torch.clone
+
 
 def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
     """A graph, with other data that may refer to its symbols.
@@ -32,12 +35,14 @@ def packed_graph(graph: fx.Graph, rest: Any) -> bytes:
     """
     if pickler is None or any(node.op == "get_attr" for node in graph.nodes):
         raise LookupError("a graph with modules of its own" if pickler is not None else "this torch packs no graphs")
-    copy, nodes = fx.Graph(), {}
-    for node in graph.nodes:
-        nodes[node] = copy.node_copy(node, nodes.__getitem__)
+    copy, nodes, own = fx.Graph(), {}, {}
+    for place, node in enumerate(graph.nodes):
+        nodes[node] = copied = copy.node_copy(node, nodes.__getitem__)
+        if (getattr(node.target, "__module__", None) or "").startswith(PACKAGE):
+            own[place], copied.target = node.target, FOREIGN
     options = pickler.Options(ops_filter=None, node_metadata_key_filter=lambda name: name not in DROPPED)
     with _quiet():
-        return pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), copy), rest), options)
+        return pickler.GraphPickler.dumps((fx.GraphModule(nn.Module(), copy), own, rest), options)
 
 
 def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
@@ -48,7 +53,9 @@ def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
     """
     state = pickler._UnpickleState(fake_mode())
     with _quiet(), pickler.patch_pytree_map_over_slice(), io.BytesIO(data) as stream:
-        module, rest = _reader(stream, state, device).load()
+        module, own, rest = _reader(stream, state, device).load()
+    for place, node in enumerate(module.graph.nodes):
+        node.target = own.get(place, node.target)
     return module.graph, rest
 
 

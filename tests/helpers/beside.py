@@ -17,7 +17,7 @@ from tests.helpers.trained import model_of
 EXACT = 1e-10  # of gradients in float64
 
 
-def pair(group: Any, name: str = "gpt2", change: Callable[[Any], Any] = lambda m: m) -> tuple[Any, Any, dict]:
+def pair(group: Any, name: str = "gpt2-short", change: Callable[[Any], Any] = lambda m: m) -> tuple[Any, Any, dict]:
     """A model in float64, itself and sharded, and its inputs."""
     model: Any = model_of(name, torch.float64)
     change(model)

@@ -55,6 +55,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5 | START),
     "llama-uneven": ("LlamaForCausalLM", DECODER | {"vocab_size": 257, "intermediate_size": 129}),
     "llama-cache": ("LlamaForCausalLM", DECODER | {"use_cache": True}),
+    "gpt2-short": ("GPT2LMHeadModel", GPT | {"n_layer": 1}),
     "llama-short": ("LlamaForCausalLM", DECODER | {"num_hidden_layers": 1}),
     "t5-short": ("T5ForConditionalGeneration", T5 | START | {"num_layers": 1}),  # a plan of t5 for two ranks takes 5 s
 }
@@ -71,6 +72,12 @@ def transformer(name: str, **changed: Any) -> nn.Module:
             setattr(config, key, 0.0)
     torch.manual_seed(0)
     return redrawn(model_class._from_config(config).eval())
+
+
+def short(name: str) -> nn.Module:
+    """The same of one layer."""
+    depth = "n_layer" if "n_layer" in FAMILIES[name][1] else "num_hidden_layers"
+    return transformer(name, **{depth: 1})
 
 
 def redrawn(model: nn.Module) -> nn.Module:

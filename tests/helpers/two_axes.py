@@ -8,11 +8,11 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.helpers.models import inputs_of, redrawn, transformer
+from tests.helpers.models import inputs_of, redrawn, short
 
 DP, TP = 2, 2
 ESM = {
-    "vocab_size": 33, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128,
+    "vocab_size": 33, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 128,
     "position_embedding_type": "rotary", "token_dropout": False, "pad_token_id": 1, "mask_token_id": 32,
     "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
@@ -43,7 +43,7 @@ def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         torch.manual_seed(0)
         made = transformers.EsmForMaskedLM(transformers.EsmConfig(**ESM)).eval()
         return redrawn(made).double(), {"input_ids": torch.randint(4, 30, (4, 12))}
-    model = transformer(name).double()
+    model = short(name).double()
     inputs = inputs_of(model, 4)
     labels = inputs["input_ids"].clone()
     labels[0, :5] = IGNORED  # so that the slices do not count the same number of tokens

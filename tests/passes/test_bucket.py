@@ -66,7 +66,7 @@ def test_queries_keys_and_values_share_one_conversion(name, sequence, mark):
     assert len(read) == 3 and len(set(read)) == 1 and read[0] in found, products
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2", "t5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2", pytest.param("t5-short", id="t5")])
 @pytest.mark.parametrize("sequence", [False, True])
 def test_no_conversion_is_dead_or_made_twice(name, sequence):
     model: Any = transformer(name)

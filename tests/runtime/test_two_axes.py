@@ -15,6 +15,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import autotp
+from autotp.capture.packing import pack, unpack
+from autotp.comm import conversions
+from autotp.driver.options import CaptureRequest
 from autotp.driver.pipeline import capture_model
 from autotp.errors import InputError, PlanError, StateError
 from autotp.passes.shard import batch_axis
@@ -171,6 +174,14 @@ def test_a_plan_over_two_axes_prices_both():
     assert plan.placements == alone.placements and alone.batch.size == 1
     assert "2 x 2 ranks (dp x tp)" in plan.report() and "over dp=2" in plan.report() and "over dp" not in alone.report()
     assert autotp.Plan.from_json(split.to_json()).batch == split.batch
+
+
+def test_the_program_over_dp_is_sent_to_the_other_ranks():
+    model, whole = model_of("bert")
+    given = autotp.Inputs(**whole), torch.device("cpu"), False, CaptureRequest(dp=DP)
+    program = capture_model(model, *given)[0]
+    assert any(node.target in conversions.FUNCTIONS.values() for node in program.graph.nodes)
+    assert unpack(pack(program), torch.device("cpu")).digest() == program.digest()
 
 
 def test_esm2_15b_over_eight_ranks():

@@ -176,7 +176,8 @@ def test_adapters_of_fused_and_transposed_weights(name, targets):
 def test_adapters_follow_a_fused_weight_where_that_is_split():
     """In a tiny model the whole adapter is cheaper than what splitting sends; this one is as wide as GPT-2's."""
     peft = pytest.importorskip("peft")
-    config = transformers.GPT2Config(n_embd=768, n_head=12, n_layer=1, use_cache=False, attn_pdrop=0.0, resid_pdrop=0.0)
+    shape: dict[str, Any] = {"n_embd": 768, "n_head": 12, "n_layer": 1, "vocab_size": 64}
+    config = transformers.GPT2Config(**shape, use_cache=False, attn_pdrop=0.0, resid_pdrop=0.0)
     with torch.device("meta"), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         adapters = peft.LoraConfig(r=8, target_modules=["c_attn"], fan_in_fan_out=True)
