@@ -34,7 +34,8 @@ from .shared_solutions import shared_solutions
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 CODE = (type, FunctionType, BuiltinFunctionType)
 HELD = {"_parameters", "_buffers", "_modules"}
-LABELS = {"_name_or_path", "architectures", "transformers_version", "_original_object_hash"}  # of a config: who wrote it
+# Of a config: where it was read, who wrote it, and a hash that every process salts anew.
+LABELS = {"_name_or_path", "architectures", "transformers_version", "_original_object_hash"}
 MARKS = {"_is_hf_initialized", "name_or_path"}  # of a module, by who loaded it
 MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
 MAKERS += (pipeline.__name__, schedule.__name__)
