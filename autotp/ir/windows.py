@@ -19,7 +19,7 @@ Segments = Sequence[tuple[int, ...]]  # (count, unit) each, and True where the l
 
 
 def least(a: Size, b: Size) -> Size:
-    """`torch.sym_min`, which takes ten times as long for two ints; most sizes are."""
+    """`torch.sym_min`, which takes five times as long for two ints, as most sizes are."""
     return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
