@@ -85,8 +85,7 @@ class Attempt:
                 unvalidated(),
                 compat.flex_as_products(),
             )
-            quick = compat.uncached_shapes(), compat.uncompiled_graphs(), compat.unread_lines()
-            for context in (compat.quiet_export(), *quick, _silent(), _unmoved(), *recorded):
+            for context in (compat.quiet_export(), compat.quick_export(), _silent(), _unmoved(), *recorded):
                 stack.enter_context(context)
             stack.enter_context(torch.enable_grad())  # else the model's own no_grad regions would not be seen
             # Torch takes a size of 1 for a constant: a cache of one token would never grow.

@@ -14,10 +14,7 @@ from .export import (
     recorded_inference,
     recorded_regions,
     sizes_of_one,
-    uncached_shapes,
-    uncompiled_graphs,
     undecided,
-    unread_lines,
     vmapped,
 )
 from .fake import (
@@ -75,6 +72,7 @@ from .running import (
     without_modes,
     without_saved_hooks,
 )
+from .shortcuts import quick_export
 from .trees import (
     TreeSpec,
     children,
@@ -98,10 +96,9 @@ __all__ = [
     "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "hooks_all_modules",
     "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of", "mode_of", "module_stack",
     "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named", "overload_of", "packed_graph",
-    "part_of", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference", "recorded_regions",
-    "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size", "symmetric_room",
-    "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map", "tree_map_only",
-    "tree_unflatten", "uncached_shapes", "uncompiled_graphs", "undecided", "unpacked_graph", "unread_lines",
-    "use_symmetric_memory", "vmapped", "without_modes", "without_saved_hooks", "without_torch_functions",
-    "wraps_tensors",
+    "part_of", "quick_export", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
+    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
+    "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map",
+    "tree_map_only", "tree_unflatten", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped",
+    "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

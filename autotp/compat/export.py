@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -13,18 +12,15 @@ from unittest import mock
 import sympy
 import torch
 from torch import fx
-from torch._dynamo import config as dynamo
 from torch._export.passes import replace_set_grad_with_hop_pass
 from torch._logging import structured
 from torch._logging._internal import LazyTraceHandler
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export import _trace
-from torch.fx import _lazy_graph_module
 from torch.fx.experimental import _config as symbolic_config
 from torch.fx.experimental import sym_node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, free_unbacked_symbols
-from torch.utils import _traceback
 from torch.utils import checkpoint as checkpointing
 
 from .fake import shape_env
@@ -74,30 +70,6 @@ def quiet_export() -> Iterator[None]:
     finally:
         for x, level in zip(loggers, levels, strict=True):
             x.setLevel(level)
-
-
-def uncached_shapes() -> contextlib.AbstractContextManager[Any]:
-    """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
-    return dynamo.patch(fake_tensor_cache_enabled=False)
-
-
-def uncompiled_graphs() -> contextlib.AbstractContextManager[Any]:
-    """Within this context a module that torch makes of a graph gets Python code when it is called: of some thirty that
-    an export makes and throws away hardly any is."""
-    return _lazy_graph_module._use_lazy_graph_module(True)
-
-
-def unread_lines() -> contextlib.AbstractContextManager[Any]:
-    """Within this context the source lines of a stack are read when they are shown: a trace takes the stack of every
-    node, and shows of its frames the few from the first forward on."""
-
-    def stack(frames: list[dict[str, Any]], skip: int) -> traceback.StackSummary:
-        summary = traceback.StackSummary()
-        for f in reversed(frames[skip:]):
-            summary.append(traceback.FrameSummary(f["filename"], f["line"], f["name"], lookup_line=False))
-        return summary
-
-    return mock.patch.object(_traceback, "_extract_symbolized_tb", stack)
 
 
 def module_stack() -> dict[str, tuple[str, Any]] | None:

@@ -1,0 +1,93 @@
+"""What torch does at every node of an export that nothing of ours reads, or does again each time: left out, or kept."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+from unittest import mock
+
+from torch._dynamo import config as dynamo
+from torch.fx import _lazy_graph_module, proxy
+from torch.fx.experimental import proxy_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.sym_node import SymNode
+
+ON_TWO_SIZES = ("_eq", "_ne", "_ge", "_gt", "_le", "_lt", "_and_", "_or_", "_mul", "_sym_max")
+
+
+class Frame(NamedTuple):
+    """A frame of a stack, as `traceback.StackSummary.from_list` takes it."""
+
+    filename: str
+    lineno: int
+    name: str
+    line: str | None
+
+
+@contextlib.contextmanager
+def quick_export() -> Iterator[None]:
+    """Within this context an export takes fewer seconds and gives the same graph."""
+    with contextlib.ExitStack() as stack:
+        for context in (uncached_shapes, uncompiled_graphs, unread_lines, unlisted_strides, computed_once):
+            stack.enter_context(context())
+        yield
+
+
+def uncached_shapes() -> contextlib.AbstractContextManager[Any]:
+    """Without torch's cache of shape functions: with symbolic sizes an entry costs more than it saves in one trace."""
+    return dynamo.patch(fake_tensor_cache_enabled=False)
+
+
+def uncompiled_graphs() -> contextlib.AbstractContextManager[Any]:
+    """Within this context a module that torch makes of a graph gets Python code when it is called: of some thirty that
+    an export makes and throws away hardly any is."""
+    return _lazy_graph_module._use_lazy_graph_module(True)
+
+
+def unread_lines() -> contextlib.AbstractContextManager[Any]:
+    """Within this context a node's stack is of Python's own frames, whose source lines are read when they are shown: a
+    trace takes the stack of every node, and shows of its frames the few from the first forward on."""
+
+    def summary() -> list[Frame]:
+        frames, frame = [], sys._getframe(1)
+        while frame is not None:
+            frames.append(Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None))
+            frame = frame.f_back
+        return frames[::-1]
+
+    return mock.patch.object(
+        proxy, "CapturedTraceback", SimpleNamespace(extract=lambda: SimpleNamespace(summary=summary))
+    )
+
+
+def unlisted_strides() -> contextlib.AbstractContextManager[Any]:
+    """Without `tensor_meta` beside the value of a node: whether its symbolic strides are those of one memory format or
+    another takes more comparisons of sizes than the operator itself."""
+    return mock.patch.object(proxy_tensor, "_extract_tensor_metadata", lambda value: None)
+
+
+@contextlib.contextmanager
+def computed_once() -> Iterator[None]:
+    """Within this context a product or a comparison of two sizes is worked out once while nothing is learned about
+    any: shape functions ask for every operator's whether they are 1, and the same as their neighbours'."""
+    results: dict[Any, Any] = {}
+
+    def once(name: str, own: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+        def compute(self: Any, other: Any) -> Any:
+            if get_proxy_mode() or self.fx_node is not None:  # it is recorded
+                return own(self, other)
+            env = self.shape_env  # which an entry keeps alive
+            key = name, id(env), env._version_counter, self._expr, other._expr, self.pytype, other.pytype
+            if key not in results:
+                results[key] = own(self, other)
+            return results[key]
+
+        return compute
+
+    with contextlib.ExitStack() as stack:
+        for name in ON_TWO_SIZES:
+            stack.enter_context(mock.patch.object(SymNode, name, once(name, vars(SymNode)[name])))
+        yield
