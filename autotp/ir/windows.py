@@ -14,7 +14,13 @@ from torch import Tensor
 
 from autotp.errors import PlanError
 
+Size = Any  # int or torch.SymInt
 Segments = Sequence[tuple[int, ...]]  # (count, unit) each, and True where the last rank owns the first chunk
+
+
+def least(a: Size, b: Size) -> Size:
+    """`torch.sym_min`, which takes five times as long for two ints, as most sizes are."""
+    return min(a, b) if type(a) is type(b) is int else torch.sym_min(a, b)
 
 
 def lengths(segments: Segments) -> list[int]:
@@ -27,8 +33,8 @@ def shares(segments: Segments, rank: int, tp: int) -> list[tuple[Any, Any]]:
     out = []
     for count, unit, *back in segments:
         step = (count + tp - 1) // tp
-        start = torch.sym_min((tp - 1 - rank if back else rank) * step, count)
-        out.append((start * unit, torch.sym_min(step, count - start) * unit))
+        start = least((tp - 1 - rank if back else rank) * step, count)
+        out.append((start * unit, least(step, count - start) * unit))
     return out
 
 
@@ -76,11 +82,13 @@ def window(x: Tensor, dim: int, repeat: int, have: Sequence[int], want: Sequence
     x = x if repeat == 1 else x.unflatten(dim, (repeat, sum(have)))
     pieces, at = [], 0
     for n, (start, length) in zip(have, want, strict=True):
-        before: Any = torch.sym_max(-start, 0)
-        first: Any = torch.sym_max(start, 0)
-        inside: Any = torch.sym_min(start + length, n) - first
-        zeros = (_zeros(x, axis, before), _zeros(x, axis, length - before - inside))
-        pieces += [zeros[0], x.narrow(axis, at + first, inside), zeros[1]]
+        before = -least(start, 0)
+        first = start + before
+        inside = least(start + length, n) - first
+        after = length - before - inside
+        pieces += [_zeros(x, axis, before)] if before != 0 else []
+        pieces += [x.narrow(axis, at + first, inside)]
+        pieces += [_zeros(x, axis, after)] if after != 0 else []
         at += n
     out = join([p for p in pieces if p.shape[axis] != 0] or pieces[:1], axis)
     return out if repeat == 1 else out.flatten(dim, dim + 1)

@@ -23,7 +23,7 @@ TOLERANCE = 1e-10  # in float64
 RuleOf = Callable[[Op], Rule | None]
 
 
-@dataclass
+@dataclass(eq=False)  # tensors are not compared; each call is itself
 class Case:
     """One call of an operator: its arguments, with tensors where they are tensors."""
 
@@ -48,6 +48,7 @@ class Case:
 class RuleProgram:
     """The call as a captured graph of one operator, with its operands."""
 
+    case: Case
     planned: Planned
     node: fx.Node
     op: Op
@@ -94,7 +95,7 @@ def program(case: Case, rule: RuleOf = rule_of) -> RuleProgram:
     op = Op.of(node)
     own_rule = rule(op)
     planned = Planned(captured, 1, {}, {node: op}, {node: own_rule}, {}, differentiable(captured))
-    return RuleProgram(planned, node, op, own_rule, operands)
+    return RuleProgram(case, planned, node, op, own_rule, operands)
 
 
 def loops_to_try(factor: Factor, tp: int) -> Iterator[Partition]:

@@ -19,7 +19,7 @@ from autotp.rules.notation import letters, notation
 from autotp.rules.register import _names, _targets
 
 from .case import Case, RuleProgram, choices, program, required
-from .rule import prove
+from .rule import prove_program
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ def prove_rule(op: Any, *args: Any, tp: int = 2, **kwargs: Any) -> Proof:
         call = program(case)
     rule = call.rule or Rule()
     every = required(call) | {("factor", i) for i in range(len(rule.factors))}
-    texts = _missed_text(call, every - prove(case, tp))
+    texts = _missed_text(call, every - prove_program(call, tp))
     return Proof(short_name(target), notation(call.op, rule), tp, len(choices(call, tp)), gradients, texts)
 
 

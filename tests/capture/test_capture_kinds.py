@@ -36,7 +36,7 @@ class Nested(Net):
         Inputs(X.clone().requires_grad_()),
     ],
 )
-def test_inputs_and_outputs_of_every_kind(inputs):
+def test_inputs_and_outputs_of_every_kind(inputs, captured_once):
     model, sharded = Nested(), autotp.compile(Nested(), 1, example_inputs=inputs)
     found, wanted = sharded(*inputs.args, **inputs.kwargs), model(*inputs.args, **inputs.kwargs)
     assert torch.equal(found["y"], wanted["y"]) and torch.equal(found["parts"][0], wanted["parts"][0])
@@ -68,7 +68,7 @@ class Records(Net):
         return Answer(self.up(x), [Inner(x * 2)])
 
 
-def test_plain_dataclasses_as_outputs():
+def test_plain_dataclasses_as_outputs(captured_once):
     model = Records()
     found, wanted = autotp.compile(model, 1, example_inputs=X)(X), model(X)
     assert type(found) is Answer and type(found.more[0]) is Inner and found.more[0].absent is None

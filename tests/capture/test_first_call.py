@@ -56,7 +56,7 @@ def layers(table: Table) -> nn.Module:
     return nn.Sequential(Layer(table), Layer(table))
 
 
-def test_a_table_of_the_first_call_that_layers_share():
+def test_a_table_of_the_first_call_that_layers_share(captured_once):
     model = layers(Table())
     assert autotp.verify(model, 2, X).capture_error == 0
     sharded: Any = autotp.compile(model, 1, example_inputs=X)
@@ -83,7 +83,7 @@ class Attends(nn.Module):
         return self.out(y.transpose(1, 2).flatten(-2))
 
 
-def test_a_flag_that_is_a_condition_on_a_size():
+def test_a_flag_that_is_a_condition_on_a_size(captured_once):
     model = Attends()
     report = autotp.verify(model, 2, X)
     assert report and report.capture_error == 0 and report.plan is not None

@@ -36,7 +36,7 @@ def equal_to(model: Any, sharded: Any) -> None:
 
 
 @pytest.mark.parametrize("check", [None, False])
-def test_the_usual_ones_keep_their_backward_and_are_split(check):
+def test_the_usual_ones_keep_their_backward_and_are_split(check, captured_once):
     model = f.usual()
     sharded: Any = autotp.compile(model, 1, example_inputs=X, check_capture=check)
     equal_to(model, sharded)

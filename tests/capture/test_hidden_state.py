@@ -68,6 +68,7 @@ def test_states_outside_of_the_cache_are_named():
         intermediate_size=32, num_attention_heads=2, lru_width=16, attention_window_size=8,
     )  # fmt: skip
     model = RecurrentGemmaForCausalLM(config).eval()
-    sharded, ids = autotp.compile(model, 1), torch.tensor([[3, 4, 5, 6]])
+    ids = torch.tensor([[3, 4, 5, 6]])
+    sharded = autotp.compile(model, 1, example_inputs={"input_ids": ids})
     with pytest.raises(CaptureError, match=r"conv1d_state.*use_cache=False"):
         sharded.generate(ids, max_new_tokens=3, do_sample=False)

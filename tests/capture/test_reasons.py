@@ -101,7 +101,7 @@ class Causal(Net):
         return F.scaled_dot_product_attention(q, q, q, is_causal=True, dropout_p=0.5 if self.training else 0.0)
 
 
-def test_causal_attention_drops_weights_at_every_length():
+def test_causal_attention_drops_weights_at_every_length(captured_once):
     sharded: Any = autotp.compile(Causal(), 1, example_inputs=X)
     for length in (6, 3):
         y = sharded(X[:, :length])

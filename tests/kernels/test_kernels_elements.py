@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -19,9 +20,8 @@ from autotp.passes.optimise.kernels import rotary as patterns
 from autotp.proof.simulate import reference
 from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
-from tests.helpers.processes.interpreter import Interpreter, interpreter
+from tests.helpers.processes.interpreter import Interpreter
 
-__all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
 # A rounding of the largest value; Triton's interpreter rounds to bfloat16 towards zero.
 
@@ -55,7 +55,7 @@ def rotated(
     x, cos, sin = (v.to(device) for v in operands(name, dtype, tables))
     exact = x.double().requires_grad_()
     wanted = rotary.rotary(exact, cos.double(), sin.double(), interleaved)
-    with patch.object(rotary, "TILE", 8):
+    with patch.object(rotary, "TILE", 16):
         found = rotary._launch(x, cos, sin, other)
         grad = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).to(found.dtype).to(device)
         back = rotary._launch_backward(grad, cos, sin, other, dtype)
@@ -187,23 +187,37 @@ def drawn(
     dtype: torch.dtype, name: str, p: float, wrong: bool = False, device: str = "cpu"
 ) -> tuple[bool, bool, float]:
     """By Triton against the operators in PyTorch: equal masks, equal numbers, and how far what is kept is."""
-    size, whole, dim, at = PLACES[name]
-    seed = torch.tensor(SEED, device=device)
-    place = None if at is None else torch.tensor(at, dtype=torch.int64, device=device)
+    size, whole, dim, _ = PLACES[name]
+    seed, place, there = placed(name, wrong, device)
     x = torch.randn([*size, 2], generator=torch.Generator().manual_seed(0)).to(dtype).to(device)[..., 0]
     x = x + x.sign()
-    there = place + 1 if wrong and place is not None else place
-    with patch.object(dropout, "TILE", 4):
+    with patch.object(dropout, "TILE", 16):
         found = dropout._launch_dropout(x, seed, there, dim, whole, p)
-        numbers = dropout._launch_uniform(size, seed, there, dim, whole, dtype)
     wanted = counter_dropout(x, seed, place, dim, whole, p)
-    uniform = counter_uniform(size, seed, place, dim, whole, dtype)
     assert device != "cpu" or torch.empty(2).isnan().all()
-    assert found.dtype == numbers.dtype == dtype
+    assert found.dtype == dtype
     far = differ(found, wanted.double()) if wanted.any() else float(found.abs().sum())
-    near = 2**-8 if dtype == torch.bfloat16 else 0
-    equal = bool((numbers - uniform).abs().le(near).all())
-    return torch.equal(found == 0, wanted == 0), equal, far
+    return torch.equal(found == 0, wanted == 0), numbered(dtype, name, wrong, device), far
+
+
+def placed(name: str, wrong: bool, device: str) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """The seed, where the elements are, and where Triton is told that they are."""
+    at = PLACES[name][3]
+    place = None if at is None else torch.tensor(at, dtype=torch.int64, device=device)
+    there = place + 1 if wrong and place is not None else place
+    return torch.tensor(SEED, device=device), place, there
+
+
+@cache
+def numbered(dtype: torch.dtype, name: str, wrong: bool, device: str) -> bool:
+    """Whether Triton draws the same numbers; whatever is dropped of them later."""
+    size, whole, dim, _ = PLACES[name]
+    seed, place, there = placed(name, wrong, device)
+    with patch.object(dropout, "TILE", 16):
+        numbers = dropout._launch_uniform(size, seed, there, dim, whole, dtype)
+    uniform = counter_uniform(size, seed, place, dim, whole, dtype)
+    assert numbers.dtype == dtype
+    return bool((numbers - uniform).abs().le(2**-8 if dtype == torch.bfloat16 else 0).all())
 
 
 # 3/2^24 is a number that may be drawn, and float32 does not hold 1/3 or 0.1.

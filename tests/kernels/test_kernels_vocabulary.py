@@ -23,9 +23,8 @@ from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.heads import COLUMNS, Head, captured, values
 from tests.helpers.models import inputs_of, transformer
-from tests.helpers.processes.interpreter import Interpreter, interpreter
+from tests.helpers.processes.interpreter import Interpreter
 
-__all__ = ["interpreter"]
 OPS: Any = torch.ops.autotp
 CLASSES, IGNORED = 21, -100
 TARGET = [0, 20, -1, 7, 21, 3, IGNORED]  # two that others hold, one to be ignored

@@ -21,11 +21,11 @@ import torch
 from autotp import compat
 from autotp.ir.graph import short_name
 from autotp.ir.op import Rule
-from autotp.proof.case import Case, RuleProgram, choices, program, required
-from autotp.proof.rule import prove
+from autotp.proof.case import Case, RuleProgram, choices, required
+from autotp.proof.rule import prove_program
 from autotp.rules.core import function_of, overloads
 from autotp.rules.notation import letters, linear, notation
-from tests.rules.cases import CASES
+from tests.rules.cases import CASES, program_of
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE, MODELS = ROOT / "docs/rules.md", ROOT / "benchmarks/models.json"
@@ -100,7 +100,7 @@ def widest(op: Operator, programs: dict[int, RuleProgram]) -> RuleProgram:
 
 def tables() -> dict[str, list[Row]]:
     """The rows of each file of rules."""
-    programs = {id(c): program(c) for c in CASES}
+    programs = {id(c): program_of(c) for c in CASES}
     rows: dict[str, dict[tuple[Any, ...], Row]] = defaultdict(dict)
     for op in sorted(operators(), key=lambda x: x.name):
         p = widest(op, programs)
@@ -124,8 +124,8 @@ def proved() -> int:
     """
     count = 0
     for case in CASES:
-        exercised = set[Any]().union(*(prove(case, tp) for tp in RANKS))
-        p = program(case)
+        p = program_of(case)
+        exercised = set[Any]().union(*(prove_program(p, tp) for tp in RANKS))
         if required(p) - exercised:
             sys.exit(f"{case}: never exercised: {required(p) - exercised}")
         count += sum(len(choices(p, tp)) for tp in RANKS)

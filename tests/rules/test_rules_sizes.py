@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import sympy
@@ -129,12 +130,19 @@ def check(model: Symbolic, captured: Capture, sharded: Sharded, tp: int, x: Tens
             torch.testing.assert_close(part.grad, wanted[leaf.name], rtol=1e-10, atol=1e-10)
 
 
-def proved(function: Callable[[Tensor, Tensor], Tensor], tp: int) -> int:
-    """Check every plan of a module; how many of them split a symbolic dimension."""
-    model = Symbolic(function)
+@cache
+def symbolic(name: str) -> tuple[Symbolic, Capture]:
+    """A module and its program, of which plans are made for any number of ranks."""
+    model = Symbolic(SYMBOLIC[name])
     captured = capture(skeleton(model, "cpu"), Inputs(torch.randn(4, 6, WIDTH, dtype=torch.float64)))
     run_passes(captured, CANONICAL)
     assert len(captured.symbols) == 2
+    return model, captured
+
+
+def proved(name: str, tp: int) -> int:
+    """Check every plan of a module; how many of them split a symbolic dimension."""
+    model, captured = symbolic(name)
     builder = Builder(captured, tp, Cluster.preset("local"))
     builder.prices.weights.clear()  # one operator is split at a time: what is made of a weight has to be gathered here
     found = plans(builder)
@@ -148,7 +156,7 @@ def proved(function: Callable[[Tensor, Tensor], Tensor], tp: int) -> int:
 @pytest.mark.parametrize("tp", (2, 3))
 @pytest.mark.parametrize("name", SYMBOLIC)
 def test_every_choice_is_right_for_other_sizes_than_captured(name, tp):
-    assert proved(SYMBOLIC[name], tp)
+    assert proved(name, tp)
 
 
 @pytest.mark.parametrize("name", ["expand", "heads by -1"])
@@ -157,7 +165,7 @@ def test_whole_sizes_in_a_shard_are_noticed(name, monkeypatch):
         right = RULES[target]
         monkeypatch.setitem(RULES, target, lambda op, right=right: replace(right(op), localise=None))
     with pytest.raises(simulate.StepError):
-        proved(SYMBOLIC[name], 2)
+        proved(name, 2)
 
 
 def test_a_loop_of_several_dimensions_is_in_none_of_them():

@@ -6,13 +6,12 @@ The interpreter of Triton 3.6 needs numpy before 2.4: it makes an int of an arra
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
-import pytest
 import torch
 
 
@@ -37,12 +36,3 @@ class Interpreter:
 
     def close(self) -> None:
         self._pool.shutdown()
-
-
-@pytest.fixture(scope="module")
-def interpreter() -> Iterator[Interpreter]:
-    """The process; a test module imports this fixture and uses it."""
-    pytest.importorskip("triton")
-    started = Interpreter()
-    yield started
-    started.close()
