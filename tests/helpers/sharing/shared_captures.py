@@ -34,6 +34,8 @@ from .shared_solutions import shared_solutions
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, Enum, slice)
 CODE = (type, FunctionType, BuiltinFunctionType)
 HELD = {"_parameters", "_buffers", "_modules"}
+LABELS = {"_name_or_path", "architectures", "transformers_version"}  # of a config: where it was read, and who wrote it
+MARKS = {"_is_hf_initialized", "name_or_path"}  # of a module, by who loaded it
 MAKERS = ("autotp.capture.", "autotp.passes.canonicalise.", "autotp.passes.decompose.", "autotp.passes.shard.batch")
 MAKERS += (pipeline.__name__, schedule.__name__)
 PATCHES = Patches(MAKERS)
@@ -136,7 +138,7 @@ def _attributes(module: nn.Module) -> Any:
     hooks = [k for k, v in vars(module).items() if k.endswith("hooks") and "state_dict" not in k and v]
     if hooks:
         raise _Unlike(hooks)
-    return told({k: v for k, v in vars(module).items() if k not in HELD and not k.endswith("hooks")})
+    return told({k: v for k, v in vars(module).items() if k not in HELD | MARKS and not k.endswith("hooks")})
 
 
 def told(x: Any) -> Any:
@@ -157,8 +159,8 @@ def told(x: Any) -> Any:
         return type(x), tuple(map(told, x))
     if isinstance(x, set | frozenset):
         return type(x), frozenset(map(told, x))
-    if hasattr(x, "to_dict"):  # a config of transformers; the folder that it was read from is no part of it
-        return type(x), told({k: v for k, v in vars(x).items() if k != "_name_or_path"})
+    if hasattr(x, "to_dict"):  # a config of transformers
+        return type(x), told({k: v for k, v in vars(x).items() if k not in LABELS})
     raise _Unlike(x)
 
 
