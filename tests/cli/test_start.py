@@ -1,4 +1,4 @@
-"""What commands import: help and a saved plan need no torch, and `doctor` needs torch and nothing that takes as long."""
+"""What commands import: help and a saved plan need no torch, `doctor` needs torch and nothing that takes as long."""
 
 from __future__ import annotations
 

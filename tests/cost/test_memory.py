@@ -207,8 +207,8 @@ SEEDS = 3 * 8  # what dropout by counters keeps instead of three masks
 
 @cache
 def kept_per_layer(tp: int, sequence: bool | None = None, dropped: float = 0.0, random: str = "counter") -> float:
-    """Bytes that a layer adds in a stack between products: three less two. Of the fastest plan, which is the paper's: at
-    tp=2 one within the band sends less and keeps more."""
+    """Bytes that a layer adds in a stack between products: three less two. Of the fastest plan, which is the paper's:
+    at tp=2 one within the band sends less and keeps more."""
     kept = []
     given = {"sequence_parallel": sequence, "random": random, "band": 0.0}
     for depth in (2, 3):
