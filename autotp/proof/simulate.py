@@ -262,14 +262,14 @@ def promoted(*graphs: fx.Graph) -> Iterator[None]:
     """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
     nodes = [n for g in graphs for n in g.nodes]
     narrow = {str(target) for target in NARROW}
-    called = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
+    operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
     saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n.args) or _has_dtype(n.kwargs)]
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
     torch.set_default_dtype(torch.float64)
     try:
-        with nullcontext() if narrow.isdisjoint(map(str, called)) else _InFloat64():
+        with nullcontext() if narrow.isdisjoint(map(str, operators)) else _InFloat64():
             yield
     finally:
         torch.set_default_dtype(default)
