@@ -210,6 +210,13 @@ def _wide(x: Any) -> Any:
     return torch.float64 if x.is_floating_point else WIDE.get(x, x)
 
 
+def _has_dtype(x: Any) -> bool:
+    """Whether a dtype stands in a node's arguments, at any depth."""
+    if isinstance(x, list | tuple):
+        return any(map(_has_dtype, x))
+    return any(map(_has_dtype, x.values())) if isinstance(x, dict) else isinstance(x, torch.dtype)
+
+
 def _grouped_mm(
     x: Tensor, weight: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: Any = None
 ) -> Tensor:
@@ -253,17 +260,16 @@ class _InFloat64(TorchFunctionMode):
 @contextmanager
 def promoted(*graphs: fx.Graph) -> Iterator[None]:
     """Within this context the graphs compute in float64: every floating dtype among their literals is float64."""
-    saved = [(n, n.args, n.kwargs) for g in graphs for n in g.nodes]
+    nodes = [n for g in graphs for n in g.nodes]
     narrow = {str(target) for target in NARROW}
-    literals: set[str] = set()
-    for n, args, _ in saved:
-        literals |= {str(x) for x in (n.target, *args) if not isinstance(x, fx.Node)}
+    operators = {x for n in nodes for x in (n.target, *n.args) if callable(x) or isinstance(x, str)}
+    saved = [(n, n.args, n.kwargs) for n in nodes if _has_dtype(n.args) or _has_dtype(n.kwargs)]
     default = torch.get_default_dtype()
     for node, args, kwargs in saved:
         node.args, node.kwargs = compat.tree_map(_wide, args), compat.tree_map(_wide, kwargs)
     torch.set_default_dtype(torch.float64)
     try:
-        with _InFloat64() if narrow & literals else nullcontext():
+        with nullcontext() if narrow.isdisjoint(map(str, operators)) else _InFloat64():
             yield
     finally:
         torch.set_default_dtype(default)

@@ -5,7 +5,7 @@ Shoeybi et al. 2019 (f, f*) and Korthikanti et al. 2022 (g, g*).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -96,11 +96,12 @@ class GatherOutput(torch.autograd.Function):
         return grad.narrow(dim, rank * own, own).contiguous(), None, None, None, None
 
 
-class Whole:
+class Whole(NamedTuple):
     """The untouched model: one rank, no communication."""
 
-    def __init__(self, rank: int = 0, tp: int = 1, group: str = "") -> None:
-        self.rank, self.tp, self.group = rank, tp, group
+    rank: int = 0
+    tp: int = 1
+    group: str = ""
 
     def enter(self, x: Tensor) -> Tensor:
         """Before column-parallel matrices."""

@@ -41,7 +41,7 @@ def run(tmp_path, monkeypatch) -> Run:
 @pytest.fixture(scope="module")
 def plan(folder) -> Plan:
     """What the library itself plans for the folder."""
-    return autotp.plan(transformers.AutoModelForCausalLM.from_config(_config(folder)), 4, check_capture=False)
+    return autotp.plan(transformers.AutoModelForCausalLM.from_config(_config(folder)), 4)
 
 
 def _config(folder: str) -> Any:

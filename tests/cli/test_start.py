@@ -1,4 +1,4 @@
-"""What commands import: a saved plan is read without torch, and `doctor` needs torch and nothing that takes as long."""
+"""What commands import: help and a saved plan need no torch, `doctor` needs torch and nothing that takes as long."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ print(chr(30) + json.dumps([codes, sorted(set(sys.modules) - before)]))
 """
 
 
-def loaded(*commands: str, first: str = "") -> tuple[list[int], set[str]]:
+def loaded(*commands: str, first: str = "", last: str = "") -> tuple[list[int], set[str]]:
     """Exit codes of commands in a process of their own, and the modules that it has then and not after `first`."""
-    done = subprocess.run([sys.executable, "-c", first + RUN, *commands], capture_output=True, text=True, check=True)
+    code = first + RUN + last
+    done = subprocess.run([sys.executable, "-c", code, *commands], capture_output=True, text=True, check=True)
     codes, modules = json.loads(done.stdout.rpartition(chr(30))[2])
     return codes, set(modules)
 
@@ -33,12 +34,13 @@ def test_a_saved_plan_is_shown_without_torch(tmp_path: Path):
     plan = autotp.plan(nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 8)), 2, example_inputs=torch.ones(4, 8))
     plan.save(file := tmp_path / "plan.json")
     shown = f"plan {file} --full", f"plan {file} --html {tmp_path}/plan.html", f"plan {file} --json"
-    codes, modules = loaded(f"plan {file}", *shown, f"explain {file} 0.weight")
-    assert codes == [0] * 5 and (tmp_path / "plan.html").exists()
+    codes, modules = loaded("--help", f"plan {file}", *shown, f"explain {file} 0.weight")
+    assert codes == [0] * 6 and (tmp_path / "plan.html").exists()
     assert "autotp.plans.plan" in modules and "torch" not in modules
 
 
 def test_doctor_imports_torch_and_nothing_of_its_size():
-    """Beyond `import torch` no part of torch, and of what is built on it only names; each takes seconds."""
-    codes, modules = loaded("doctor", first="import torch")
+    """Beyond `import torch` no part of torch, and of what is built on it only names; each takes seconds. Public names
+    are there all the same."""
+    codes, modules = loaded("doctor", first="import torch", last="import autotp; assert callable(autotp.Inputs)")
     assert codes == [0] and not {name for name in modules if name.partition(".")[0] in HEAVY}

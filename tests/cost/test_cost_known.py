@@ -29,7 +29,7 @@ TOKENS = 8192
 @cache
 def captured(layers: int) -> Capture:
     model = transformer("llama", num_hidden_layers=layers)
-    return capture_model(model, Inputs(**inputs_of(model)), torch.device("cpu"), False)[0]
+    return capture_model(model, Inputs(**inputs_of(model)), torch.device("cpu"))[0]
 
 
 def sent_per_layer(tp: int, sequence: bool) -> float:

@@ -21,7 +21,7 @@ LAYERS, KV_HEADS, WIDTH = 2, DECODER["num_key_value_heads"], HIDDEN // DECODER["
 
 def planned(name: str, tp: int, objective: str = "decode", **changed: Any) -> autotp.Plan:
     model = transformer(name, **changed)
-    return autotp.plan(model, tp, example_inputs=inputs_of(model), objective=objective, check_capture=False)
+    return autotp.plan(model, tp, example_inputs=inputs_of(model), objective=objective)
 
 
 def limit_of(plan: autotp.Plan) -> DecodeLimit:

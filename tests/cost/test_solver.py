@@ -6,6 +6,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 
 import pytest
 
@@ -102,6 +103,13 @@ def assignments(problem: Problem, shared: bool = True) -> Iterator[Assignment]:
             yield Assignment(seconds, parameters, sum(c.budget_bytes * n for c, n in counted))
 
 
+@cache
+def enumerated(seed: int) -> tuple[Problem, list[Assignment]]:
+    """A random problem with its legal assignments."""
+    problem = random_problem(seed)
+    return problem, list(assignments(problem))
+
+
 def best(found: list[Assignment], problem: Problem) -> Assignment:
     """The least seconds within the slack of the least parameters; items with one choice take no part in the slack."""
     fixed = sum(i.choices[0].parameter_bytes * i.count for i in problem.items if len(i.choices) == 1)
@@ -113,8 +121,7 @@ def best(found: list[Assignment], problem: Problem) -> Assignment:
 def test_equal_to_enumeration():
     feasible = 0
     for seed in range(GRAPHS):
-        problem = random_problem(seed)
-        found = list(assignments(problem))
+        problem, found = enumerated(seed)
         if not found:
             with pytest.raises(Infeasible):
                 solve(problem)
@@ -146,8 +153,7 @@ def price(problem: Problem, chosen: tuple[int, ...]) -> float:
 def test_equal_to_enumeration_within_a_budget(part):
     binding = 0
     for seed in range(GRAPHS // 2):
-        problem = random_problem(seed)
-        found = list(assignments(problem))
+        problem, found = enumerated(seed)
         if not found:
             continue
         held = sorted({a.budget_bytes for a in found})
@@ -162,8 +168,7 @@ def test_equal_to_enumeration_within_a_budget(part):
 
 def test_nothing_fits_into_less_than_the_least():
     for seed in range(GRAPHS // 4):
-        problem = random_problem(seed)
-        found = list(assignments(problem))
+        problem, found = enumerated(seed)
         if not found or not (least := min(a.budget_bytes for a in found)):
             continue
         with pytest.raises(PlanError, match=f"no plan fits.*the leanest legal one holds {least:.0f} B") as error:
@@ -178,8 +183,8 @@ def test_a_price_per_consumer_would_be_found_out():
     """The negative control: if every consumer paid for itself, the optimum would be another on many graphs."""
     other = 0
     for seed in range(GRAPHS // 3):
-        problem = random_problem(seed)
-        found, wrong = list(assignments(problem)), list(assignments(problem, shared=False))
+        problem, found = enumerated(seed)
+        wrong = list(assignments(problem, shared=False))
         other += bool(found) and (not wrong or best(wrong, problem).seconds != solve(problem).seconds)
     assert other > 20
 
@@ -188,13 +193,13 @@ def test_counts_matter():
     """Another negative control: with every count 1 the optimum is another on many graphs."""
     other = 0
     for seed in range(GRAPHS // 3):
-        problem = random_problem(seed)
+        problem, found = enumerated(seed)
         single = replace(
             problem,
             items=[replace(i, count=1) for i in problem.items],
             uses=[replace(u, count=1) for u in problem.uses],
         )
-        if next(assignments(problem), None) is not None:
+        if found:
             other += price(problem, solve(single).choices) > solve(problem).seconds
     assert other > 5
 

@@ -56,7 +56,7 @@ def blocks(plan: Plan) -> set[tuple[str, str]]:
 
 
 def of_tokens(model: nn.Module, tp: int = 2, **options: Any) -> Plan:
-    return make_plan(model.eval(), tp, example_inputs=(torch.randn(BATCH, LENGTH, HIDDEN),), **options)
+    return make_plan(model.eval(), tp, example_inputs=(torch.randn(BATCH, LENGTH, HIDDEN).requires_grad_(),), **options)
 
 
 def communicating(sharded: Sharded, planned: Planned) -> int:

@@ -9,7 +9,7 @@ import pytest
 import autotp
 from tests.helpers.models import inputs_of, transformer
 
-HEADS6 = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}
+HEADS6 = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3}
 QWEN_05B = {"hidden_size": 112, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 304}
 BERT12 = {"hidden_size": 96, "num_attention_heads": 12}
 GPT12 = {"n_embd": 96, "n_head": 12}

@@ -124,14 +124,15 @@ def test_comparing_degrees():
 BLOCK = {"hidden_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 16, "vocab_size": 4096}
 SEQUENTIAL = {
     "llama": ("LlamaForCausalLM", BLOCK | {"intermediate_size": 2752, "num_key_value_heads": 8, "use_cache": False}),
-    "gpt2": ("GPT2LMHeadModel", {"use_cache": False}),  # the base models, whose sizes are the defaults
-    "bert": ("BertForMaskedLM", {}),
+    "gpt2": ("GPT2LMHeadModel", {"n_layer": 2, "use_cache": False}),  # the base models' widths are the defaults
+    "bert": ("BertForMaskedLM", {"num_hidden_layers": 2}),
 }
 SPARSE = {"mixtral": ("MixtralForCausalLM", {"num_hidden_layers": 1, "vocab_size": 4096, "use_cache": False})}
+ONE = BLOCK | {"num_hidden_layers": 1, "use_cache": False}
 PARALLEL = {
-    "gpt_neox": ("GPTNeoXForCausalLM", BLOCK | {"intermediate_size": 4096, "use_cache": False}),
-    "gptj": ("GPTJForCausalLM", {"n_embd": 1024, "n_layer": 2, "n_head": 16, "vocab_size": 4096, "use_cache": False}),
-    "falcon": ("FalconForCausalLM", BLOCK | {"parallel_attn": True, "alibi": False, "use_cache": False}),
+    "gpt_neox": ("GPTNeoXForCausalLM", ONE | {"intermediate_size": 4096}),
+    "gptj": ("GPTJForCausalLM", {"n_embd": 1024, "n_layer": 1, "n_head": 16, "vocab_size": 4096, "use_cache": False}),
+    "falcon": ("FalconForCausalLM", ONE | {"parallel_attn": True, "alibi": False}),
 }
 
 

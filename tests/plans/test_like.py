@@ -21,7 +21,7 @@ def direct(name: str, tp: int, layers: int = 2) -> autotp.Plan:
 def made(name: str, tp: int, layers: int = 2, **options: Any) -> autotp.Plan:
     fields = {"gpt2": "n_layer", "t5": "num_layers"}
     model = transformer(name, **{fields.get(name, "num_hidden_layers"): layers})
-    return autotp.plan(model, tp, example_inputs=inputs_of(model), check_capture=False, **options)
+    return autotp.plan(model, tp, example_inputs=inputs_of(model), **options)
 
 
 def saved(plan: autotp.Plan) -> autotp.Plan:

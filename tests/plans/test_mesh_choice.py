@@ -26,7 +26,7 @@ from tests.helpers.models import inputs_of, transformer
 def captured():
     model = transformer("llama")
     inputs = autotp.Inputs(**inputs_of(model))
-    return capture_model(model, inputs, torch.device("cpu"), False)
+    return capture_model(model, inputs, torch.device("cpu"))
 
 
 def chosen(captured, **steering: Any) -> MeshChoice:

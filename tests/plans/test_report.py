@@ -55,7 +55,7 @@ def test_a_block_that_reads_a_weight_in_a_buffer_is_shown():
 
 
 def test_heads_are_counted_of_another_size():
-    text = planned_for("llama", 2, num_attention_heads=4, num_key_value_heads=2).report()
+    text = planned_for("llama-short", 2, num_attention_heads=4, num_key_value_heads=2).report()
     assert "  4 heads, 2 kv heads, 16 wide; per rank 2 heads, 1 kv head\n" in text and "8 heads" not in text
 
 

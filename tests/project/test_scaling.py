@@ -18,7 +18,7 @@ IDS = torch.zeros(2, 32, dtype=torch.long)
 
 def on_meta() -> LlamaForCausalLM:
     config = LlamaConfig(
-        num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
+        num_hidden_layers=1, hidden_size=64, intermediate_size=96, num_attention_heads=4, num_key_value_heads=2,
         vocab_size=128, use_cache=False,
     )  # fmt: skip
     with torch.device("meta"):
