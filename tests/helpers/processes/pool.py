@@ -38,7 +38,7 @@ class WorkerError(RuntimeError):
 
 
 class Pool:
-    """`SIZE` workers and, within them, one group of the first n workers for every n.
+    """As many workers as a call has wanted, `SIZE` at most, and within them one group of the first n for every n.
 
     Where some crash, hang or fail (their groups are then out of step) all are killed, and the next `run` starts new
     ones.
@@ -64,9 +64,9 @@ class Pool:
         Raises:
             WorkerError: `fn` failed, crashed or hung somewhere.
         """
-        if not self._workers or not all(worker.is_alive() for worker in self._workers):
+        if len(self._workers) < world or not all(worker.is_alive() for worker in self._workers):
             self.close()
-            self.start()
+            self.start(world)
         message = pickle.dumps((fn, world, args, sharing_captures()))
         for pipe in self._pipes[:world]:
             pipe.send_bytes(message)
@@ -101,14 +101,14 @@ class Pool:
             self._folder.cleanup()
         self._workers, self._pipes, self._folder = [], [], None
 
-    def start(self) -> None:
-        """Start the workers, and wait until they have their groups."""
+    def start(self, size: int = SIZE) -> None:
+        """Start `size` workers, and wait until they have their groups."""
         context = get_context("forkserver")
         context.set_forkserver_preload(["tests.helpers.processes.preloaded"])
         self._folder = tempfile.TemporaryDirectory()
-        for rank in range(SIZE):
+        for rank in range(size):
             ours, theirs = context.Pipe()
-            worker = context.Process(target=_work, args=(rank, self._folder.name, theirs), daemon=True)
+            worker = context.Process(target=_work, args=(rank, size, self._folder.name, theirs), daemon=True)
             worker.start()
             theirs.close()
             self._workers.append(worker)
@@ -131,17 +131,17 @@ class Pool:
         return answers
 
 
-def _work(rank: int, folder: str, pipe: Connection) -> None:
+def _work(rank: int, size: int, folder: str, pipe: Connection) -> None:
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     faulthandler.enable()  # a worker that dies says where each of its threads was
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # and so does one that hangs
     torch.set_num_threads(1)
     _share_a_device()
-    store = dist.FileStore(str(Path(folder) / "store"), SIZE)  # pyright: ignore[reportPrivateImportUsage]
+    store = dist.FileStore(str(Path(folder) / "store"), size)  # pyright: ignore[reportPrivateImportUsage]
     # A dead rank must never keep the others longer than any test waits.
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=SIZE, timeout=timedelta(seconds=PATIENCE))
-    groups = {world: dist.new_group(list(range(world))) for world in range(1, SIZE + 1)}
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=PATIENCE))
+    groups = {world: dist.new_group(list(range(world))) for world in range(1, size + 1)}
     with contextlib.suppress(EOFError, ConnectionError):  # the session is over
         pipe.send_bytes(b"ready")
         while True:
