@@ -52,7 +52,8 @@ def unpacked_graph(data: bytes, device: torch.device) -> tuple[fx.Graph, Any]:
         data: the bytes. device: stands for every device of its kind, so that a rank's program is on its own.
     """
     state = pickler._UnpickleState(fake_mode())
-    with _quiet(), pickler.patch_pytree_map_over_slice(), io.BytesIO(data) as stream:
+    slices = getattr(pickler, "patch_pytree_map_over_slice", contextlib.nullcontext)  # torch 2.11 has none
+    with _quiet(), slices(), io.BytesIO(data) as stream:
         module, own, rest = _reader(stream, state, device).load()
     for place, node in enumerate(module.graph.nodes):
         node.target = own.get(place, node.target)
