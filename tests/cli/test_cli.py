@@ -257,7 +257,7 @@ def test_verify_says_that_a_model_is_too_large(run, monkeypatch):
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.002))
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.005))
 
 
 def test_calibrate_writes_a_cluster(run, quick):
