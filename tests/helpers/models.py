@@ -55,11 +55,12 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "t5": ("T5ForConditionalGeneration", T5 | START),
     "llama-uneven": ("LlamaForCausalLM", DECODER | {"vocab_size": 257, "intermediate_size": 129}),
     "llama-cache": ("LlamaForCausalLM", DECODER | {"use_cache": True}),
-    "gpt2-short": ("GPT2LMHeadModel", GPT | {"n_layer": 1}),
-    "llama-short": ("LlamaForCausalLM", DECODER | {"num_hidden_layers": 1}),
-    "t5-short": ("T5ForConditionalGeneration", T5 | START | {"num_layers": 1}),  # a plan of t5 for two ranks takes 5 s
 }
 TWELVE = list(FAMILIES)[:12]
+DEPTHS = {"num_hidden_layers", "n_layer", "num_layers"}
+# The same of one layer, by a name of its own.
+SHORT = {name: (kind, fields | dict.fromkeys(DEPTHS & {*fields}, 1)) for name, (kind, fields) in FAMILIES.items()}
+FAMILIES |= {f"{name}-short": family for name, family in SHORT.items()}
 
 
 def transformer(name: str, **changed: Any) -> nn.Module:
@@ -72,12 +73,6 @@ def transformer(name: str, **changed: Any) -> nn.Module:
             setattr(config, key, 0.0)
     torch.manual_seed(0)
     return redrawn(model_class._from_config(config).eval())
-
-
-def short(name: str) -> nn.Module:
-    """The same of one layer."""
-    depth = "n_layer" if "n_layer" in FAMILIES[name][1] else "num_hidden_layers"
-    return transformer(name, **{depth: 1})
 
 
 def redrawn(model: nn.Module) -> nn.Module:

@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.helpers.models import inputs_of, redrawn, short
+from tests.helpers.models import inputs_of, redrawn, transformer
 
 DP, TP = 2, 2
 ESM = {
@@ -43,7 +43,7 @@ def model_of(name: str) -> tuple[nn.Module, dict[str, Tensor]]:
         torch.manual_seed(0)
         made = transformers.EsmForMaskedLM(transformers.EsmConfig(**ESM)).eval()
         return redrawn(made).double(), {"input_ids": torch.randint(4, 30, (4, 12))}
-    model = short(name).double()
+    model = transformer(f"{name}-short").double()
     inputs = inputs_of(model, 4)
     labels = inputs["input_ids"].clone()
     labels[0, :5] = IGNORED  # so that the slices do not count the same number of tokens

@@ -21,7 +21,7 @@ from autotp.passes.decompose import counter_random
 from autotp.passes.decompose.counter_random import CountedRandom, packet, seeds
 from autotp.proof.simulate import reference
 from tests.helpers.compare import difference, gradients_differ, mesh_of
-from tests.helpers.models import inputs_of, redrawn, short
+from tests.helpers.models import inputs_of, redrawn, transformer
 from tests.helpers.wrapped import Wrapper
 
 P = 0.25
@@ -30,7 +30,7 @@ MASK = (1 << 64) - 1
 
 def dropping(name: str, p: float = P) -> Any:
     """A model of one layer in training mode, all of whose dropouts are live."""
-    model: Any = short(name)
+    model: Any = transformer(f"{name}-short")
     for key, value in vars(model.config).items():
         if "drop" in key and isinstance(value, float):
             setattr(model.config, key, p)

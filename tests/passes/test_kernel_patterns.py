@@ -23,7 +23,7 @@ from autotp.passes.optimise import matching
 from autotp.passes.optimise.base import RankProgram, Setting
 from autotp.passes.optimise.kernels import norm, place
 from tests.helpers.compare import difference, gradients_differ, mesh_of
-from tests.helpers.models import inputs_of, redrawn, short, transformer
+from tests.helpers.models import inputs_of, redrawn, transformer
 
 ON, OFF = {"kernels": True}, {"kernels": False}
 CLOSE = 1e-5  # of float32
@@ -299,7 +299,7 @@ def test_modules_are_called_as_before():
     """Blocks' hooks see the same values, and a checkpointed block computes the same again."""
     logs: list[list[Tensor]] = []
     for switches in (OFF, ON):
-        model: Any = short("gpt2").train()
+        model: Any = transformer("gpt2-short").train()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # that another name for it will come
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -320,10 +320,10 @@ def test_modules_are_called_as_before():
 
 def test_half_precision_is_no_worse():
     """Held against the model in float64: what rounds once is closer to it than what rounds after every operator."""
-    exact: Any = short("llama").double()
+    exact: Any = transformer("llama-short").double()
     inputs = inputs_of(exact)
     wanted = exact(**inputs).logits.detach()
-    model: Any = short("llama").bfloat16()
+    model: Any = transformer("llama-short").bfloat16()
     errors = []
     for switches in (OFF, ON):
         found = autotp.compile(model, 1, example_inputs=inputs, optimise=switches)(**inputs).logits.detach()

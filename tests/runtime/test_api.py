@@ -20,7 +20,7 @@ import autotp
 from autotp.errors import CaptureError, InputError, PlanError, RankError, StateError
 from autotp.runtime.lazy import LazyModule
 from tests.helpers.errors import error_of
-from tests.helpers.models import inputs_of, redrawn, short
+from tests.helpers.models import inputs_of, redrawn, transformer
 
 
 class Net(nn.Module):
@@ -73,7 +73,7 @@ def test_example_inputs_of_every_kind(kind):
 
 
 def test_a_transformers_model_brings_its_own_inputs():
-    model = short("llama")
+    model = transformer("llama-short")
     sharded: Any = autotp.compile(model, 1)
     inputs = inputs_of(model)
     assert torch.equal(sharded(**inputs).logits, model(**inputs).logits)
@@ -189,7 +189,7 @@ def test_what_is_refused(what):
 
 
 def test_pins_hold_by_any_name_and_from_the_end():
-    model = short("llama-tied")
+    model = transformer("llama-tied-short")
     plan = autotp.plan(model, 2, pins={"lm_head.weight": Replicate(), "*.down_proj.weight": Shard(-1)})
     assert str(plan.placements["model.embed_tokens.weight"]) == "I"
     assert {str(v) for n, v in plan.placements.items() if "down_proj" in n} == {"S(1)"}

@@ -17,7 +17,7 @@ import autotp
 from autotp.comm import collectives
 from autotp.errors import CompareError, InputError, RankError
 from tests.helpers.compare import mesh_of
-from tests.helpers.models import inputs_of, short
+from tests.helpers.models import inputs_of, transformer
 
 MODES = ("fine", "weight", "values", "gradients", "hook", "stale", "inputs")
 
@@ -208,7 +208,7 @@ def test_buffers_and_inputs_that_are_written(pool):
 
 
 def transformers_step(rank: int, world: int, group: Any, name: str, options: dict[str, Any]) -> list[str]:
-    model: Any = short(name)
+    model: Any = transformer(f"{name}-short")
     inputs = inputs_of(model)
     sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), compare="first", **options)
     sharded(**inputs).logits.float().square().mean().backward()

@@ -19,7 +19,7 @@ from autotp.errors import StateError
 from autotp.runtime import module
 from tests.helpers.compare import difference, gradients_differ
 from tests.helpers.counting import Counting
-from tests.helpers.models import inputs_of, redrawn, short, transformer
+from tests.helpers.models import inputs_of, redrawn, transformer
 
 
 def compiled(model: nn.Module, inputs: Any, **options: Any) -> Any:
@@ -101,7 +101,7 @@ def test_numbers_flags_and_sizes_never_give_another_calls_answer(captures):
 
 
 def test_gradients_of_inputs(captures):
-    model: Any = short("llama")
+    model: Any = transformer("llama-short")
     sharded: Any = compiled(model, {"inputs_embeds": torch.randn(2, 8, 64)})
     x = torch.randn(2, 8, 64)
     assert not captures.called
@@ -139,7 +139,7 @@ def test_modes_dtypes_and_autocast(captures):
 
 
 def test_autocast_means_what_it_means_on_the_original(captures):
-    model = short("llama-bias")
+    model = transformer("llama-bias-short")
     ids = inputs_of(model)["input_ids"]
     sharded: Any = compiled(model, ids)
     for _ in range(2):
