@@ -98,7 +98,7 @@ def transform(values: Sequence[Any]) -> str:
     functorch: Any = vars(torch._C)["_functorch"]
     if functorch.maybe_current_level() is not None:
         return str(functorch.peek_interpreter_stack().key()).rpartition(".")[2]
-    if any(isinstance(x, torch.Tensor) and functorch.is_legacy_batchedtensor(x) for x in values):
+    if any(map(functorch.is_legacy_batchedtensor, [x for x in values if isinstance(x, torch.Tensor)])):
         return "is_grads_batched"
     return "forward-mode differentiation" if torch.autograd.forward_ad._current_level >= 0 else ""
 

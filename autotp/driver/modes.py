@@ -29,11 +29,11 @@ def mode_with(
 ) -> Mode:  # fmt: skip
     """Likewise, of modules whose training flags and parameters are known."""
     dtypes = set(map(DTYPE, parameters))  # mostly one, found fast
-    kinds = [*filter(None, map(_dtypes, modules) if len(dtypes) > 1 else [tuple(dtypes)])]
+    kinds = shortened([*filter(None, map(_dtypes, modules))]) if len(dtypes) > 1 else tuple(dtypes)
     autocast = torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
     grad = grad_mode()
-    trained = list(map(REQUIRES_GRAD, parameters)) if grad == GRAD else []
-    return training, shortened(kinds), grad, shortened(trained), autocast
+    trained = shortened(list(map(REQUIRES_GRAD, parameters))) if grad == GRAD else ()
+    return training, kinds, grad, trained, autocast
 
 
 def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:

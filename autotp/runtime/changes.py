@@ -60,6 +60,7 @@ class AttributeValue:
 
     def __post_init__(self) -> None:
         self.contents = contents(self.value)
+        self.container = isinstance(self.value, CONTAINERS)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeValue:
         """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
@@ -68,9 +69,10 @@ class AttributeValue:
 
     def has_changed(self) -> bool:
         """Whether it is another than when it was last asked."""
-        now = self.value if isinstance(self.value, CONTAINERS) else vars(self.value)
+        # Not by `vars`: a config's own way of giving attributes is slow, and this is asked before every call.
+        now = self.value if self.container else object.__getattribute__(self.value, "__dict__")
         try:
-            same = bool(now == self.contents)  # asked before every call: nothing is copied for it
+            same = bool(now == self.contents)  # nothing is copied for it
         except (RuntimeError, ValueError):  # tensors and arrays in it
             same = True
         if not same:

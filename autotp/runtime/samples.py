@@ -24,12 +24,14 @@ NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 def sampled(flat: Sequence[Any]) -> Sample:
     """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones."""
-    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.device.type == "cpu" and v.numel()]
-    floating = [v for v in tensors if v.is_floating_point()]
-    exact, near = 0, []
+    exact, floating, near = 0, [], []
     try:
-        for v in tensors:
-            if not v.is_floating_point() and not v.is_complex():
+        for v in flat:
+            if type(v) not in (Tensor, nn.Parameter) or not v.is_cpu or not v.numel():
+                continue
+            if v.is_floating_point():
+                floating.append(v)
+            elif not v.is_complex():
                 exact = _summed(v, exact)
         for v in floating[:SAMPLES]:
             near += _spread(v.detach(), SAMPLES // min(len(floating), SAMPLES))

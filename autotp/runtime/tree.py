@@ -212,7 +212,12 @@ class Assembler:
         module = self.parts[owner]
         if isinstance(getattr(module, leaf), DTensor):
             return lambda: compat.local_of(getattr(module, leaf))
-        return lambda: getattr(module, leaf)
+
+        def read() -> Tensor:
+            held = module._buffers.get(leaf)
+            return getattr(module, leaf) if held is None else held
+
+        return read
 
     def _stretches(self, scope: Scope) -> list[Scope]:
         """What a compiled scope consists of: calls that stand by themselves, and what is between them."""

@@ -61,6 +61,7 @@ class Cached:
             StaticCache(config, max_cache_len=length_of(self.prompt)) if static else DynamicCache(config=config)
         )
         module(input_ids=ids[:, : self.prompt], past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.left = [] if static else [(layer.keys, layer.values) for layer in self.cache.layers]
         self.token, self.at, self.longer = ids[:, self.prompt :].contiguous(), torch.tensor([[self.prompt]]), False
 
     def __call__(self) -> Tensor:
@@ -74,8 +75,9 @@ class Cached:
         if self.longer and self.static:
             for layer in self.cache.layers:
                 layer.cumulative_length.fill_(self.prompt)
-        elif self.longer:
-            self.cache.crop(-1)
+        elif self.longer:  # a crop would leave views, which no step of decoding meets
+            for layer, (keys, values) in zip(self.cache.layers, self.left, strict=True):
+                layer.keys, layer.values = keys, values
         self.longer = False
 
 

@@ -107,13 +107,15 @@ class Arguments:
 
     def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
+        # How the module is called, and with what kinds of objects: two classes of caches are read by turns.
+        self._way = (entry, len(args), *kwargs, *map(type, args), *map(type, kwargs.values()))
         self.read()
 
     def read(self) -> None:
         """Read the arguments, again where more is known by now."""
         self.wrong, self.lengths = "", {}
-        for name in ("whole", "shapes"):
-            self.__dict__.pop(name, None)
+        self.__dict__.pop("whole", None)
+        self._shapes: list[tuple[int, ...] | None] | None = None
         self.holders: list[list[Any]] = []
         self.reading = self._as_before() or self._walk()
         self.states = self.reading.all_states
@@ -160,12 +162,6 @@ class Arguments:
         return reading
 
     @cached_property
-    def _way(self) -> tuple[Any, ...]:
-        """How the module is called, and with what kinds of objects: two classes of caches are read by turns."""
-        values = (*self.args, *self.kwargs.values())
-        return self.entry, len(self.args), *self.kwargs, *map(type, values)
-
-    @cached_property
     def whole(self) -> list[Any]:
         """The same leaves, in place of states tensors without memory that have the whole's shape.
 
@@ -174,7 +170,7 @@ class Arguments:
         out = list(self.flat)
         for at in self.states:
             if isinstance(x := self.flat[at], Tensor) and x.ndim:
-                out[at] = torch.empty(self._shape(at), dtype=x.dtype, device="meta")
+                out[at] = torch.empty(self.shapes[at] or (), dtype=x.dtype, device="meta")
         return out
 
     @property
@@ -182,20 +178,15 @@ class Arguments:
         """The leaves that are no states."""
         return [x for at, x in enumerate(self.flat) if at not in self.states]
 
-    @cached_property
+    @property
     def shapes(self) -> list[tuple[int, ...] | None]:
         """Of all leaves, states whole; None of what is no tensor."""
-        out: list[tuple[int, ...] | None] = [getattr(x, "shape", None) for x in self.flat]
-        for at in self.lengths:
-            out[at] = self._shape(at)
-        return out
-
-    def _shape(self, at: int) -> tuple[int, ...]:
-        shape = tuple(self.flat[at].shape)
-        if at in self.lengths:
-            dim, length = self.lengths[at]
-            shape = (*shape[:dim], length, *shape[dim + 1 :])
-        return shape
+        if self._shapes is None:
+            shapes: list[Any] = [getattr(x, "shape", None) for x in self.flat]
+            for at, (dim, length) in self.lengths.items():
+                shapes[at] = (*shapes[at][:dim], length, *shapes[at][dim + 1 :])
+            self._shapes = shapes
+        return self._shapes
 
     def check(self) -> None:
         """Refuse a state that is not this module's.
@@ -246,8 +237,11 @@ class Arguments:
         return obj
 
     def _of_caller(self, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> list[Any]:
-        of_caller = self.carriers.of_caller
-        return [of_caller(name, results[at]) for name, at in zip(shape.names, places, strict=True)]
+        tensors = [results[at] for at in places]
+        empty = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and not x.numel()]
+        for i in empty:
+            tensors[i] = self.carriers.of_caller(shape.names[i], tensors[i])
+        return tensors
 
 
 class Returns:

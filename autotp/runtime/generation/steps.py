@@ -84,7 +84,9 @@ class Steps:
             key: what else it is of. flat, spec: the leaves of its inputs and how they are nested.
         """
         grad = torch.is_grad_enabled()
-        leaves = tuple([_leaf(x, grad) for x in flat])
+        leaves = tuple([
+            (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x) for x in flat
+        ])  # fmt: skip
         # One object in the next call's place, where its arguments were read as the last one's: not hashed again.
         short = grad, key, id(spec), leaves
         latest = self._latest.get(short)
@@ -101,8 +103,3 @@ class Steps:
                 self.kinds.clear()
             kind = self.kinds[whole] = StepKind(hashlib.blake2b(repr(whole).encode(), digest_size=8).hexdigest())
         return kind
-
-
-def _leaf(x: Any, grad: bool) -> tuple[Any, ...]:
-    """What a leaf is but for its sizes."""
-    return (x.dtype, x.ndim, grad and x.requires_grad) if isinstance(x, Tensor) else (type(x), x)

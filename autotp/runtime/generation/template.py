@@ -43,7 +43,7 @@ class Holder(NamedTuple):
     def contents(self, value: Any) -> Sequence[Any] | None:
         """What an object of this class holds, in order; None where that is described otherwise."""
         if self.keys is None:
-            values = value
+            values = tuple(value)
         else:
             items = value if self.kind is dict else value.__dict__
             if tuple(items) != self.keys:
@@ -178,10 +178,10 @@ def _holder(compound: Compound) -> Holder:
 
 
 def _values(places: Sequence[int]) -> Values:
-    """A function of a sequence that gives the tuple of what is at these places."""
+    """A function of a tuple that gives the tuple of what is at these places."""
     if len(places) > 1:
         return operator.itemgetter(*places)
-    return (lambda values: (values[places[0]],)) if places else (lambda values: ())
+    return operator.itemgetter(slice(places[0], places[0] + 1) if places else slice(0))
 
 
 def _type(x: Any) -> type:
