@@ -115,6 +115,25 @@ def test_what_has_gradients_or_lacks_a_weight_goes_by_parts():
         assert unless_touched(lambda *_: None, Watch((), (), ()), lambda *_: "parts")(x) == "parts"
 
 
+def test_one_function_runs_below_autograd_and_parts_do_not():
+    def excluded(*_: Tensor) -> bool:
+        return torch._C._dispatch_tls_local_exclude_set().has(torch._C.DispatchKey.AutogradFunctionality)
+
+    run = unless_touched(excluded, Watch((), (), ()), excluded)
+    assert not run(torch.ones(1))
+    with torch.no_grad():
+        assert run(torch.ones(1)) and not run(torch.ones(1, requires_grad=True))
+
+
+@torch.no_grad()
+def test_a_cache_that_is_written_in_place_says_so_to_a_backward():
+    _, cache, step = decoding(eager(), static=True)
+    assert step(PROMPT) < 1e-12
+    keys = cache.layers[1].keys
+    before = keys._version
+    assert step(PROMPT + 1) < 1e-12 and cache.layers[1].keys is keys and keys._version > before
+
+
 @torch.no_grad()
 def test_a_backend_that_takes_no_blocks_compiles_by_parts(caplog):
     backend = Noting(refuse=True)
