@@ -61,7 +61,7 @@ def pointwise(op: Op) -> Rule:
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.log_sigmoid, aten.rsub)
 @rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten.resolve_conj, aten.resolve_neg)
 @rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.square, aten.float_power, aten.true_divide)
-@rule(aten.softplus, aten.mish, aten.clip, aten.ldexp, aten.fill, aten.floor_divide)
+@rule(aten.softplus, aten.mish, aten.clip, aten.ldexp, aten.fill, aten.floor_divide, aten.leaky_relu.default)
 @rule(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute, aten.isclose, aten.isreal)
 @rule(aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal, aten.fix, aten.special_expit)
 @rule(aten.arccos, aten.arcsin, aten.arctan, aten.arccosh, aten.arcsinh, aten.arctanh, aten.arctan2)
