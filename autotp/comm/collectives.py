@@ -65,6 +65,11 @@ def finish(primitive: Primitive, started: Tensor, dtype: torch.dtype, group: str
         raise
 
 
+def summing(reduction: str, group: str) -> Callable[[Tensor], Tensor]:
+    """`real("all_reduce", ...)` of floating numbers below autograd, for who names a rank that is gone by himself."""
+    return lambda x: _wait(_all_reduce(x.contiguous(), reduction, group))
+
+
 def _unrecorded() -> AbstractContextManager[Any]:
     """Below autograd where nothing is recorded: torch would ask Python at every call whether it is."""
     return nullcontext() if torch.is_grad_enabled() or torch.compiler.is_compiling() else below_autograd()

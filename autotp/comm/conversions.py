@@ -287,6 +287,11 @@ KEEPS = frozenset(
     FUNCTIONS[k.name] for k in KINDS.values() if k.primitive is None and k.pre is nothing and k.post is nothing
 )
 
+# Those that add up over the ranks and do nothing else.
+SUMS = frozenset(
+    FUNCTIONS[k.name] for k in KINDS.values() if k.primitive == "all_reduce" and k.pre is nothing and k.post is nothing
+)
+
 
 def register(src: str, dst: str, kind: ConversionKind) -> Callable[..., Tensor]:
     """Take the conversion between two kinds of layout, at least one of which is not among the five, into the table.

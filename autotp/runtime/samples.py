@@ -24,15 +24,17 @@ NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 def sampled(flat: Sequence[Any]) -> Sample:
     """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones."""
-    exact, floating, near = 0, [], []
+    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.is_cpu and v.numel() and not v.is_complex()]
+    exact, floating, short, near = 0, [], [], []
     try:
-        for v in flat:
-            if type(v) not in (Tensor, nn.Parameter) or not v.is_cpu or not v.numel():
-                continue
+        for v in tensors:
             if v.is_floating_point():
                 floating.append(v)
-            elif not v.is_complex():
+            elif v.numel() <= FEW:
+                short.append(v.tolist())
+            else:
                 exact = _summed(v, exact)
+        exact = zlib.crc32(repr(short).encode(), exact)
         for v in floating[:SAMPLES]:
             near += _spread(v.detach(), SAMPLES // min(len(floating), SAMPLES))
     except RuntimeError:  # under a transform, such as vmap, values cannot be read
@@ -61,8 +63,6 @@ def _line(x: Tensor, most: int) -> Tensor:
 
 
 def _summed(x: Tensor, start: int) -> int:
-    if x.numel() <= FEW:
-        return zlib.crc32(repr(x.tolist()).encode(), start)
     most = BYTES // x.element_size()
     line = _line(x, most)
     for part in (line,) if line.numel() <= most else (line[: most // 2], line[-(most // 2) :]):

@@ -214,8 +214,8 @@ class Assembler:
             return lambda: compat.local_of(getattr(module, leaf))
 
         def read() -> Tensor:
-            held = module._buffers.get(leaf)
-            return getattr(module, leaf) if held is None else held
+            buffer = module._buffers.get(leaf)  # past the module's own lookup, which is Python
+            return getattr(module, leaf) if buffer is None else buffer
 
         return read
 

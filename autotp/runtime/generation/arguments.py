@@ -15,6 +15,7 @@ from autotp.errors import InputError
 from autotp.ir.carried import SHARED, Carried, Returned, Same, Shape, assign, rebuilt, states_of
 
 from .carrying import CarriedPairs, Carriers, Cut, Length
+from .outputs import Outputs
 from .template import Template, Write
 
 BATCH = (
@@ -215,7 +216,7 @@ class Arguments:
             results: of the program, without what it writes. returns: what they are.
         """
         if returns.plain:
-            return compat.tree_unflatten(results, returns.spec)
+            return returns.outputs.of(results)
         objects = [self._object(i, *after, results) for i, after in enumerate(returns.after)]
         leaves: list[Any] = []
         for x in returns.leaves:
@@ -225,7 +226,7 @@ class Arguments:
                 leaves.append(rebuilt(Carried(x.shape, self._of_caller(x.shape, x.tensors, results))))
             else:
                 leaves.append(results[x])
-        return compat.tree_unflatten(leaves, returns.spec)
+        return returns.outputs.of(leaves)
 
     def _object(self, number: int, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> Any:
         """The caller's object of this number, as it is after the call."""
@@ -248,7 +249,8 @@ class Returns:
     """What the flat results of a program are.
 
     Attributes:
-        leaves, spec: of the outputs: places of results, objects among the arguments, and others that hold state.
+        leaves: of the outputs: places of results, objects among the arguments, and others that hold state.
+        outputs: makes them of their leaves.
         after: of each object among the arguments its description after the call, and places of its tensors.
         plain: whether the results are the leaves.
     """
@@ -257,8 +259,7 @@ class Returns:
         outputs = compat.tree_unflatten(list(range(spec.num_leaves)), spec)
         after = outputs.after if isinstance(outputs, Returned) else []
         self.after = [(x.shape, x.tensors) for x in after]
-        self.plain, self.spec, self.leaves = not isinstance(outputs, Returned), spec, []
+        self.plain, self.leaves = not isinstance(outputs, Returned), []
         if isinstance(outputs, Returned):
-            self.leaves, self.spec = compat.tree_flatten(
-                outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried)
-            )
+            self.leaves, spec = compat.tree_flatten(outputs.outputs, is_leaf=lambda x: isinstance(x, Same | Carried))
+        self.outputs = Outputs(spec)

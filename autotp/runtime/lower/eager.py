@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autotp.comm.collectives import summing
+from autotp.comm.conversions import SUMS
+
 aten: Any = torch.ops.aten
 
 # Functions that take what the overload takes, in its order and by its names.
@@ -47,6 +50,16 @@ def quick(node: fx.Node) -> Any:
     if isinstance(first, fx.Node) and not isinstance(first.meta.get("val"), Tensor):
         return node.target  # torch's functions take no number in a tensor's place, which overloads do
     return FUNCTIONS.get(node.target, node.target) if isinstance(first, fx.Node | list) else node.target
+
+
+def summed(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
+    """What a conversion does to its value without gradients, where that is to add it up and nothing more."""
+    value: Any
+    src: Any
+    if node.target not in SUMS or node.kwargs.get("wire") is not None or node.kwargs["tp"] == 1:
+        return None
+    value, src, group = node.args[0], node.args[1], str(node.kwargs["group"])
+    return summing(src.reduction, group) if value.meta["val"].dtype.is_floating_point else None
 
 
 def submodule(module: nn.Module, steps: Iterable[str], otherwise: nn.Module) -> nn.Module:

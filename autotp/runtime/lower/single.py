@@ -98,7 +98,10 @@ def _write_operators(whole: fx.Graph, graph: fx.Graph, env: dict[fx.Node, fx.Nod
             env[node] = env[node.args[0]]
         elif node.op not in ("placeholder", "output"):
             env[node] = copy_node(node, whole, env.__getitem__)
-            env[node].target = METHODS.get(node.target) or eager.quick(node)
+            if (summed := eager.summed(node)) is not None:
+                env[node].target, env[node].args, env[node].kwargs = summed, env[node].args[:1], {}
+            else:
+                env[node].target = METHODS.get(node.target) or eager.quick(node)
 
 
 def _write_blocks(whole: fx.Graph, parts: Sequence[Any], env: dict[fx.Node, fx.Node]) -> None:

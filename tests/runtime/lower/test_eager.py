@@ -8,6 +8,8 @@ import pytest
 import torch
 from torch import fx, nn
 
+from autotp.comm import conversions
+from autotp.ir.specs import INVARIANT, PartialSpec
 from autotp.runtime.lower import eager
 from tests.rules.cases import CASES
 
@@ -39,6 +41,26 @@ def test_only_what_is_known_to_do_the_same_is_called():
     assert eager.quick(call(mul, torch.ones(2))) is torch.mul
     assert eager.quick(call(mul, 3)) is mul  # a number in a tensor's place
     assert eager.quick(call(torch.ops.aten.hardshrink.default, torch.ones(2))) is torch.ops.aten.hardshrink.default
+
+
+def converted(target: Any, x: torch.Tensor, **kwargs: Any) -> fx.Node:
+    graph = fx.Graph()
+    value = graph.placeholder("x")
+    value.meta["val"] = x
+    return graph.call_function(
+        target, (value, PartialSpec("sum"), INVARIANT), {"rank": 0, "tp": 2, "group": "0", **kwargs}
+    )
+
+
+def test_only_a_plain_sum_of_floating_numbers_is_called_at_once():
+    x = torch.ones(2)
+    assert eager.summed(converted(conversions.f_star, x)) is not None
+    assert eager.summed(converted(conversions.all_reduce, x.bfloat16())) is not None
+    assert eager.summed(converted(conversions.f_star, x > 0)) is None  # sent as other numbers
+    assert eager.summed(converted(conversions.f_star, x, wire=torch.float8_e4m3fn)) is None
+    assert eager.summed(converted(conversions.f_star, x, tp=1)) is None
+    for other in (conversions.group_p, conversions.ungroup_i, conversions.gather, torch.ops.aten.mul.Tensor):
+        assert eager.summed(converted(other, x)) is None
 
 
 class Wrapper(nn.Module):
