@@ -47,9 +47,8 @@ def converted(target: Any, x: torch.Tensor, **kwargs: Any) -> fx.Node:
     graph = fx.Graph()
     value = graph.placeholder("x")
     value.meta["val"] = x
-    return graph.call_function(
-        target, (value, PartialSpec("sum"), INVARIANT), {"rank": 0, "tp": 2, "group": "0", **kwargs}
-    )
+    arguments: Any = (value, PartialSpec("sum"), INVARIANT)
+    return graph.call_function(target, arguments, {"rank": 0, "tp": 2, "group": "0", **kwargs})
 
 
 def test_only_a_plain_sum_of_floating_numbers_is_called_at_once():
