@@ -178,7 +178,7 @@ def page(record: Mapping[str, Any]) -> str:
 {RANKS} gloo processes of one thread each; the module's call with a cache, whose logits are whole on every rank and are
 compared before anything is timed. All split by Megatron's plan. CPU seconds of both ranks together, clock of the
 slower one: medians of {record["rounds"]} interleaved rounds, and the median of the ratios to the hand-written module,
-eager or compiled, in the same round. Taking the token out of the cache again is not counted.
+eager or compiled, in the same round. Putting the cache back as the prompt left it is not counted.
 *read*: bytes of the storages that reach operators on rank 0 and were there before
 the step; *planned*: weights and cache of a rank by the plan, which the command holds against it.
 {record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, transformers {record["transformers"]}, Python

@@ -71,7 +71,7 @@ class Cached:
         return self.module(input_ids=self.token, position_ids=self.at, past_key_values=cache, use_cache=True).logits
 
     def ready(self) -> None:
-        """Take the token of the step before out of the cache, which is no part of a step of decoding."""
+        """Put the cache back as the prompt left it, which is no part of a step of decoding."""
         if self.longer and self.static:
             for layer in self.cache.layers:
                 layer.cumulative_length.fill_(self.prompt)

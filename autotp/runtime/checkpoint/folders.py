@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 import os
 import shutil
 import sys
@@ -56,9 +57,10 @@ def begin(path: Path) -> Path:
     """
     if path.is_symlink() or (path.exists() and not path.is_dir()):
         raise StateError(f"{path} is a {'link' if path.is_symlink() else 'file'}: a checkpoint is saved as a folder.")
-    if path.exists() and any(path.iterdir()) and not any(file for w in (*WEIGHTS, OWN) for file in path.glob(w)):
+    names = os.listdir(path) if path.exists() else []  # a folder that cannot be read is an error here, not in a glob
+    if names and not any(fnmatch.filter(names, pattern) for pattern in (*WEIGHTS, OWN)):
         raise StateError(
-            f"{path} holds {next(path.iterdir()).name} and no checkpoint, and saving would replace the folder. "
+            f"{path} holds {names[0]} and no checkpoint, and saving would replace the folder. "
             "Save into a folder of its own."
         )
     path.parent.mkdir(parents=True, exist_ok=True)
