@@ -59,12 +59,12 @@ def pointwise(op: Op) -> Rule:
 @rule(aten.lift_fresh_copy, aten.lift_fresh, aten.masked_fill, aten.hardswish)
 @rule(aten.where.self, aten.where.ScalarOther, aten.where.ScalarSelf, aten.where.Scalar)
 @rule(aten.zeros_like, aten.ones_like, aten.full_like, aten.empty_like, aten.log_sigmoid, aten.rsub)
-@rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten.resolve_conj, aten.resolve_neg)
+@rule(aten.real, aten.imag, aten.complex, aten.polar, aten.conj, aten._conj, aten._conj_physical, aten.resolve_conj)
 @rule(aten.__and__, aten.__or__, aten.__xor__, aten.relu6, aten.selu, aten.square, aten.float_power, aten.true_divide)
 @rule(aten.softplus, aten.mish, aten.clip, aten.ldexp, aten.fill, aten.floor_divide, aten.leaky_relu.default)
-@rule(aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute, aten.isclose, aten.isreal)
+@rule(aten.resolve_neg, aten.multiply, aten.divide, aten.subtract, aten.negative, aten.absolute, aten.isclose)
 @rule(aten.greater, aten.greater_equal, aten.less, aten.less_equal, aten.not_equal, aten.fix, aten.special_expit)
-@rule(aten.arccos, aten.arcsin, aten.arctan, aten.arccosh, aten.arcsinh, aten.arctanh, aten.arctan2)
+@rule(aten.isreal, aten.arccos, aten.arcsin, aten.arctan, aten.arccosh, aten.arcsinh, aten.arctanh, aten.arctan2)
 def untagged(op: Op) -> Rule:
     """Pointwise too, though torch does not tag them all."""
     return pointwise(op)
