@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
-from .revision import CONTAINERS, contents
+from .revision import CONTAINERS, attributes_of, contents
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
@@ -69,10 +69,9 @@ class AttributeValue:
 
     def has_changed(self) -> bool:
         """Whether it is another than when it was last asked."""
-        # Not by `vars`: a config's own way of giving attributes is slow, and this is asked before every call.
-        now = self.value if self.container else object.__getattribute__(self.value, "__dict__")
+        now = self.value if self.container else attributes_of(self.value)
         try:
-            same = bool(now == self.contents)  # nothing is copied for it
+            same = bool(now == self.contents)  # asked before every call: nothing is copied for it
         except (RuntimeError, ValueError):  # tensors and arrays in it
             same = True
         if not same:
