@@ -27,7 +27,8 @@ def refused(call: Any) -> str:
     return ""
 
 
-PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.bmm.default)
+# Operators that multiply by a weight, and which of its dimensions are the columns: a step keeps `linear` as it is.
+PRODUCTS = {torch.ops.aten.mm.default: -1, torch.ops.aten.bmm.default: -1, torch.ops.aten.linear.default: 0}
 
 
 class HeadRows(TorchDispatchMode):
@@ -38,7 +39,7 @@ class HeadRows(TorchDispatchMode):
         self.vocabulary, self.rows = vocabulary, list[int]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in PRODUCTS and args[1].shape[-1] == self.vocabulary:
+        if func in PRODUCTS and args[1].shape[PRODUCTS[func]] == self.vocabulary:
             self.rows.append(args[0].shape[:-1].numel())
         return func(*args, **(kwargs or {}))
 
