@@ -68,7 +68,7 @@ def mixed(chosen: Sequence[Architecture]) -> list[Architecture]:
 
 def add(results: Record, more: Record) -> None:
     """Put what another run found beside what is there, in its place where both have it."""
-    results["made"] = results["made"] or more["made"]
+    results["made"] = more["made"]
     for name, model in more["models"].items():
         kept = results["models"].get(name, {}).get("tp", {})
         results["models"][name] = {**model, "tp": {**kept, **model["tp"]}}
