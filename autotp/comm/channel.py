@@ -29,7 +29,7 @@ from .sockets import Peers
 
 WAIT = "AUTOTP_WAIT_LOG_S"  # seconds of waiting after which it is logged
 GRACE = 2.0  # seconds that a rank is given to answer, or to be seen to end
-MOMENT = 50  # milliseconds in which a rank that is in step has sent its message
+MOMENT = 0.05  # seconds in which a rank that is in step has sent its message
 SEND = 60.0  # seconds that sending may take: as good as never
 FIXED = 1024  # bytes of a message that goes as a collective
 FRAME = struct.Struct("!IQ")  # length of the message, number of the turn
@@ -66,10 +66,8 @@ class Channel:
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         self._peers, self._read = peers, {rank: bytearray() for rank in peers}
         self._turn, self._lock = 0, threading.Lock()
-        self._polls = {rank: select.poll() for rank in peers}
-        for rank, peer in peers.items():
+        for peer in peers.values():
             peer.setblocking(False)
-            self._polls[rank].register(peer, select.POLLIN)
 
     def exchange(self, what: str, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. A collective call.
@@ -105,7 +103,7 @@ class Channel:
         """The message of this turn from one rank."""
         began, peer = time.monotonic(), self._peers[rank]
         message = self._next_message(rank)
-        if message is None and self._polls[rank].poll(MOMENT):  # as nearly always: no limit is asked for
+        if message is None and _ready(peer, MOMENT):  # as nearly always: no limit is asked for
             message = self._take(rank, what)
         if message is not None:
             return message

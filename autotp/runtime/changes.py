@@ -64,7 +64,7 @@ class AttributeValue:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> AttributeValue:
         """Of a copied module: its own list or dict, and the skeleton's config, which the copies share."""
-        value = copy.deepcopy(self.value, memo) if isinstance(self.value, CONTAINERS) else self.value
+        value = copy.deepcopy(self.value, memo) if self.container else self.value
         return AttributeValue(copy.deepcopy(self.watched, memo), self.name, value, version=self.version)
 
     def has_changed(self) -> bool:

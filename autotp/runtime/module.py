@@ -85,12 +85,9 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
-        if isinstance(self, FSDPModule):
-            with self._calls.gathering():
-                outputs = super().__call__(*args, **kwargs)
-        else:
+        with self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
             outputs = super().__call__(*args, **kwargs)
-        if self._shards.axis.size > 1 and not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             data_parallel.show_gradients(self._shards)
         return outputs
 

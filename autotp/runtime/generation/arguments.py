@@ -238,11 +238,8 @@ class Arguments:
         return obj
 
     def _of_caller(self, shape: Shape, places: Sequence[int], results: Sequence[Any]) -> list[Any]:
-        tensors = [results[at] for at in places]
-        empty = [i for i, x in enumerate(tensors) if isinstance(x, Tensor) and not x.numel()]
-        for i in empty:
-            tensors[i] = self.carriers.of_caller(shape.names[i], tensors[i])
-        return tensors
+        of_caller = self.carriers.of_caller
+        return [of_caller(name, results[at]) for name, at in zip(shape.names, places, strict=True)]
 
 
 class Returns:

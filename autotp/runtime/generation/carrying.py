@@ -178,8 +178,10 @@ class Carriers:
 
         An empty tensor means to many that there is no state yet.
         """
+        if not isinstance(tensor, Tensor) or tensor.numel():  # as nearly always: no layout is asked for
+            return tensor
         split = self.cut(name)
-        if split is None or not isinstance(tensor, Tensor) or tensor.size(split.dim):
+        if split is None or tensor.size(split.dim):
             return tensor
         shape = [*tensor.shape[: split.dim], 1, *tensor.shape[split.dim + 1 :]]
         return tensor.new_zeros(()).expand(shape)

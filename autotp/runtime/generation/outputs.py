@@ -12,8 +12,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from autotp import compat
-
-NUMBERS = (bool, int, float, complex, str)
+from autotp.ir.carried import PLAIN
 
 
 class Places(NamedTuple):
@@ -63,7 +62,7 @@ def places_of(outputs: Any, leaves: Sequence[Any]) -> Places | None:
         return None
     place: dict[int, int] = {id(leaf): at for at, leaf in enumerate(leaves)}
     attributes = vars(outputs)
-    if any(isinstance(x, NUMBERS) for x in leaves):  # one object may stand for equal ones
+    if any(isinstance(x, PLAIN) for x in leaves):  # one object may stand for equal ones
         return None
     if len(place) < len(leaves) or not all(x is None or id(x) in place for x in attributes.values()):
         return None

@@ -54,12 +54,11 @@ def quick(node: fx.Node) -> Any:
 
 def summed(node: fx.Node) -> Callable[[Tensor], Tensor] | None:
     """What a conversion does to its value without gradients, where that is to add it up and nothing more."""
-    value: Any
-    src: Any
     if node.target not in SUMS or node.kwargs.get("wire") is not None or node.kwargs["tp"] == 1:
         return None
-    value, src, group = node.args[0], node.args[1], str(node.kwargs["group"])
-    return summing(src.reduction, group) if value.meta["val"].dtype.is_floating_point else None
+    args: tuple[Any, ...] = node.args
+    floating = args[0].meta["val"].dtype.is_floating_point
+    return summing(args[1].reduction, str(node.kwargs["group"])) if floating else None
 
 
 def submodule(module: nn.Module, steps: Iterable[str], otherwise: nn.Module) -> nn.Module:

@@ -157,7 +157,7 @@ def unless_touched(whole: Function, watch: Watch, by_parts: Function) -> Functio
         if graded or not compiles[0] or not watch.untouched() or compat.hooks_all_modules():
             return by_parts(*inputs)
         try:
-            with compat.below_autograd():  # what waits for a collective is a Python function there, at every one
+            with compat.below_autograd():  # above it torch's wait for a collective is a Python function, at every one
                 outputs = whole(*inputs)
             if outputs is not None:
                 return outputs
