@@ -2,7 +2,7 @@
 
 Ranks take turns: in each, every rank sends one message to every other and takes one from each. Messages are of any kind
 and length, so ranks that do different things meet here, and hear of it, where two collectives that do not fit would
-hang, abort the process, or give numbers. A turn tells who is late, and who has gone.
+hang, abort the process, or give numbers. A turn tells who is late, who has gone, and who has left a call.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ GRACE = 2.0  # seconds that a rank is given to answer, or to be seen to end
 MOMENT = 0.05  # seconds in which a rank that is in step has sent its message
 SEND = 60.0  # seconds that sending may take: as good as never
 FIXED = 1024  # bytes of a message that goes as a collective
-FRAME = struct.Struct("!IQ")  # length of the message, number of the turn
+FRAME = struct.Struct("!IQB")  # length of the message, number of the turn, kind
+SAYS, LEAVES = 0, 1
 
 
 def wait_limit() -> float:
@@ -43,31 +45,99 @@ def wait_limit() -> float:
         return 30.0
 
 
+@dataclass(eq=False)
+class Link:
+    """The connection to one other rank: numbered messages in both directions, for all groups that the two are in.
+
+    Attributes:
+        peer: the socket. rank: the other one's, in the world.
+        turn: number of the latest turn of the two; left: of that at which the other one left what it was doing.
+        absent: whether its process has ended. channels: how many use it.
+    """
+
+    peer: socket.socket
+    rank: int
+    turn: int = 0
+    left: int = -1
+    absent: bool = False
+    channels: int = 0
+    buffer: bytearray = field(default_factory=bytearray)
+
+    def send(self, kind: int, message: bytes) -> None:
+        """Send the message of the next turn.
+
+        Args:
+            kind: `SAYS`, or `LEAVES` where this rank leaves what the turn would be of.
+        """
+        self.turn += 1
+        try:
+            _send(self.peer, FRAME.pack(len(message), self.turn, kind) + message)
+        except OSError:
+            self.absent = True
+
+    def next(self) -> tuple[int, bytes] | None:
+        """Kind and text of this turn's message, if it has come; what an interrupted turn left is dropped."""
+        while (size := self._complete()) is not None:
+            length, turn, kind = FRAME.unpack_from(self.buffer)
+            message = bytes(self.buffer[FRAME.size : size])
+            del self.buffer[:size]
+            if turn >= self.turn:
+                self.turn = turn
+                if kind == LEAVES:
+                    self.left = turn
+                return kind, message
+        return None
+
+    def receive(self) -> bool:
+        """Take what has come, without waiting; whether the other end is still there."""
+        try:
+            data = self.peer.recv(65536)
+        except BlockingIOError:
+            return True
+        except OSError:
+            data = b""
+        self.absent = self.absent or not data
+        self.buffer += data
+        return bool(data)
+
+    def holds(self) -> bool:
+        """Whether a whole message has come."""
+        return self._complete() is not None
+
+    def _complete(self) -> int | None:
+        """Bytes of the first message, where all of them are there."""
+        if len(self.buffer) < FRAME.size:
+            return None
+        size = FRAME.size + FRAME.unpack_from(self.buffer)[0]
+        return size if len(self.buffer) >= size else None
+
+
 class Channel:
     """The turns of the ranks of one group.
 
     Attributes:
         rank, size: this process's place in the group.
         timeout: gives the group's time-out in seconds, which may be changed at any time.
+        links: connections to the other ranks, by rank; asks: further ones, for questions and answers.
         doing: what this rank is about to do or does, in words; since when; and in which thread.
         running: whether it does that by now.
-        asks: connections to the other ranks for questions and answers.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
-        gone: ranks whose process has ended.
     """
 
-    def __init__(self, rank: int, size: int, timeout: Callable[[], float], peers: Peers, asks: Peers) -> None:
-        self.rank, self.size, self.timeout, self.asks = rank, size, timeout, asks
+    def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link], asks: Peers) -> None:
+        self.rank, self.size, self.timeout, self.links, self.asks = rank, size, timeout, links, asks
         self.doing: tuple[str, float, int] = ("before the first call", time.monotonic(), threading.get_ident())
         self.running = False
         self.modules = 0
         self.group, self.axes = "", "tp"
-        self.absent: set[int] = set()
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
-        self._peers, self._read = peers, {rank: bytearray() for rank in peers}
-        self._turn, self._lock = 0, threading.Lock()
-        for peer in peers.values():
-            peer.setblocking(False)
+        for link in links.values():
+            link.channels += 1
+
+    @property
+    def absent(self) -> set[int]:
+        """Ranks whose process has ended."""
+        return {rank for rank, link in self.links.items() if link.absent}
 
     def exchange(self, what: str, message: bytes) -> list[bytes]:
         """Every rank's message, by rank. A collective call.
@@ -77,33 +147,35 @@ class Channel:
             message: this rank's.
 
         Raises:
-            RankError: a rank has ended, or did not come within the group's time-out.
+            RankError: a rank has ended, did not come within the group's time-out, or left what it was doing.
         """
-        with self._lock:
-            self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
-            self._turn += 1
-            frame = FRAME.pack(len(message), self._turn) + message
-            for rank, peer in self._peers.items():
-                try:
-                    _send(peer, frame)
-                except OSError:
-                    self.absent.add(rank)
-            messages = []
-            for rank in range(self.size):
-                messages.append(message if rank == self.rank else self._receive(rank, what))
-            self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
-            return messages
+        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
+        for link in self.links.values():
+            link.send(SAYS, message)
+        messages, left = [], {}
+        for rank in range(self.size):
+            if rank == self.rank:
+                messages.append(message)
+                continue
+            kind, text = self._receive(rank, what)
+            if kind == LEAVES:
+                left[rank] = text.decode(errors="replace")
+            messages.append(text)
+        if left:
+            raise self.left_error(what, left)
+        self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
+        return messages
 
     def leave(self) -> None:
         """Say that what the last turn was for is done."""
         if self.running:
             self.doing, self.running = (self.doing[0], time.monotonic(), self.doing[2]), False
 
-    def _receive(self, rank: int, what: str) -> bytes:
+    def _receive(self, rank: int, what: str) -> tuple[int, bytes]:
         """The message of this turn from one rank."""
-        began, peer = time.monotonic(), self._peers[rank]
-        message = self._next_message(rank)
-        if message is None and _ready(peer, MOMENT):  # as nearly always: no limit is asked for
+        began, link = time.monotonic(), self.links[rank]
+        message = link.next()
+        if message is None and _ready(link.peer, MOMENT):  # as nearly always: no limit is asked for
             message = self._take(rank, what)
         if message is not None:
             return message
@@ -115,53 +187,26 @@ class Channel:
             if waited >= notice:
                 self._notice(rank, what, waited)
                 notice = max(2 * notice, waited + limit)
-                message = self._next_message(rank)
-            elif _ready(peer, min(notice, timeout) - waited + 1e-3):
+                message = link.next()
+            elif _ready(link.peer, min(notice, timeout) - waited + 1e-3):
                 message = self._take(rank, what)
         return message
 
-    def _take(self, rank: int, what: str) -> bytes | None:
-        """What has come from one rank, where that is this turn's message."""
-        try:
-            data = self._peers[rank].recv(65536)
-        except BlockingIOError:
-            return None
-        except OSError:
-            data = b""
-        if not data:
-            self.absent.add(rank)
+    def _take(self, rank: int, what: str) -> tuple[int, bytes] | None:
+        """Receive from one rank, and give its message of this turn where all of it has come."""
+        link = self.links[rank]
+        if not link.receive():
             raise self.error(what, self.ended(), "ended")
-        self._read[rank] += data
-        return self._next_message(rank)
-
-    def _next_message(self, rank: int) -> bytes | None:
-        """This turn's message, if it has come; what an interrupted turn left is dropped."""
-        buffer = self._read[rank]
-        while len(buffer) >= FRAME.size:
-            length, turn = FRAME.unpack_from(buffer)
-            if len(buffer) < FRAME.size + length:
-                return None
-            message = bytes(buffer[FRAME.size : FRAME.size + length])
-            del buffer[: FRAME.size + length]
-            if turn >= self._turn:
-                return message
-        return None
+        return link.next()
 
     def _late(self, first: int) -> list[int]:
         """The ranks of which no message of this turn has come."""
         late = []
-        for rank in range(first, self.size):
-            if rank == self.rank:
-                continue
-            with contextlib.suppress(OSError):
-                self._read[rank] += self._peers[rank].recv(65536)
-            if not self._holds(rank):
-                late.append(rank)
+        for rank, link in self.links.items():
+            if rank >= first:
+                link.receive()
+                late += [] if link.holds() else [rank]
         return late
-
-    def _holds(self, rank: int) -> bool:
-        buffer = self._read[rank]
-        return len(buffer) >= FRAME.size and len(buffer) >= FRAME.size + FRAME.unpack_from(buffer)[0]
 
     def _notice(self, rank: int, what: str, waited: float) -> None:
         """Log for whom this rank waits."""
@@ -184,7 +229,8 @@ class Channel:
         """The ranks whose process has ended, as far as that is seen within a moment."""
         end = time.monotonic() + grace
         while True:
-            self.absent |= {rank for rank, peer in self._peers.items() if _closed(peer)}
+            for link in self.links.values():
+                link.absent = link.absent or _closed(link.peer)
             if self.absent or time.monotonic() >= end:
                 return sorted(self.absent)
             time.sleep(0.02)
@@ -199,17 +245,27 @@ class Channel:
             "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."
         )
 
+    def left_error(self, what: str, left: Mapping[int, str]) -> RankError:
+        """The error for ranks that left what they were doing by an exception; `left` says of each what and why."""
+        texts = "\n".join(f"  {self.axes} rank {rank} of {self.size} left {text}" for rank, text in left.items())
+        return RankError(
+            f"This rank ({self.rank}) stops at the {what}, for others have stopped:\n{texts}\n"
+            "What was done before that stays. The next call runs, where all ranks make it."
+        )
+
     def close(self) -> None:
-        """End the connections."""
-        for peer in self._peers.values():
-            peer.close()
+        """Let go of the connections, and end those that nobody else uses."""
+        for link in self.links.values():
+            link.channels -= 1
+            if not link.channels:
+                link.peer.close()
         for peer in self.asks.values():
             with contextlib.suppress(OSError):
                 peer.shutdown(socket.SHUT_RDWR)  # whoever reads them sees that, and closes them
 
     def drop(self) -> None:
         """Let go of the connections in a process that only inherited them."""
-        for peer in [*self._peers.values(), *self.asks.values()]:
+        for peer in [*(link.peer for link in self.links.values()), *self.asks.values()]:
             peer.close()
 
 

@@ -7,12 +7,14 @@ collective has begun. So a backward that one rank leaves out meets the next forw
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -24,8 +26,9 @@ from autotp.errors import RankError
 from autotp.log import log
 
 from . import waiting
-from .channel import Channel, Collective
-from .sockets import connected
+from .channel import Channel, Collective, Link
+from .sockets import Peers, connected
+from .turn import CAUSE, Turn, forked, joined, release
 from .wording import by_value
 
 WHAT = 160  # characters of what a rank is about to do
@@ -36,12 +39,14 @@ LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
     "All ranks of a tp group must make the same calls in the same order, with inputs of the same shapes, in the same "
     "mode, and update the weights together. Usual causes: a batch that is skipped on one rank (a try/except, an empty "
-    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`. "
+    "batch, a loss that is not finite), a sampler that gives tp ranks different batches, code under `if rank == 0`, "
+    "threads whose calls come in another order on each rank. "
     "With dp this holds for all ranks, but for lengths and values of the inputs; each passes as many examples."
 )
 
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 _by_name: dict[str, Channel] = {}
+_by_rank: dict[int, Link] = {}  # by the other one's rank in the world
 
 
 def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, axes: str = "tp") -> Channel | None:
@@ -64,7 +69,8 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
             log.warning("the ranks cannot connect to each other: none will say which one it waits for")
             channel = Collective(rank, size, timeout, group, device)
         else:
-            channel = Channel(rank, size, timeout, *peers)
+            turns, asks = peers
+            channel = Channel(rank, size, timeout, _links(group, turns, size), asks)
             waiting.watch(channel)
         _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes
@@ -76,32 +82,87 @@ def _timeout(group: weakref.ref[ProcessGroup], device: torch.device) -> Callable
     return lambda: math.inf if (alive := group()) is None else compat.group_timeout(alive, device)
 
 
-def meet(channel: Channel | None, what: str, more: bytes = b"") -> list[bytes]:
+def _links(group: ProcessGroup, peers: Peers, size: int) -> dict[int, Link]:
+    """The links to the ranks of a group: those that two ranks have already, else over these connections. Collective.
+
+    Where ranks meet for the first time in a group, what earlier turns left unread is forgotten.
+    """
+    world, here = dist.get_process_group_ranks(group), dist.get_rank()
+    mine = {rank: link.turn for rank, link in _by_rank.items() if not link.absent and link.channels}
+    theirs: list[Any] = [None] * size
+    dist.all_gather_object(theirs, mine, group=group)
+    links = {}
+    for rank, peer in peers.items():
+        other, turns = world[rank], theirs[rank]
+        if other in mine and here in turns:
+            peer.close()
+            links[rank] = _by_rank[other]
+            links[rank].turn = max(mine[other], turns[here])
+        else:
+            peer.setblocking(False)
+            links[rank] = _by_rank[other] = Link(peer, other)
+    return links
+
+
+def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True) -> list[bytes]:
     """Make sure that every rank is about to do the same, and hear what else each one has to say. A collective call.
 
     Args:
         channel: None where nothing is compared.
         what: what this rank is about to do, in words that are the same on all ranks.
         more: this rank's, of any content.
+        own: whether this may be a turn by itself; not so at the end of a backward, which torch may reach in a thread
+            of its own.
 
     Returns: every rank's `more`, by rank.
 
     Raises:
-        RankError: the ranks are about to do different things, or one of them is gone.
+        RankError: the ranks are about to do different things, or one of them is gone or has left a call.
     """
     if channel is None:
         return [more]
-    text = what.encode()[:WHAT]
+    text = what.encode()[:WHAT] + b"\0" + channel.axes.encode()
     mine = HEAD.pack(len(text)) + text + more
-    everyone = channel.exchange(what, mine)
-    if everyone.count(mine) == len(everyone):  # as nearly always: then nothing differs
-        return [more] * len(everyone)
-    texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
-    if any(other != text for other in texts):
-        channel.leave()
-        differences = by_value([x.decode(errors="replace") for x in texts])
-        raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
-    return [message[HEAD.size + len(text) :] for message in everyone]
+    with _turn(what, channel) if own else nullcontext():
+        everyone = channel.exchange(what, mine)
+        if everyone.count(mine) == len(everyone):  # as nearly always: then nothing differs
+            return [more] * len(everyone)
+        texts = [message[HEAD.size : HEAD.size + HEAD.unpack_from(message)[0]] for message in everyone]
+        if any(other != text for other in texts):
+            channel.leave()
+            words = [x.decode(errors="replace").split("\0") for x in texts]
+            groups = len({axes for _, axes in words}) > 1
+            differences = by_value([f"{said} over {axes}" if groups else said for said, axes in words])
+            raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
+        return [message[HEAD.size + len(text) :] for message in everyone]
+
+
+def _turn(what: str, channel: Channel) -> AbstractContextManager[None]:
+    """A turn of its own, but in a backward, of which whoever called it has the turn: this may be another thread."""
+    if compat.graph_task() < 0:
+        return Turn(what, channel)
+    joined(channel)
+    return nullcontext()
+
+
+def end_hooks(channel: Channel, what: str, own: bool = True) -> None:
+    """Raise what a hook raised amid the collectives of a call, here or elsewhere, on every rank. A collective call.
+
+    Args:
+        channel: of the ranks. what: the call in words. own: as `meet` has it.
+
+    Raises:
+        Exception: the hook's, on its rank.
+        RankError: on the others.
+    """
+    error = release()
+    text = "" if error is None else f"{type(error).__name__}: {error}"
+    everyone = meet(channel, f"end of {what}", text.encode()[:CAUSE], own)
+    if error is not None:
+        raise error
+    left = {rank: f"a hook, by {cause.decode(errors='replace')}" for rank, cause in enumerate(everyone) if cause}
+    if left:
+        raise channel.left_error(f"end of {what}", left)
 
 
 def meet_in(group: str, what: str) -> None:
@@ -134,15 +195,23 @@ def lost(error: Exception, group: str) -> None:
     raise channel.error(what, silent or others, "did not come to a collective in time") from error
 
 
-def lost_in_backward(error: Exception) -> None:
-    """`lost` for whatever a backward raised: collectives of torch's data parallelism, and of what Inductor compiled.
+@contextlib.contextmanager
+def whole_backward() -> Iterator[None]:
+    """Around every backward of this process: it is a turn, and an error of communication names the rank that is gone.
+
+    Collectives of torch's data parallelism, and of what Inductor compiled, name none.
 
     Raises:
-        RankError: caused by `error`.
+        RankError: in the place of what such a collective raised.
     """
-    under_way = [channel for channel in list(_open.values()) if channel.running]
-    if under_way and not isinstance(error, RankError):
-        lost(error, max(under_way, key=lambda channel: channel.doing[1]).group)
+    with Turn("a backward") if compat.graph_task() < 0 else nullcontext():
+        try:
+            yield
+        except RuntimeError as error:
+            under_way = [channel for channel in list(_open.values()) if channel.running]
+            if under_way and not isinstance(error, RankError):
+                lost(error, max(under_way, key=lambda channel: channel.doing[1]).group)
+            raise
 
 
 def _forked() -> None:
@@ -151,6 +220,8 @@ def _forked() -> None:
         channel.drop()
     _open.clear()
     _by_name.clear()
+    _by_rank.clear()
+    forked()
 
 
 if hasattr(os, "register_at_fork"):

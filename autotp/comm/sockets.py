@@ -1,4 +1,6 @@
-"""Connections between the ranks of a process group, beside its collectives: two from each rank to each other one.
+"""Connections between ranks, beside the collectives of their process groups.
+
+Two ranks have one for their turns, in whatever groups they meet, and in each group one for questions and answers.
 
 Ranks of one machine meet on its loopback address. Elsewhere a rank listens on the address by which it reaches the
 master, as routing has it. Who connects shows a secret that went through the process group.

@@ -238,17 +238,14 @@ def around_redistribution(around: Callable[..., Any]) -> None:
             setattr(module, name, redistribute)
 
 
-def around_backward(failed: Callable[[Exception], None]) -> None:
-    """From now on what a backward raises goes to `failed` first, which may raise another error in its place."""
+def around_backward(around: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+    """From now on every backward runs within such a context, which may raise another error in the place of its own."""
     torchs: Any = torch.autograd.graph._engine_run_backward
 
     @functools.wraps(torchs)
     def run(*args: Any, **kwargs: Any) -> Any:
-        try:
+        with around():
             return torchs(*args, **kwargs)
-        except RuntimeError as error:
-            failed(error)
-            raise
 
     for module in (torch.autograd, torch.autograd.graph):
         vars(module)["_engine_run_backward"] = run

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import struct
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from autotp.comm.conversions import function_for
 from autotp.comm.lockstep import meet
 from autotp.comm.ranks import Ranks
+from autotp.comm.turn import call_hook
 from autotp.errors import StateError
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
@@ -180,10 +181,14 @@ def _shows_whole(run: Any) -> Any:
     return run
 
 
+def hooked(*tables: Mapping[int, Any]) -> bool:
+    """Whether these hooks of a module have one of the user's among them."""
+    return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
+
+
 def gathers(module: Any) -> bool:
     """Whether some hook on the module is shown values that all ranks gather for it."""
-    hooks = (*module._forward_pre_hooks.values(), *module._forward_hooks.values())
-    if not any(getattr(hook, "shows_whole", False) for hook in hooks):
+    if not hooked(module._forward_pre_hooks, module._forward_hooks):
         return False
     return any(boundary.communicates for boundary in getattr(module, "_boundaries", {}).values())
 
@@ -227,7 +232,7 @@ def before_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[...,
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         wholes = args if boundary is None else boundary.whole_values(args, boundary.takes)
         before = _versions(wholes)
-        new = hook(module, wholes, rest) if with_kwargs else hook(module, wholes)
+        new = call_hook(hook, module, wholes, rest) if with_kwargs else call_hook(hook, module, wholes)
         unwritten = _unwritten_places(wholes, before)
         if new is None and (boundary is None or len(unwritten) == len(wholes)):
             return None
@@ -249,14 +254,13 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
         boundary, rest = _of(module, kwargs), {k: v for k, v in kwargs.items() if k != "program"}
         options = (rest,) if with_kwargs else ()
         if boundary is None:
-            return hook(module, args, *options, output)
+            return call_hook(hook, module, args, *options, output)
         several = len(boundary.gives) > 1
         values: tuple[Any, ...] = output if several else (output,)
         wholes = boundary.whole_values(values, boundary.gives)
         before = _versions(wholes)
-        new = hook(
-            module, boundary.whole_values(args, boundary.takes), *options, wholes[0] if len(wholes) == 1 else wholes
-        )
+        arguments = boundary.whole_values(args, boundary.takes)
+        new = call_hook(hook, module, arguments, *options, wholes[0] if len(wholes) == 1 else wholes)
         unwritten = _unwritten_places(wholes, before)
         if new is None and len(unwritten) == len(wholes):
             _grade(values, boundary.gives, wholes)
@@ -274,12 +278,13 @@ def after_forward(hook: Callable[..., Any], with_kwargs: bool) -> Callable[..., 
 def after_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A full backward hook that is shown gradients of whole values."""
 
+    @_shows_whole
     def run(module: Any, to: tuple[Any, ...], of: tuple[Any, ...]) -> Any:
         boundary = _one_call(module)
         if boundary is None:
-            return hook(module, to, of)
+            return call_hook(hook, module, to, of)
         wholes = boundary.whole_values(to, boundary.takes, graded=True)
-        new = hook(module, wholes, boundary.whole_values(of, boundary.gives, graded=True))
+        new = call_hook(hook, module, wholes, boundary.whole_values(of, boundary.gives, graded=True))
         return None if new is None else boundary.with_replaced(to, boundary.takes, wholes, new, graded=True)
 
     return run
@@ -288,12 +293,13 @@ def after_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
 def before_backward(hook: Callable[..., Any]) -> Callable[..., Any]:
     """A backward pre-hook that is shown gradients of whole values."""
 
+    @_shows_whole
     def run(module: Any, of: tuple[Any, ...]) -> Any:
         boundary = _one_call(module)
         if boundary is None:
-            return hook(module, of)
+            return call_hook(hook, module, of)
         wholes = boundary.whole_values(of, boundary.gives, graded=True)
-        new = hook(module, wholes)
+        new = call_hook(hook, module, wholes)
         return None if new is None else boundary.with_replaced(of, boundary.gives, wholes, new, graded=True)
 
     return run

@@ -12,7 +12,8 @@ import contextlib
 import hashlib
 import struct
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,8 +25,9 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.comm.channel import Channel
-from autotp.comm.lockstep import CAUSES, lost, meet
+from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
 from autotp.comm.ranks import agree, broadcast
+from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
@@ -36,7 +38,7 @@ from .boundaries import gathers
 from .changes import Changes
 from .programs import Program
 from .revision import Inventory
-from .said import NEW, WROTE, CallMessage, kind_of, parted, valued_apart, written_apart
+from .said import HOOKED, NEW, WROTE, CallMessage, compare, kind_of, parted
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
@@ -63,6 +65,7 @@ class Ticket:
 
     channel: Channel
     what: str
+    hooked: bool
     task: int = -1
 
     def backward(self, place: int, grads: Any) -> None:
@@ -70,9 +73,10 @@ class Ticket:
         if (task := compat.graph_task()) != self.task:
             refuse_transforms(grads)
             self.task = task
-            meet(
-                self.channel, f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
-            )
+            what = f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
+            if any(meet(self.channel, what, b"hooks" if self.hooked else b"")):
+                hold()
+                compat.after_backward(partial(end_hooks, self.channel, what, own=False))
 
 
 @dataclass
@@ -83,6 +87,7 @@ class Calls:
         name: of the original's class.
         order: the parts of the module; `changes`: what was set on them.
         values: whether values of the inputs are compared.
+        hooked: whether a hook of the user's may fail on some rank in the present call.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
         before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them.
@@ -97,6 +102,7 @@ class Calls:
     place: int = 1
     number: int = 0
     versions: int | None = None
+    hooked: bool = False
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
 
@@ -129,6 +135,13 @@ class Calls:
         """The present call in words."""
         return f"call {self.number} of {self.copy}{self.name}" + (f" ({self.place})" if self.place > 1 else "")
 
+    def turn(self, what: str = "") -> AbstractContextManager[None]:
+        """A turn of this process, by default for a call; nothing for one rank alone."""
+        channels = [channel for channel in (self.channel, self.own) if channel is not None]
+        name = f"{self.copy}{self.name}"
+        what = f"{what} of {name}, after call {self.number}" if what else f"call {self.number + 1} of {name}"
+        return Turn(what, *channels) if channels else contextlib.nullcontext()
+
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
@@ -150,28 +163,44 @@ class Calls:
 
         Returns: whether the call is of a new kind to any rank, and what its random numbers come from, if that is known.
         """
-        self.number += 1
         channel = self.channel
+        self.number += 1
         if channel is None:
             return program is None, None
         trained, versions = self._parameters()
         weights_written = self.versions is not None and versions != self.versions
-        self.versions = versions
-        flags = NEW * (program is None) + WROTE * weights_written
+        flags = NEW * (program is None) + WROTE * weights_written + HOOKED * self.inventory.hooked[0]
         exact, near = sampled(call.inputs) if self.values else NOTHING
         own = CallMessage(*self._digest(key, call), trained, flags, *self._numbers(program), exact, tuple(near))
         mine = own.packed()
-        messages = meet(channel, f"forward, {self.what}", mine)
+        try:
+            messages = meet(channel, f"forward, {self.what}", mine)
+        except RankError:
+            self.number -= 1  # it was not begun on any rank
+            raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
+            self.versions, self.hooked = versions, bool(flags & HOOKED)
             return program is None, _random_source([own]) if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, call.whole, call.spec, how)
-        self._compare(slices)
+        compare(slices, self.what)
+        self.versions, self.hooked = versions, any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
         return new, _random_source(beside) if program is not None else None
+
+    def running(self) -> AbstractContextManager[None]:
+        """While the program runs: with hooks on some rank all ranks hear at its end of an error of one. Collective."""
+        return self._with_hooks() if self.hooked else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _with_hooks(self) -> Iterator[None]:
+        assert self.channel is not None
+        hold()
+        yield
+        end_hooks(self.channel, self.what)
 
     def numbers(self, program: Program) -> RandomSource:
         """What the random numbers of a forward come from, where its program was not known before. Collective."""
@@ -195,6 +224,23 @@ class Calls:
             if ranks is not None and ranks.rank:
                 _generator(device, own)
 
+    def agree(self, what: str, facts: Mapping[str, str]) -> None:
+        """Make sure that the tp ranks of every slice of the batch do this with the same options. A collective call.
+
+        Args:
+            what: is done. facts: the options in words.
+
+        Raises:
+            RankError: with the options that differ.
+        """
+        if self.channel is None:
+            return
+        digests = meet(self.channel, f"{what} of {self.copy}{self.name}, after call {self.number}", _short(facts))
+        slices = [digests[i : i + self.shards.tp] for i in range(0, len(digests), self.shards.tp)]
+        if any(len(set(each)) > 1 for each in slices):
+            agree(self.shards.ranks, f"the options of {what}", facts)
+            raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
+
     def lost(self, error: Exception) -> None:
         """Where an error of the program is one of communication: name the rank that is gone.
 
@@ -207,12 +253,13 @@ class Calls:
     @contextlib.contextmanager
     def together(self, what: str) -> Iterator[None]:
         """Within this context all tp ranks do this with the module. A collective call."""
-        meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}")
-        try:
-            yield
-        finally:
-            if self.own is not None:
-                self.own.leave()
+        with self.turn(what):
+            meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}")
+            try:
+                yield
+            finally:
+                if self.own is not None:
+                    self.own.leave()
 
     def end(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> None:
         """The forward is done; backwards from its outputs are held against the other ranks' too."""
@@ -224,7 +271,7 @@ class Calls:
             return
         input_ids = {id(x) for x in inputs}
         graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
-        ticket = Ticket(channel, self.what)
+        ticket = Ticket(channel, self.what, self.inventory.hooked[1])
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
                 node.register_prehook(partial(ticket.backward, i))
@@ -278,16 +325,6 @@ class Calls:
         ranks = self.shards.ranks
         agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")
-
-    def _compare(self, slices: Sequence[Sequence[CallMessage]]) -> None:
-        """Refuse weights that were written on some ranks only, and other values of the inputs."""
-        if differences := written_apart(slices):
-            raise RankError(f"Since the call before {self.what} the ranks have parted: {differences}.\n{CAUSES}")
-        if differences := valued_apart(slices):
-            raise RankError(
-                f"The tp ranks do not agree on the values of the inputs of {self.what} (a sum of whole numbers, and "
-                f"some others): {differences}.\n{CAUSES} With check=False values of inputs are not looked at."
-            )
 
 
 def _generator(device: torch.device, new: Tensor | None = None) -> Tensor:

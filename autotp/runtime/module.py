@@ -85,7 +85,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
-        with self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
+        with self._calls.turn(), self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
             outputs = super().__call__(*args, **kwargs)
         if not torch.is_grad_enabled():
             data_parallel.show_gradients(self._shards)
@@ -98,7 +98,8 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         With dp each dp rank passes its slice of the batch, and gets the outputs of its slice; with cp each cp rank its
         part of every sequence (`autotp.Inputs.part`).
         """
-        return self._call("", args, kwargs)
+        with self._calls.turn():
+            return self._call("", args, kwargs)
 
     def _call(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
         """Run the model, or the module of it at this path by itself, such as an encoder.
@@ -132,10 +133,8 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         try:
             # A capture under autocast holds its casts already.
             cast = program.capture.state[-1] is not None
-            if not (cast or source.apart):
-                return function(*inputs)
             plain = torch.autocast(self._shards.device.type, enabled=False) if cast else nullcontext()
-            with plain, self._calls.drawing() if source.apart else nullcontext():
+            with self._calls.running(), plain, self._calls.drawing() if source.apart else nullcontext():
                 return function(*inputs)
         except RuntimeError as error:
             self._calls.lost(error)

@@ -19,6 +19,8 @@ from torch import Tensor, nn
 
 from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shortened
 
+from .boundaries import hooked
+
 CONTAINERS = (list, dict, set)
 WRITERS = (
     "__setitem__", "__delitem__", "__ior__", "clear", "move_to_end", "pop", "popitem", "setdefault", "update",
@@ -83,9 +85,12 @@ class Inventory:
     _revision: int = -1
     _training: Any = None
     _parameters: list[nn.Parameter] = field(default_factory=list)
+    _hooked: tuple[bool, bool] = (False, False)
 
     def _list(self) -> None:
         if self._revision != Revision.number:
+            forward = any(hooked(part._forward_pre_hooks, part._forward_hooks) for part in self.parts)
+            self._hooked = forward, any(hooked(part._backward_pre_hooks, part._backward_hooks) for part in self.parts)
             self._training = shortened(list(map(TRAINING, self.parts)))
             self._parameters, self._revision = parameters_of(self.parts), Revision.number
 
@@ -94,6 +99,12 @@ class Inventory:
         """Those that the parts themselves hold."""
         self._list()
         return self._parameters
+
+    @property
+    def hooked(self) -> tuple[bool, bool]:
+        """Whether there are hooks of the user's on the forward, and on the backward, of some part."""
+        self._list()
+        return self._hooked
 
     def mode(self, device: torch.device) -> Mode:
         """What a capture is made for now. Types and gradients are the tensors' own, and asked each time."""

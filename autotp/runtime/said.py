@@ -12,12 +12,14 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from autotp.comm.lockstep import CAUSES
 from autotp.comm.wording import by_value
+from autotp.errors import RankError
 
 from .samples import SAMPLES, alike
 
 BODY = struct.Struct(f"!8s8sIBq8sI{SAMPLES}d")
-NEW, WROTE = 1, 2
+NEW, WROTE, HOOKED = 1, 2, 4
 
 
 class CallMessage(NamedTuple):
@@ -26,7 +28,8 @@ class CallMessage(NamedTuple):
     Attributes:
         call: a digest of its kind, mode and shapes; `kind`: without sizes other than the number of examples.
         trained: which parameters are, as a number.
-        flags: `NEW` where it knows no program, `WROTE` where weights were written since the call before.
+        flags: `NEW` where it knows no program, `WROTE` where weights were written since the call before,
+            `HOOKED` where hooks of the user may fail amid its collectives.
         seed, state: what its random numbers come from, and that of its generator.
         exact, near: of the values of the inputs.
     """
@@ -93,3 +96,21 @@ def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
                 texts.append(f"{message.exact:08x} {near}")
             return by_value(texts)
     return ""
+
+
+def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
+    """Refuse weights that were written on some ranks only, and other values of the inputs.
+
+    Args:
+        slices: the messages of the ranks of each slice of the batch. what: the call in words.
+
+    Raises:
+        RankError: with what differs.
+    """
+    if differences := written_apart(slices):
+        raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
+    if differences := valued_apart(slices):
+        raise RankError(
+            f"The tp ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and some "
+            f"others): {differences}.\n{CAUSES} With check=False values of inputs are not looked at."
+        )

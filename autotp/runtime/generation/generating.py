@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from autotp.errors import CaptureError, InputError, StateError
 from autotp.ir.graph import Capture
+from autotp.runtime.boundaries import hooked
 from autotp.runtime.call_key import signature
 from autotp.runtime.deferred import gathered
 from autotp.runtime.programs import Program
@@ -22,6 +24,33 @@ from .steps import StepKind, Steps
 # Arguments that are the caller's own functions, which may read logits, and on one rank alone.
 READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
+
+ALONE = ("streamer",)  # arguments that a rank may have alone
+
+
+def said(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
+    """Options of `generate` in words that are the same in every process: of tensors their shape, of objects the class.
+
+    Args:
+        args, kwargs: of the call. config: the module's `generation_config`, which holds where an argument is silent.
+    """
+    given = {**dict(enumerate(args)), **kwargs, "generation_config": kwargs.get("generation_config") or config}
+    options = {f"argument {name}": _text(x) for name, x in given.items() if name not in ALONE}
+    return {name: text for name, text in options.items() if text != "None"}
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype}"
+    if isinstance(value, Mapping):
+        return str({str(key): _text(x) for key, x in value.items()})
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = [_text(x) for x in value]
+        return str(texts if isinstance(value, list | tuple) else sorted(texts))
+    if value is None or isinstance(value, bool | int | float | str):
+        return repr(value)
+    options = _text(value.to_dict()) if hasattr(value, "to_diff_dict") else ""
+    return f"{type(value).__name__} {options}".rstrip()
 
 
 class Generates:
@@ -35,6 +64,10 @@ class Generates:
     _mode: Any
     _capture: Any
     _call: Any
+    _calls: Any
+    _forward_hooks: Any
+    _forward_pre_hooks: Any
+    __call__: Any
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """The original class's own `generate`: its arguments, its results, on every rank the same. A collective call.
@@ -43,6 +76,7 @@ class Generates:
         option `synced_gpus` of transformers. The cache is this rank's part. Random numbers are rank 0's.
 
         Raises:
+            RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
             StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not; or
                 dp ranks cannot go on together, for the world has ranks that are not in the mesh.
         """
@@ -54,9 +88,21 @@ class Generates:
         if self._shards.axis.size > 1 and len(args) <= SYNCED:
             kwargs.setdefault("synced_gpus", self._in_step())
         late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
-        generator = shell(self, self._source.bare, partial(self._call, late=late))
-        with one_generator(self._source.ranks, self._shards.device):
-            return gathered(generator.generate(*args, **kwargs))
+        late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
+        generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late))
+        with self._calls.turn("generate()"):
+            options = said(args, kwargs, getattr(generator, "generation_config", None))
+            self._calls.agree("generate()", options)
+            with one_generator(self._source.ranks, self._shards.device):
+                outputs = gathered(generator.generate(*args, **kwargs))
+            self._calls.agree("end of generate()", {})
+            return outputs
+
+    def _call_of_shell(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool) -> Any:
+        """A forward within `generate`; hooks on the whole module are called at it as at any other."""
+        if entry or not hooked(self._forward_pre_hooks, self._forward_hooks):
+            return self._call(entry, args, kwargs, late)
+        return self(*args, **kwargs)
 
     def _in_step(self) -> bool:
         """True: every forward is a call of all dp ranks, so one whose sequences end early computes on with them."""

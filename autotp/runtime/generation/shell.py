@@ -18,6 +18,8 @@ NO_GENERATE = (
     "for others call the sharded module itself, with the cache that it gave."
 )
 
+_drawing: set[str] = set()  # groups whose ranks draw from rank 0's random numbers now
+
 
 class Shell(nn.Module):
     """Stands for the original where its class generates: all but the forward is the class's own.
@@ -92,17 +94,22 @@ def _standing(call: Callable[..., Any], module: nn.Module, path: str) -> nn.Modu
 
 @contextlib.contextmanager
 def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
-    """Within this context every rank draws from rank 0's random numbers; those of the others go on as they were."""
-    if ranks is None or ranks.tp == 1:
+    """Within this context every rank draws from rank 0's random numbers; those of the others go on as they were.
+
+    A context within one of the same ranks, as that of an assistant which drafts, is that one.
+    """
+    if ranks is None or ranks.tp == 1 or ranks.group_name in _drawing:
         yield
         return
     cuda = device.type == "cuda"
     own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
     common: Any = broadcast(ranks, own)
+    _drawing.add(ranks.group_name)
     try:
         _draw_from(common, device)
         yield
     finally:
+        _drawing.remove(ranks.group_name)
         if ranks.rank:
             _draw_from(own, device)
 

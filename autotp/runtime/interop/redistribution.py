@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.comm.lockstep import lost, lost_in_backward, meet_in
+from autotp.comm.lockstep import lost, meet_in, whole_backward
 
 from .ours import wide_group
 from .stepping import stepping
@@ -25,7 +25,7 @@ from .stepping import stepping
 def install() -> None:
     """Compare these collectives, and name the rank where one fails. Once per process."""
     compat.around_redistribution(_around)
-    compat.around_backward(lost_in_backward)
+    compat.around_backward(whole_backward)
 
 
 def _around(run: Callable[[], Tensor], local: Any, source: Any, target: Any) -> Tensor:

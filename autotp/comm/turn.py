@@ -1,0 +1,108 @@
+"""One thing at a time in a process, and whoever leaves it by an exception says so to the other ranks.
+
+A forward, a backward, `generate()` and a save are a turn each, within which there may be others. Threads queue for
+them, for the collectives of two would mix. A rank whose turn ends by an exception sends that to all ranks that its
+channels reach: they raise it where they meet this rank next, instead of waiting for it, and the turn after that is
+common again. Where all ranks leave at the same place each sends it to the others, and nobody reads it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .channel import LEAVES, Channel
+
+CAUSE = 400  # characters of a cause that other ranks are told
+
+
+class _UnderWay:
+    """The outermost turn of this process.
+
+    Attributes:
+        lock: held by the thread that has the turn. depth: of turns within it.
+        channels: by which it may meet other ranks.
+        holds: whether collectives are under way, which a hook's error must not keep from the other ranks; held: that.
+    """
+
+    def __init__(self) -> None:
+        self.lock, self.depth = threading.RLock(), 0
+        self.channels: dict[Channel, None] = {}
+        self.holds = False
+        self.held: Exception | None = None
+
+
+_now = _UnderWay()
+
+
+class Turn:
+    """A context in which this thread alone calls sharded modules, and after whose failure no rank waits for this one.
+
+    Args:
+        what: is done, in words that other ranks are told.
+        channels: by which it meets other ranks, as far as that is known.
+    """
+
+    def __init__(self, what: str, *channels: Channel) -> None:
+        self.what, self.channels = what, channels
+
+    def __enter__(self) -> None:
+        _now.lock.acquire()
+        _now.depth += 1
+        _now.channels.update(dict.fromkeys(self.channels))
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        try:
+            if error is not None and _now.depth == 1:
+                _leave(f"{self.what}, by {type(error).__name__}: {error}")
+        finally:
+            _now.depth -= 1
+            if not _now.depth:
+                _now.channels.clear()
+                release()
+            _now.lock.release()
+
+
+def joined(channel: Channel) -> None:
+    """Note that the turn that is under way meets other ranks by this channel too."""
+    if _now.depth:  # not so in a backward that torch began itself
+        _now.channels[channel] = None
+
+
+def call_hook(hook: Callable[..., Any], *args: Any) -> Any:
+    """Call a user's hook on a module; amid collectives its error waits for `release`, and ends the calls of hooks."""
+    if not _now.holds:
+        return hook(*args)
+    if _now.held is None:
+        try:
+            return hook(*args)
+        except Exception as error:
+            _now.held = error
+    return None
+
+
+def hold() -> None:
+    """Begin to keep errors of hooks."""
+    _now.holds, _now.held = True, None
+
+
+def release() -> Exception | None:
+    """End that; the error that was kept."""
+    error, _now.holds, _now.held = _now.held, False, None
+    return error
+
+
+def _leave(text: str) -> None:
+    """Tell the other ranks, but those that left at the same place."""
+    links = {id(link): link for channel in _now.channels for link in channel.links.values()}
+    for link in links.values():
+        if link.left != link.turn:
+            link.send(LEAVES, text.encode()[:CAUSE])
+    for channel in _now.channels:
+        channel.leave()
+
+
+def forked() -> None:
+    """In a child process: no other thread holds the lock, for there is none."""
+    _now.__init__()
