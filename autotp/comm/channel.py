@@ -51,14 +51,14 @@ class Link:
 
     Attributes:
         peer: the socket. rank: the other one's, in the world.
-        turn: number of the latest turn of the two; left: of that at which the other one left what it was doing.
+        turn: number of the latest turn of the two; departure: of that at which the other one left what it was doing.
         absent: whether its process has ended. channels: how many use it.
     """
 
     peer: socket.socket
     rank: int
     turn: int = 0
-    left: int = -1
+    departure: int = -1
     absent: bool = False
     channels: int = 0
     buffer: bytearray = field(default_factory=bytearray)
@@ -84,7 +84,7 @@ class Link:
             if turn >= self.turn:
                 self.turn = turn
                 if kind == LEAVES:
-                    self.left = turn
+                    self.departure = turn
                 return kind, message
         return None
 
@@ -152,17 +152,17 @@ class Channel:
         self.doing, self.running = (what, time.monotonic(), threading.get_ident()), False
         for link in self.links.values():
             link.send(SAYS, message)
-        messages, left = [], {}
+        messages, causes = [], {}
         for rank in range(self.size):
             if rank == self.rank:
                 messages.append(message)
                 continue
             kind, text = self._receive(rank, what)
             if kind == LEAVES:
-                left[rank] = text.decode(errors="replace")
+                causes[rank] = text.decode(errors="replace")
             messages.append(text)
-        if left:
-            raise self.left_error(what, left)
+        if causes:
+            raise self.left_error(what, causes)
         self.doing, self.running = (what, time.monotonic(), threading.get_ident()), True
         return messages
 
@@ -245,9 +245,9 @@ class Channel:
             "Look at what that rank printed last; a job launcher such as torchrun ends all ranks when one fails."
         )
 
-    def left_error(self, what: str, left: Mapping[int, str]) -> RankError:
-        """The error for ranks that left what they were doing by an exception; `left` says of each what and why."""
-        texts = "\n".join(f"  {self.axes} rank {rank} of {self.size} left {text}" for rank, text in left.items())
+    def left_error(self, what: str, causes: Mapping[int, str]) -> RankError:
+        """The error for ranks that left what they were doing by an exception; `causes` says of each what and why."""
+        texts = "\n".join(f"  {self.axes} rank {rank} of {self.size} left {text}" for rank, text in causes.items())
         return RankError(
             f"This rank ({self.rank}) stops at the {what}, for others have stopped:\n{texts}\n"
             "What was done before that stays. The next call runs, where all ranks make it."

@@ -131,8 +131,11 @@ def meet(channel: Channel | None, what: str, more: bytes = b"", own: bool = True
         if any(other != text for other in texts):
             channel.leave()
             words = [x.decode(errors="replace").split("\0") for x in texts]
-            groups = len({axes for _, axes in words}) > 1
-            differences = by_value([f"{said} over {axes}" if groups else said for said, axes in words])
+            of_groups = len({axes for _, axes in words}) > 1
+            if of_groups:
+                differences = by_value([f"{doing} over {axes}" for doing, axes in words])
+            else:
+                differences = by_value([doing for doing, _ in words])
             raise RankError(f"The {channel.size} {channel.axes} ranks have parted: {differences}.\n{CAUSES}")
         return [message[HEAD.size + len(text) :] for message in everyone]
 
@@ -160,9 +163,9 @@ def end_hooks(channel: Channel, what: str, own: bool = True) -> None:
     everyone = meet(channel, f"end of {what}", text.encode()[:CAUSE], own)
     if error is not None:
         raise error
-    left = {rank: f"a hook, by {cause.decode(errors='replace')}" for rank, cause in enumerate(everyone) if cause}
-    if left:
-        raise channel.left_error(f"end of {what}", left)
+    causes = {rank: f"a hook, by {cause.decode(errors='replace')}" for rank, cause in enumerate(everyone) if cause}
+    if causes:
+        raise channel.left_error(f"end of {what}", causes)
 
 
 def meet_in(group: str, what: str) -> None:

@@ -23,14 +23,15 @@ class _UnderWay:
     Attributes:
         lock: held by the thread that has the turn. depth: of turns within it.
         channels: by which it may meet other ranks.
-        holds: whether collectives are under way, which a hook's error must not keep from the other ranks; held: that.
+        holds: whether collectives are under way, which a hook's error must not keep from the other ranks.
+        hook_error: that error.
     """
 
     def __init__(self) -> None:
         self.lock, self.depth = threading.RLock(), 0
         self.channels: dict[Channel, None] = {}
         self.holds = False
-        self.held: Exception | None = None
+        self.hook_error: Exception | None = None
 
 
 _now = _UnderWay()
@@ -74,22 +75,22 @@ def call_hook(hook: Callable[..., Any], *args: Any) -> Any:
     """Call a user's hook on a module; amid collectives its error waits for `release`, and ends the calls of hooks."""
     if not _now.holds:
         return hook(*args)
-    if _now.held is None:
+    if _now.hook_error is None:
         try:
             return hook(*args)
         except Exception as error:
-            _now.held = error
+            _now.hook_error = error
     return None
 
 
 def hold() -> None:
     """Begin to keep errors of hooks."""
-    _now.holds, _now.held = True, None
+    _now.holds, _now.hook_error = True, None
 
 
 def release() -> Exception | None:
     """End that; the error that was kept."""
-    error, _now.holds, _now.held = _now.held, False, None
+    error, _now.holds, _now.hook_error = _now.hook_error, False, None
     return error
 
 
@@ -97,7 +98,7 @@ def _leave(text: str) -> None:
     """Tell the other ranks, but those that left at the same place."""
     links = {id(link): link for channel in _now.channels for link in channel.links.values()}
     for link in links.values():
-        if link.left != link.turn:
+        if link.departure != link.turn:
             link.send(LEAVES, text.encode()[:CAUSE])
     for channel in _now.channels:
         channel.leave()

@@ -28,14 +28,14 @@ SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 ALONE = ("streamer",)  # arguments that a rank may have alone
 
 
-def said(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
+def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
     """Options of `generate` in words that are the same in every process: of tensors their shape, of objects the class.
 
     Args:
         args, kwargs: of the call. config: the module's `generation_config`, which holds where an argument is silent.
     """
-    given = {**dict(enumerate(args)), **kwargs, "generation_config": kwargs.get("generation_config") or config}
-    options = {f"argument {name}": _text(x) for name, x in given.items() if name not in ALONE}
+    values = {**dict(enumerate(args)), **kwargs, "generation_config": kwargs.get("generation_config") or config}
+    options = {f"argument {name}": _text(x) for name, x in values.items() if name not in ALONE}
     return {name: text for name, text in options.items() if text != "None"}
 
 
@@ -91,7 +91,7 @@ class Generates:
         late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
         generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late))
         with self._calls.turn("generate()"):
-            options = said(args, kwargs, getattr(generator, "generation_config", None))
+            options = option_texts(args, kwargs, getattr(generator, "generation_config", None))
             self._calls.agree("generate()", options)
             with one_generator(self._source.ranks, self._shards.device):
                 outputs = gathered(generator.generate(*args, **kwargs))
