@@ -26,7 +26,7 @@ from torch import Tensor
 from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
-from autotp.comm.ranks import agree, broadcast
+from autotp.comm.ranks import agree, broadcast, from_all
 from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
@@ -38,7 +38,7 @@ from .boundaries import gathers
 from .changes import Changes
 from .programs import Program
 from .revision import Inventory
-from .said import HOOKED, NEW, WROTE, CallMessage, compare, kind_of, parted
+from .said import HOOKED, NEW, WROTE, CallMessage, compare, kind_of, mode_of, parted
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
@@ -241,6 +241,17 @@ class Calls:
             agree(self.shards.ranks, f"the options of {what}", facts)
             raise RankError(f"The ranks of another slice of the batch do not agree on the options of {what}. {CAUSES}")
 
+    def any(self, own: bool, what: str) -> bool:
+        """Whether this is so on any rank of the module. A collective call.
+
+        Args:
+            own: whether it is on this one. what: the turn in words.
+        """
+        ranks = self.shards.ranks
+        if self.channel is None:
+            return own if ranks is None else any(from_all(ranks.planners, own, what))
+        return any(meet(self.channel, f"{what} of {self.copy}{self.name}", b"1" if own else b""))
+
     def lost(self, error: Exception) -> None:
         """Where an error of the program is one of communication: name the rank that is gone.
 
@@ -308,17 +319,8 @@ class Calls:
 
     def _differ(self, key: Any, flat: Sequence[Any], spec: Any, how: str) -> None:
         """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
-        inputs = state.input_text(flat, spec, False)
-        facts = {**inputs, **self.changes.facts()}
+        facts = {**mode_of(key[0], flat), **state.input_text(flat, spec, False), **self.changes.facts()}
         facts |= kind_of(flat) if how == "kind" else {}
-        for i, v in enumerate(flat):
-            if isinstance(v, Tensor) and v.requires_grad:
-                facts[f"gradient of input {i}"] = "wanted"
-        facts["gradients"] = "on" if torch.is_grad_enabled() else "off"
-        training, facts["dtypes"], facts["autocast"] = key[0][0], str(key[0][1]), str(key[0][-1] or "off")
-        facts["training"] = (
-            str(training) if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules"
-        )
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
         facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
         facts["hooks that see whole values"] = str(sum(map(gathers, self.order)))

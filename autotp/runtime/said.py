@@ -10,6 +10,7 @@ import struct
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from autotp.comm.lockstep import CAUSES
@@ -52,6 +53,21 @@ class CallMessage(NamedTuple):
         """Of a message."""
         fields = BODY.unpack(message)
         return cls._make((*fields[:7], fields[7:]))
+
+
+def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
+    """The mode of a call in words.
+
+    Args:
+        mode: which modules train, the default dtypes, autocast. flat: the inputs.
+    """
+    training, facts = mode[0], {"dtypes": str(mode[1]), "autocast": str(mode[-1] or "off")}
+    facts["gradients"] = "on" if torch.is_grad_enabled() else "off"
+    facts["training"] = str(training if isinstance(training, bool) else f"{sum(training)} of {len(training)} modules")
+    for i, v in enumerate(flat):
+        if isinstance(v, Tensor) and v.requires_grad:
+            facts[f"gradient of input {i}"] = "wanted"
+    return facts
 
 
 def kind_of(flat: Sequence[Any]) -> dict[str, str]:

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from autotp.errors import CaptureError, InputError, StateError
@@ -77,8 +76,7 @@ class Generates:
 
         Raises:
             RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not; or
-                dp ranks cannot go on together, for the world has ranks that are not in the mesh.
+            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not.
         """
         if self._shards.axis.name == "cp":
             raise StateError(
@@ -86,10 +84,10 @@ class Generates:
                 "without cp; its state dict is this one's."
             )
         if self._shards.axis.size > 1 and len(args) <= SYNCED:
-            kwargs.setdefault("synced_gpus", self._in_step())
+            kwargs.setdefault("synced_gpus", True)
         late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
         late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
-        generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late))
+        generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late), self._calls.any)
         with self._calls.turn("generate()"):
             options = option_texts(args, kwargs, getattr(generator, "generation_config", None))
             self._calls.agree("generate()", options)
@@ -103,17 +101,6 @@ class Generates:
         if entry or not hooked(self._forward_pre_hooks, self._forward_hooks):
             return self._call(entry, args, kwargs, late)
         return self(*args, **kwargs)
-
-    def _in_step(self) -> bool:
-        """True: every forward is a call of all dp ranks, so one whose sequences end early computes on with them."""
-        ranks, world = self._shards.axis.size * self._shards.tp, dist.get_world_size()
-        if ranks != world:
-            raise StateError(
-                f"generate() with dp: transformers keeps dp ranks in step over the whole world, and that has {world} "
-                f"ranks where this module has {ranks}. Where all slices end at one step, pass synced_gpus=False; else "
-                "decode with a module that is compiled without dp; its state dict is this one's."
-            )
-        return True
 
     @property
     def _steps(self) -> Steps:

@@ -40,6 +40,11 @@ class Shell(nn.Module):
         """The plain call: what runs is compiled by autotp or not at all."""
         return self.__call__
 
+    def _has_unfinished_sequences(self, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:
+        """Whether to go on, with `synced_gpus` as long as a rank of any axis does: by a turn, which ranks can leave."""
+        goes_on = not bool(this_peer_finished)
+        return self.__dict__["_any_rank"](goes_on, "next token of generate()") if synced_gpus else goes_on
+
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         return False
 
@@ -57,13 +62,16 @@ def shell_class(original: type[nn.Module]) -> type[Shell]:
     return kind(original.__name__, (Shell, original), body)
 
 
-def shell(sharded: Any, bare: nn.Module, call: Callable[..., Any]) -> Any:
+def shell(
+    sharded: Any, bare: nn.Module, call: Callable[..., Any], any_rank: Callable[[bool, str], bool] = lambda own, _: own
+) -> Any:
     """An object of the original's class that calls the sharded module, and so do its parts.
 
     Args:
         sharded: what was set on it counts, such as its generation_config.
         bare: the original's skeleton.
         call: runs the sharded module's part at a path, with these positional arguments and keywords.
+        any_rank: whether something is so on any rank of the module, of whether it is on this one and its name.
 
     Raises:
         StateError: the class has no `generate`.
@@ -77,6 +85,7 @@ def shell(sharded: Any, bare: nn.Module, call: Callable[..., Any]) -> Any:
         children = {name: child and stand_ins[id(child)] for name, child in module._modules.items()}
         stand_ins[id(module)].__dict__["_modules"] = children
     root = stand_ins[id(bare)]
+    root.__dict__["_any_rank"] = any_rank
     plain = set(bare.__dict__) - set(nn.Module().__dict__)
     root.__dict__.update({n: sharded.__dict__[n] for n in plain if n in sharded.__dict__})
     return root
