@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
+from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
 from autotp.driver.cached import Cached
@@ -118,6 +119,7 @@ def plan(
     return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
 
 
+@Turn("autotp.parallelize()")
 def parallelize(
     model: nn.Module,
     plan: Plan,
@@ -161,6 +163,7 @@ def parallelize(
     return kind(*build.shard(plan, captured))
 
 
+@Turn("autotp.compile()")
 def compile(
     model: nn.Module,
     tp: int | Literal["auto"] | None = None,

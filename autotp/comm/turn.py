@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ContextDecorator
 from typing import Any
 
 from .channel import LEAVES, Channel
@@ -37,8 +38,10 @@ class _UnderWay:
 _now = _UnderWay()
 
 
-class Turn:
+class Turn(ContextDecorator):
     """A context in which this thread alone calls sharded modules, and after whose failure no rank waits for this one.
+
+    It decorates functions too.
 
     Args:
         what: is done, in words that other ranks are told.

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from autotp.comm.turn import Turn
 from autotp.errors import StateError
 from autotp.inputs import Inputs
 from autotp.plans.plan import Plan
@@ -40,6 +41,11 @@ class LazyModule(ShardedModule):
         self.config = getattr(model, "config", None)
         self._original, self._leaf = type(model).__name__, ""
         self._build, self._kind = build, kind
+
+    @Turn("the first call of a module")
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward` with its hooks."""
+        return nn.Module.__call__(self, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Capture and shard for these inputs, then be that sharded module."""

@@ -17,6 +17,7 @@ from autotp import compat
 from autotp.capture.capture import skeleton
 from autotp.capture.carrying import entering, sizes_of_states
 from autotp.comm.ranks import agree, no_ranks_error
+from autotp.comm.turn import Turn
 from autotp.driver.modes import Mode
 from autotp.driver.pipeline import prepare
 from autotp.errors import StateError
@@ -210,12 +211,14 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards)
 
+    @Turn("state_dict()")
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
         """The original's names; DTensors, but for fused weights held in pieces: those come whole (collective)."""
         tensors = state.sharded_state(self._shards, args[1] if len(args) > 1 else prefix)
         into = args[0] if args else destination
         return tensors if into is None else (into.update(tensors), into)[1]
 
+    @Turn("load_state_dict()")
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Load the original's full state dict (or DTensors); each rank keeps its part.
 
@@ -224,6 +227,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         """
         return state.load(self._shards, state_dict, strict)
 
+    @Turn("load_checkpoint()")
     def load_checkpoint(
         self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None,
         strict: bool = True, cast: bool = False, check_finite: bool = False, trusted: bool = False,
@@ -253,6 +257,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
             trusted=trusted,
         )  # fmt: skip
 
+    @Turn("save_checkpoint()")
     def save_checkpoint(
         self, path: str | os.PathLike[str], *, format: str = "dcp", optimizer: Optimizer | None = None,
         extra: Mapping[str, Any] | None = None, background: bool = False, max_file: int = 5 * 10**9,

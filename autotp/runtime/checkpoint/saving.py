@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 
 from autotp._version import __version__
 from autotp.comm.ranks import Ranks, broadcast, from_all, together
+from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
@@ -166,6 +167,7 @@ class Pending:
         """Whether this rank's files are written."""
         return self.write_future is not None and self.write_future.done()
 
+    @Turn("the end of a save in the background")
     def result(self) -> None:
         """Wait for the files of all ranks, and put the folder in its place. A collective call.
 
