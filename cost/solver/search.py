@@ -105,7 +105,7 @@ class Search:
             reached, x = self._descend(best - step, root, most)
             if x is None and reached < best - step and exact:
                 x = self._better(cost, incumbent, best - step)
-            incumbent = incumbent if x is None else x
+            incumbent = incumbent if x is None else _exact(x)
         self._rule_out(reduced, float(cost @ incumbent) - bound)
         self.add(cost, float(cost @ incumbent))
         return incumbent
@@ -227,6 +227,11 @@ class Search:
             return None
         info = highs.getInfo()
         return np.array(highs.getSolution().col_value), info.objective_function_value, info.mip_dual_bound
+
+
+def _exact(x: np.ndarray) -> np.ndarray:
+    """Column values without the solver's tolerance, which a row that holds the assignment to its cost would keep."""
+    return np.where(np.abs(x - np.round(x)) <= INTEGRAL, np.round(x), x)
 
 
 def _solver(model: highspy.HighsLp) -> highspy.Highs:
