@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Mapping
+from dataclasses import is_dataclass
 from enum import Enum
 from functools import cache, partial
 from types import BuiltinFunctionType, CodeType, FunctionType
@@ -33,21 +34,22 @@ def model_key(bare: nn.Module, *more: Any) -> str:
         bare: the skeleton. more: what else it depends on, such as the inputs: of tensors, what they are like.
 
     Raises:
-        Untold: the model holds what cannot be compared, such as hooks or closures.
+        Untold: the model holds what cannot be compared, such as closures.
     """
     named_tensors = [*bare.named_parameters(remove_duplicate=False), *bare.named_buffers(remove_duplicate=False)]
     first: dict[int, str] = {}
     tensors = [(n, first.setdefault(id(t), n), type(t).__name__, _tensor(t)) for n, t in named_tensors]
     digests: dict[int, str] = {}
     modules = [(n, _class(type(m)), _attributes(n, m, digests)) for n, m in bare.named_modules()]
-    return hashlib.sha256(repr((tensors, modules, [_words(x) for x in more])).encode()).hexdigest()
+    return hashlib.sha256(repr((tensors, modules, [words(x) for x in more])).encode()).hexdigest()
 
 
 def _attributes(name: str, module: nn.Module, digests: dict[int, str]) -> Any:
-    hooks = [k for k, v in vars(module).items() if k.endswith("hooks") and "state_dict" not in k and v]
-    if hooks:
-        raise Untold(f"{name or 'the model'} has {hooks[0].strip('_')}")
-    plain = {k: v for k, v in vars(module).items() if k not in OWN and not k.endswith("hooks")}
+    tables = vars(module)
+    plain = {k: v for k, v in tables.items() if k not in OWN and "_hooks" not in k}
+    for table in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"):
+        kwargs = tables.get(f"{table}_with_kwargs", ())  # by numbers that are others in every process
+        plain |= {table: [(hook, number in kwargs) for number, hook in tables[table].items()]}
     return [(k, _remembered(f"{name}.{k}", v, digests)) for k, v in sorted(plain.items())]
 
 
@@ -55,16 +57,20 @@ def _remembered(path: str, value: Any, digests: dict[int, str]) -> Any:
     """An attribute's words; of a config, which every module has, a digest made once."""
     try:
         if not hasattr(value, "to_dict"):
-            return _words(value)
+            return words(value)
         if id(value) not in digests:
-            digests[id(value)] = hashlib.sha256(repr(_words(value)).encode()).hexdigest()
+            digests[id(value)] = hashlib.sha256(repr(words(value)).encode()).hexdigest()
         return digests[id(value)]
     except Untold as odd:
         raise Untold(f"{path.removeprefix('.')} is {odd}") from None
 
 
-def _words(x: Any, depth: int = 0) -> Any:
-    """A value as what `repr` says alike in every process."""
+def words(x: Any, depth: int = 0) -> Any:
+    """A value as what `repr` says alike in every process.
+
+    Raises:
+        Untold: it is known by its identity alone, or holds such a value.
+    """
     if depth > DEEPEST:
         raise Untold("nested too deep")
     # What it is like alone: weights of the same shapes are captured as the same graph.
@@ -85,8 +91,8 @@ def _words(x: Any, depth: int = 0) -> Any:
     if inner is None:
         raise Untold(f"a {type(x).__name__}, whose equality cannot be told")
     # A set of strings has another order in every process.
-    words = [_words(y, depth + 1) for y in inner]
-    return type(x).__qualname__, sorted(map(repr, words)) if isinstance(x, set | frozenset) else words
+    items = [words(y, depth + 1) for y in inner]
+    return type(x).__qualname__, sorted(map(repr, items)) if isinstance(x, set | frozenset) else items
 
 
 def _inner(x: Any) -> Iterable[Any] | None:
@@ -99,6 +105,8 @@ def _inner(x: Any) -> Iterable[Any] | None:
         return x
     if hasattr(x, "to_dict"):  # a config of transformers; what hash() says of the rest is another in every process
         return [(k, v) for k, v in vars(x).items() if not k.endswith("_hash")]
+    if is_dataclass(x) and type(x).__eq__ is not object.__eq__:
+        return list(vars(x).items())
     return None
 
 

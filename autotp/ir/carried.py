@@ -14,6 +14,7 @@ import types
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from pickle import PicklingError
 from typing import Any
 
 import torch
@@ -61,6 +62,15 @@ class Fixed:
     text: str
     value: Any = field(compare=False, repr=False)
 
+    def __reduce__(self) -> Any:
+        """By the value, for another process; what is known here by its identity is no value there."""
+        if not isinstance(self.value, PLAIN):
+            raise PicklingError(f"a {self.text}, which is described by what this process knows it by")
+        return _fixed, (self.value,)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Fixed:
+        return self
+
 
 @dataclass(frozen=True)
 class Compound:
@@ -86,6 +96,16 @@ class Shape:
 
     def __hash__(self) -> int:
         return hash((self.name, self.names))
+
+    def comparable(self) -> bool:
+        """Whether it says the same in every process: nothing in it is known by its identity alone."""
+        return _comparable(self.tree)
+
+
+def _comparable(tree: Any) -> bool:
+    if isinstance(tree, Compound):
+        return all(_comparable(item) for _, item in tree.items)
+    return not isinstance(tree, Fixed) or isinstance(tree.value, PLAIN)
 
 
 class Carried:
@@ -131,9 +151,11 @@ def is_carrier(value: Any) -> bool:
 SHARED = frozenset({bool, int, str, type(None), torch.dtype, torch.device})  # not floats: 0.0 equals -0.0
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _shared(value: Any) -> Fixed:
+def _fixed(value: Any) -> Fixed:
     return Fixed((type(value), value), repr(value), value)
+
+
+_shared = lru_cache(maxsize=4096, typed=True)(_fixed)
 
 
 @lru_cache(maxsize=4096)
@@ -172,7 +194,7 @@ class Walk:
         if kind in SHARED:
             return _shared(value)
         if isinstance(value, PLAIN):
-            return Fixed((kind, value), repr(value), value)
+            return _fixed(value)
         # An object that two layers share is one afterwards as well, and one that holds itself ends here.
         if id(value) in self.numbers:
             return Again(self.numbers[id(value)])

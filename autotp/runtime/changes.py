@@ -18,15 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from autotp.capture.model_key import Untold, words
 from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
-from .revision import CONTAINERS, attributes_of, contents
+from .revision import CONTAINERS, Revision, attributes_of, contents, counted
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
 WITHIN = "within "  # before the name of an attribute that is the same object still
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 INSTEAD = "Change it in the original model, and compile that."
 
 
@@ -46,6 +48,25 @@ def token(value: Any) -> Hashable:
     """What says whether another value is the same."""
     plain = isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
     return (type(value), value) if plain else (type(value), Same(value, id(value)))
+
+
+def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
+    """What says whether a module of the skeleton has other hooks: a capture of it runs them."""
+    tables = [getattr(module, name) for name in HOOKS]
+    return tuple([_described(hook) for table in tables for hook in table.values()])
+
+
+def _described(hook: Any) -> Hashable:
+    """What a hook is in every process, with what PEFT's partial functions hold; of a closure its identity."""
+    try:
+        return repr(words(hook))
+    except Untold:
+        return token(hook)
+
+
+def comparable(key: Hashable) -> bool:
+    """Whether a key says the same in every process: none of its values is known by its identity alone."""
+    return all(map(comparable, key)) if isinstance(key, tuple) else not isinstance(key, Same)
 
 
 @dataclass
@@ -87,6 +108,8 @@ class Changes:
     values: list[AttributeValue] = field(default_factory=list)
     last_key: Hashable = ()
     stale: bool = False
+    hooks: dict[str, tuple[Hashable, ...]] = field(default_factory=dict)
+    revision: int = -1
 
     def key(self) -> Hashable:
         """What a program is for, of all this; `()` where all is as it was."""
@@ -94,14 +117,17 @@ class Changes:
             if value.has_changed():
                 value.watched.versions[WITHIN + value.name] = value.version
                 self.stale = True
+        if self.revision != Revision.number:
+            hooks = {w.path: now for w in self.parts if (now := hooks_of(w.module)) != w.hooks}
+            self.stale, self.hooks, self.revision = self.stale or hooks != self.hooks, hooks, Revision.number
         if self.stale:
             changes = ((w.path, n, t) for w in self.parts for n, t in sorted(w.versions.items()))
-            self.last_key, self.stale = tuple(changes), False
+            self.last_key, self.stale = (*changes, *self.hooks.items()), False
         return self.last_key
 
     def facts(self) -> dict[str, str]:
         """The same in words, for the ranks to compare."""
-        texts = {}
+        texts = {f"hooks of {path}": str(hooks) for path, hooks in self.hooks.items()}
         for watched in self.parts:
             for name, value in watched.versions.items():
                 same = isinstance(value, tuple) and isinstance(value[1], Same)
@@ -128,17 +154,20 @@ class Watched:
         changes: of the whole sharded module.
         children: the parts that stand for the module's own children.
         versions: name of an attribute -> what tells its value from others.
+        hooks: of the module, as it was compiled; `generate` of its class may add to them (PEFT's adapters by row).
     """
 
     def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
         self.module, self.path, self.changes = module, path, changes
         self.children, self.versions = dict(children), {}
+        vars(module).update((name, counted(vars(module)[name])) for name in HOOKS)
+        self.hooks = hooks_of(module)
         changes.parts.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
         new = object.__new__(Watched)
         memo[id(self)] = new
-        new.module, new.path, new.versions = self.module, self.path, dict(self.versions)
+        new.module, new.path, new.versions, new.hooks = self.module, self.path, dict(self.versions), self.hooks
         new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
         return new
 

@@ -17,6 +17,7 @@ from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
+from .changes import comparable
 from .deferred import columns_of
 from .programs import Program, readings
 from .tree import Assembler
@@ -76,11 +77,12 @@ class Finds:
             return captured, learned
 
         def key() -> tuple[str | None, str]:
-            if call.state_objects:
+            changes = self._changes.key()
+            if not all(carried.shape.comparable() for _, carried in call.state_objects):
                 return None, "an object that holds state is described by what this process knows it by"
-            if source.key is None or self._changes.key():
-                return None, "the model's attributes cannot be compared, or were set since"
-            return repr((source.key, self._mode(), state.dtypes(self._shards), call.entry)), ""
+            if source.key is None or not comparable(changes):
+                return None, "the model's attributes cannot be compared"
+            return repr((source.key, self._mode(), state.dtypes(self._shards), call.entry, changes)), ""
 
         return capture_once(source.ranks, key, make, take)[0]
 

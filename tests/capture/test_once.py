@@ -59,10 +59,11 @@ def on_ranks(rank: int, world: int, group: Any) -> dict[str, Any]:
         gradients = [g.clone() for g in sharded.full_grad_dict().values()]
         found["trained"] = [g.abs().sum().item() for g in gradients]
         counted.times = 0
-        hooked = Net().eval()
-        hooked.up.register_forward_hook(lambda *_: None)
-        torch.testing.assert_close(autotp.compile(hooked, mesh=mesh, example_inputs=X)(X), model(X))
-        found["hooked"], counted.times = counted.times, 0
+        for name, hook in {"hooked": lambda *_: found and None, "plainly hooked": lambda *_: None}.items():
+            hooked = Net().eval()
+            hooked.up.register_forward_hook(hook)
+            torch.testing.assert_close(autotp.compile(hooked, mesh=mesh, example_inputs=X)(X), model(X))
+            found[name], counted.times = counted.times, 0
         labelled = Net().eval()
         labelled.rank = rank  # type: ignore[assignment]  nothing reads it
         torch.testing.assert_close(autotp.compile(labelled, mesh=mesh, example_inputs=X)(X), model(X))
@@ -82,7 +83,7 @@ def test_one_rank_captures_and_all_run_its_program(pool):
     assert all(each["error"] < 1e-5 for each in told) and told[0]["trained"] == told[1]["trained"]
     for each in ("hooked", "labelled"):
         assert [one[each] for one in told] == [1, 1], each
-    assert [one["unread"] for one in told] == [1, 1]
+    assert [one["unread"] for one in told] == [1, 1] and [one["plainly hooked"] for one in told] == [1, 0]
     for one in told:
         assert one["other"][0] == "RankError" and "do not agree on the model" in one["other"][1]
 

@@ -225,7 +225,7 @@ def assisted(rank: int, world: int, group: Any) -> list[Tensor]:
         kind.config.use_cache = kind.generation_config.use_cache = True
     main, draft = [autotp.compile(kind, example_inputs=IDS, mesh=mesh_of(group)) for kind in kinds]
     torch.manual_seed(7 + rank)
-    options = {"do_sample": True, "max_new_tokens": 6}
+    options = {"do_sample": True, "max_new_tokens": 4}
     out = [main.generate(IDS[:1], assistant_model=draft, **options), main.generate(IDS[:1], **options)]
     torch.manual_seed(7)
     out += [kinds[0].generate(IDS[:1], assistant_model=kinds[1], **options)]
