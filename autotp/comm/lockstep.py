@@ -33,7 +33,7 @@ from .wording import by_value
 
 WHAT = 160  # characters of what a rank is about to do
 MOST = 64  # ranks that are all connected to each other
-HEAD = struct.Struct("!H")
+HEAD, COUNT = struct.Struct("!H"), struct.Struct("!I")
 COMMUNICATION = re.compile(r"gloo|nccl|connection|timed? ?out|peer|socket|rendezvous|abort", re.IGNORECASE)
 LATE = re.compile(r"timed? ?out", re.IGNORECASE)
 CAUSES = (
@@ -156,16 +156,25 @@ def end_hooks(channel: Channel, what: str, own: bool = True) -> None:
 
     Raises:
         Exception: the hook's, on its rank.
-        RankError: on the others.
+        RankError: on the others; on all, where hooks have changed values on some ranks only.
     """
-    error = release()
+    error, changes = release()
     text = "" if error is None else f"{type(error).__name__}: {error}"
-    everyone = meet(channel, f"end of {what}", text.encode()[:CAUSE], own)
+    everyone = meet(channel, f"end of {what}", COUNT.pack(changes) + text.encode()[:CAUSE], own)
     if error is not None:
         raise error
-    causes = {rank: f"a hook, by {cause.decode(errors='replace')}" for rank, cause in enumerate(everyone) if cause}
+    texts = [message[COUNT.size :].decode(errors="replace") for message in everyone]
+    causes = {rank: f"a hook, by {cause}" for rank, cause in enumerate(texts) if cause}
     if causes:
         raise channel.left_error(f"end of {what}", causes)
+    counts = [COUNT.unpack_from(message)[0] for message in everyone]
+    if len(set(counts)) > 1:
+        differences = by_value(list(map(str, counts)))
+        raise RankError(
+            f"In {what} hooks gave or wrote other values than they saw, and not on every {channel.axes} rank, so its "
+            f"numbers are of no use: hooks that did so: {differences}. "
+            "Register such hooks on every rank; one that looks only returns None."
+        )
 
 
 def meet_in(group: str, what: str) -> None:

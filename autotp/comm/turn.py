@@ -9,9 +9,11 @@ common again. Where all ranks leave at the same place each sends it to the other
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ContextDecorator
 from typing import Any
+
+from torch import Tensor
 
 from .channel import LEAVES, Channel
 
@@ -25,7 +27,7 @@ class _UnderWay:
         lock: held by the thread that has the turn. depth: of turns within it.
         channels: by which it may meet other ranks.
         holds: whether collectives are under way, which a hook's error must not keep from the other ranks.
-        hook_error: that error.
+        hook_error: that error. hook_changes: how many hooks then put something in the place of what they saw.
     """
 
     def __init__(self) -> None:
@@ -33,6 +35,7 @@ class _UnderWay:
         self.channels: dict[Channel, None] = {}
         self.holds = False
         self.hook_error: Exception | None = None
+        self.hook_changes = 0
 
 
 _now = _UnderWay()
@@ -79,22 +82,34 @@ def call_hook(hook: Callable[..., Any], *args: Any) -> Any:
     if not _now.holds:
         return hook(*args)
     if _now.hook_error is None:
+        before = _versions(args)
         try:
-            return hook(*args)
+            result = hook(*args)
         except Exception as error:
             _now.hook_error = error
+            return None
+        _now.hook_changes += result is not None or _versions(args) != before
+        return result
     return None
 
 
+def _versions(args: Iterable[Any]) -> list[int]:
+    """By which writes to tensors among a hook's arguments are seen; those of inference count none."""
+    values: list[Any] = []
+    for arg in args:
+        values += arg if isinstance(arg, tuple | list) else (arg,)
+    return [x._version for x in values if isinstance(x, Tensor) and not x.is_inference()]
+
+
 def hold() -> None:
-    """Begin to keep errors of hooks."""
-    _now.holds, _now.hook_error = True, None
+    """Begin to keep errors of hooks, and to count what they change."""
+    _now.holds, _now.hook_error, _now.hook_changes = True, None, 0
 
 
-def release() -> Exception | None:
-    """End that; the error that was kept."""
+def release() -> tuple[Exception | None, int]:
+    """End that; the error that was kept, and the count."""
     error, _now.holds, _now.hook_error = _now.hook_error, False, None
-    return error
+    return error, _now.hook_changes
 
 
 def _leave(text: str) -> None:

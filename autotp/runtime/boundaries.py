@@ -16,11 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autotp.comm.channel import Channel
 from autotp.comm.conversions import function_for
-from autotp.comm.lockstep import meet
+from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import Ranks
 from autotp.comm.turn import call_hook
-from autotp.errors import StateError
+from autotp.comm.wording import by_value
+from autotp.errors import RankError, StateError
 from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
 from autotp.passes.analysis.flows import Flow
@@ -186,11 +188,23 @@ def hooked(*tables: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 
-def gathers(module: Any) -> bool:
-    """Whether some hook on the module is shown values that all ranks gather for it."""
-    if not hooked(module._forward_pre_hooks, module._forward_hooks):
-        return False
-    return any(boundary.communicates for boundary in getattr(module, "_boundaries", {}).values())
+def compare_hooks(channel: Channel, what: str, modules: Sequence[Any]) -> None:
+    """Refuse hooks that are shown values that all ranks gather for them, but are on some ranks only. Collective.
+
+    Args:
+        channel: of the ranks. what: the call in words. modules: all of a sharded one.
+
+    Raises:
+        RankError: with the modules that have such hooks.
+    """
+    paths: set[str] = set()
+    for module in modules:
+        if hooked(module._forward_pre_hooks, module._forward_hooks):
+            paths |= {b.path for b in getattr(module, "_boundaries", {}).values() if b.communicates}
+    everyone = meet(channel, f"forward, {what}", ", ".join(sorted(paths)).encode())
+    if len(set(everyone)) > 1:
+        differences = by_value([paths.decode() or "none" for paths in everyone])
+        raise RankError(f"In {what} the ranks have parted: hooks that see whole values: {differences}.\n{CAUSES}")
 
 
 def _versions(values: Sequence[Any]) -> list[Any]:

@@ -1,9 +1,9 @@
 """A module's calls, each held against those of the other ranks before it begins.
 
 Every forward and every backward begins with a turn in which ranks say what they are about to do (`comm/lockstep.py`).
-With a forward go the shapes and the mode, which parameters are trained, whether weights were written since the forward
-before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all. With dp
-all ranks of both axes take that turn together (`said.py`).
+With a forward go the shapes and the mode, which parameters are trained, how often weights were written since the
+forward before, a few values of the inputs, and the number from which dropout draws, of which rank 0's is taken by all.
+With dp all ranks of both axes take that turn together (`said.py`).
 """
 
 from __future__ import annotations
@@ -34,15 +34,16 @@ from autotp.runtime.generation.arguments import Arguments
 from autotp.runtime.interop.refusals import refuse_transforms
 
 from . import state
-from .boundaries import gathers
+from .boundaries import compare_hooks
 from .changes import Changes
 from .programs import Program
 from .revision import Inventory
-from .said import HOOKED, NEW, WROTE, CallMessage, compare, kind_of, mode_of, parted
+from .said import HOOKED, NEW, CallMessage, compare, kind_of, mode_of, parted
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
 DIGESTS = 256
+WRAP = 1 << 32  # of a count that is sent
 VERSION = attrgetter("_version")
 
 
@@ -90,6 +91,7 @@ class Calls:
         hooked: whether a hook of the user's may fail on some rank in the present call.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
+        versions: of all weights at the call before; None where that is not known. loads: of weights, by then.
         before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them.
     """
 
@@ -102,6 +104,7 @@ class Calls:
     place: int = 1
     number: int = 0
     versions: int | None = None
+    loads: int = 0
     hooked: bool = False
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
@@ -168,10 +171,11 @@ class Calls:
         if channel is None:
             return program is None, None
         trained, versions = self._parameters()
-        weights_written = self.versions is not None and versions != self.versions
-        flags = NEW * (program is None) + WROTE * weights_written + HOOKED * self.inventory.hooked[0]
+        before = self.versions if self.loads == self.shards.loads else None  # a load ends what was written apart
+        writes = 0 if before is None else (versions - before) % WRAP
+        flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0]
         exact, near = sampled(call.inputs) if self.values else NOTHING
-        own = CallMessage(*self._digest(key, call), trained, flags, *self._numbers(program), exact, tuple(near))
+        own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
         mine = own.packed()
         try:
             messages = meet(channel, f"forward, {self.what}", mine)
@@ -179,14 +183,15 @@ class Calls:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.versions, self.hooked = versions, bool(flags & HOOKED)
+            self.versions, self.loads, self.hooked = versions, self.shards.loads, bool(flags & HOOKED)
             return program is None, _random_source([own]) if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, call.whole, call.spec, how)
         compare(slices, self.what)
-        self.versions, self.hooked = versions, any(message.flags & HOOKED for message in everyone)
+        self.versions, self.loads = versions, self.shards.loads
+        self.hooked = any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
         return new, _random_source(beside) if program is not None else None
@@ -198,6 +203,7 @@ class Calls:
     @contextlib.contextmanager
     def _with_hooks(self) -> Iterator[None]:
         assert self.channel is not None
+        compare_hooks(self.channel, self.what, self.order)  # of a call of a new kind it is known only now which gather
         hold()
         yield
         end_hooks(self.channel, self.what)
@@ -301,11 +307,7 @@ class Calls:
             versions = sum([p._version for p in parameters if not p.is_inference()])
         if not torch.is_grad_enabled():
             return 0, versions
-        flags = bytearray([p.requires_grad for p in parameters])
-        for at, part in enumerate(self.order):
-            if (part._forward_pre_hooks or part._forward_hooks) and gathers(part):
-                flags += b"hook on part %d" % at
-        return zlib.crc32(flags), versions
+        return zlib.crc32(bytes([p.requires_grad for p in parameters])), versions
 
     def _digest(self, key: Any, call: Arguments) -> tuple[bytes, bytes]:
         """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""
@@ -323,7 +325,6 @@ class Calls:
         facts |= kind_of(flat) if how == "kind" else {}
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
         facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"
-        facts["hooks that see whole values"] = str(sum(map(gathers, self.order)))
         ranks = self.shards.ranks
         agree(ranks and ranks.planners, f"the inputs of this call ({self.what}), or its mode", facts)
         raise RankError(f"The ranks do not agree on the inputs of {self.what}, or on its mode. {CAUSES}")

@@ -19,8 +19,8 @@ from autotp.errors import RankError
 
 from .samples import SAMPLES, alike
 
-BODY = struct.Struct(f"!8s8sIBq8sI{SAMPLES}d")
-NEW, WROTE, HOOKED = 1, 2, 4
+BODY = struct.Struct(f"!8s8sIBIq8sI{SAMPLES}d")
+NEW, HOOKED = 1, 2
 
 
 class CallMessage(NamedTuple):
@@ -29,8 +29,8 @@ class CallMessage(NamedTuple):
     Attributes:
         call: a digest of its kind, mode and shapes; `kind`: without sizes other than the number of examples.
         trained: which parameters are, as a number.
-        flags: `NEW` where it knows no program, `WROTE` where weights were written since the call before,
-            `HOOKED` where hooks of the user may fail amid its collectives.
+        flags: `NEW` where it knows no program, `HOOKED` where hooks of the user may fail amid its collectives.
+        writes: to weights since the call before, all weights together.
         seed, state: what its random numbers come from, and that of its generator.
         exact, near: of the values of the inputs.
     """
@@ -39,6 +39,7 @@ class CallMessage(NamedTuple):
     kind: bytes
     trained: int
     flags: int
+    writes: int
     seed: int
     state: bytes
     exact: int
@@ -52,7 +53,7 @@ class CallMessage(NamedTuple):
     def read(cls, message: bytes) -> CallMessage:
         """Of a message."""
         fields = BODY.unpack(message)
-        return cls._make((*fields[:7], fields[7:]))
+        return cls._make((*fields[:8], fields[8:]))
 
 
 def mode_of(mode: tuple[Any, ...], flat: Sequence[Any]) -> dict[str, str]:
@@ -94,12 +95,11 @@ def parted(slices: Sequence[Sequence[CallMessage]]) -> str:
 
 
 def written_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
-    """Which ranks have written weights, where not all or none have."""
-    flags = [bool(message.flags & WROTE) for each in slices for message in each]
-    if len(set(flags)) == 1:
+    """How often ranks have written weights, where not all have as often."""
+    counts = [message.writes for each in slices for message in each]
+    if len(set(counts)) == 1:
         return ""
-    texts = {True: "weights written", False: "weights as they were"}
-    return by_value([texts[w] for w in flags])
+    return by_value([f"weights written {n} times" for n in counts])
 
 
 def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
@@ -115,7 +115,7 @@ def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
 
 
 def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
-    """Refuse weights that were written on some ranks only, and other values of the inputs.
+    """Refuse weights that were written on some ranks only, or more often, and other values of the inputs.
 
     Args:
         slices: the messages of the ranks of each slice of the batch. what: the call in words.

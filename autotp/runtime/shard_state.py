@@ -37,6 +37,7 @@ class ShardState:
         units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
         summing: whether gradients are summed over dp in this backward.
         elsewhere: names in the original's state dict of what other stages of a pipeline hold.
+        loads: how often weights were loaded, on all ranks alike.
     """
 
     bare: nn.Module
@@ -51,6 +52,7 @@ class ShardState:
     units: dict[str, str] = field(default_factory=dict)
     summing: bool = True
     elsewhere: frozenset[str] = frozenset()
+    loads: int = 0
 
     @property
     def device(self) -> torch.device:

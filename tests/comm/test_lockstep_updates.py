@@ -29,7 +29,7 @@ WORDS = {
     "clip": f"rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: {STEP}",
     "whole": "rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: collective of torch, (32, 8) from S(0)",
     "state": f"rank 0: {STEP}, after call 4, rank 1: full_state_dict of copy of Sequential",
-    "by hand": "rank 0: weights as they were, rank 1: weights written",
+    "by hand": "rank 0: weights written 0 times, rank 1: weights written 1 times",
 }
 
 

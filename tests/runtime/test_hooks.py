@@ -13,6 +13,7 @@ import autotp
 from autotp.errors import RankError, StateError
 from autotp.runtime.boundaries import Boundary
 from tests.helpers.compare import gradients_differ, mesh_of
+from tests.helpers.errors import message_of
 
 X = torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(0)).double()
 EXACT = 1e-12
@@ -83,17 +84,27 @@ def hooked(rank: int, world: int, group: Any) -> dict[str, Any]:
             found[f"kept {path} {sequence}"] = kept(model, sharded, path)
     with patch.object(Boundary, "split", False):
         found["control"] = apart(model, sharded, HOOKS["after"], "1.down"), kept(model, sharded, "1.up")
-    return found | {"refused": refused(sharded, rank)}
+    return found | {"refused": refused(pair(group)[1], rank)}
 
 
 def refused(sharded: Any, rank: int) -> list[str]:
-    """A hook on one rank alone, and one that returns something else than flows there."""
+    """Hooks on one rank alone (where values are split; that change; that look), and one that returns two values."""
     told = []
     handle = sharded[1].up.register_forward_hook(lambda _, args, out: None) if rank else None
     try:
         sharded(X)
     except RankError as error:
         told.append(str(error))
+    if handle is not None:
+        handle.remove()
+    for hook in (lambda _, args, out: out * 2, lambda _, args, out: out.mul_(2), lambda _, args, out: None):
+        handle = sharded[1].register_forward_hook(hook) if rank else None
+        told.append(message_of(lambda: sharded(X)))
+        if handle is not None:
+            handle.remove()
+    handle = sharded[1].up.register_forward_hook(lambda *_: None) if rank else None
+    with torch.no_grad():  # a kind of call that is new
+        told.append(message_of(lambda: sharded(X[:, :1])))
     if handle is not None:
         handle.remove()
     handle = sharded[1].up.register_forward_pre_hook(lambda _, args: (args[0], args[0]))
@@ -110,5 +121,7 @@ def test_hooks_see_what_they_see_on_the_original(pool):
         control, told = found.pop("control"), found.pop("refused")
         assert min(control) > 1e-3, control
         assert max(found.values()) < EXACT, {n: x for n, x in found.items() if not x < EXACT}
-        assert "hooks that see whole values: rank 0: 0, rank 1: 1" in told[0]
-        assert "returned 2 values in the place of 1" in told[1]
+        wanted = "hooks that see whole values: rank 0: none, rank 1: 1.up"
+        assert wanted in told[0] and wanted in told[4]
+        assert all("hooks that did so: rank 0: 0, rank 1: 1" in text for text in told[1:3]) and told[3] == ""
+        assert "returned 2 values in the place of 1" in told[5]

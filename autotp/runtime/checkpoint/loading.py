@@ -81,6 +81,7 @@ def load(
             module.reshard()
     together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
     together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
+    shards.loads += weights
     if optimizer is not None and states is not None:
         together(ranks, "reading the optimizer's state", lambda: states.load(shards, optimizer, archive))
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))

@@ -64,13 +64,7 @@ class Pool:
         Raises:
             WorkerError: `fn` failed, crashed or hung somewhere.
         """
-        if len(self._workers) < world or not all(worker.is_alive() for worker in self._workers):
-            self.close()
-            self.start(world)
-        message = pickle.dumps((fn, world, args, sharing_captures()))
-        for pipe in self._pipes[:world]:
-            pipe.send_bytes(message)
-        answers = self._answers(world, timeout)
+        answers = self.ask(fn, *args, world=world, timeout=timeout)
         failures = [f"rank {rank}: {text}" for rank, (ok, text) in sorted(answers.items()) if not ok]
         failures += [f"rank {rank}: crashed or hung" for rank in range(world) if rank not in answers]
         if failures:
@@ -79,6 +73,29 @@ class Pool:
             self.close()
             raise WorkerError(f"{fn.__name__} failed in a world of {world}:\n" + "\n".join(failures))
         return [answers[rank][1] for rank in range(world)]
+
+    def ask(
+        self, fn: Callable[..., Any], *args: Any, world: int, timeout: float, grace: float = GRACE
+    ) -> dict[int, tuple[bool, Any]]:
+        """As `run`, and what each rank answered: whether it is well, and its result or traceback.
+
+        Args:
+            fn, args, world, timeout: see `run`. grace: seconds that the others get once one rank has failed.
+
+        Returns:
+            The answers by rank, without ranks that crashed or hung; the caller closes the pool where some did.
+        """
+        if len(self._workers) < world or not all(worker.is_alive() for worker in self._workers):
+            self.close()
+            self.start(world)
+        message = pickle.dumps((fn, world, args, sharing_captures()))
+        for pipe in self._pipes[:world]:
+            pipe.send_bytes(message)
+        return self._answers(world, timeout, grace)
+
+    def ended(self, rank: int) -> bool:
+        """Whether the process of this rank has ended."""
+        return not self._workers[rank].is_alive()
 
     def _dump(self) -> None:
         """The stacks of all threads of the workers that live, on the log: where they hang."""
@@ -116,7 +133,7 @@ class Pool:
         for pipe in self._pipes:
             pipe.recv_bytes()
 
-    def _answers(self, world: int, timeout: float) -> dict[int, tuple[bool, Any]]:
+    def _answers(self, world: int, timeout: float, grace: float) -> dict[int, tuple[bool, Any]]:
         answers: dict[int, tuple[bool, Any]] = {}
         deadline = time.monotonic() + timeout
         waiting = {pipe: rank for rank, pipe in enumerate(self._pipes[:world])}
@@ -127,7 +144,7 @@ class Pool:
                 with contextlib.suppress(EOFError, ConnectionError):  # it crashed
                     answers[rank] = pickle.loads(pipe.recv_bytes())
                 if not answers.get(rank, (False,))[0]:
-                    deadline = min(deadline, time.monotonic() + GRACE)
+                    deadline = min(deadline, time.monotonic() + grace)
         return answers
 
 
