@@ -20,6 +20,8 @@ from .export import (
 from .fake import (
     FakeTensor,
     FakeTensorMode,
+    Max,
+    Min,
     fake,
     fake_mode,
     mode_of,
@@ -55,6 +57,7 @@ from .running import (
     compile_whole,
     compiled_once,
     flat_mesh,
+    follow_types,
     graph_task,
     group_timeout,
     has_symmetric_memory,
@@ -89,16 +92,17 @@ from .trees import (
 )
 
 __all__ = [
-    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "OpOverloadPacket",
+    "CannotCompile", "FakeTensor", "FakeTensorMode", "HigherOrderOperator", "IncompatibleKeys", "Max", "Min",
+    "OpOverloadPacket",
     "TreeSpec", "UNASSERTED", "VARIANTS", "after_backward", "all_nonzero", "around_backward", "around_redistribution",
     "below_autograd", "by_default", "c10d_ops", "checkpoints_as", "children", "compile_whole", "compiled_once",
     "data_sources", "data_symbols", "decided_by_values", "draft_export", "draft_failures", "fake", "fake_mode",
-    "flat_mesh", "flex_as_products", "graph_task", "group_timeout", "has_symmetric_memory", "hooks_all_modules",
-    "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of", "mode_of", "module_stack",
-    "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named", "overload_of", "packed_graph",
-    "part_of", "quick_export", "quiet_export", "read_shape_env", "recorded_guards", "recorded_inference",
-    "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one", "sym_size",
-    "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves", "tree_map",
-    "tree_map_only", "tree_unflatten", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped",
+    "flat_mesh", "flex_as_products", "follow_types", "graph_task", "group_timeout", "has_symmetric_memory",
+    "hooks_all_modules", "is_composite", "is_node", "is_user_node", "know_records", "like_dtensor", "local_of",
+    "mode_of", "module_stack", "named_leaves", "one_shot_sum", "operator", "operator_handlers", "operators_named",
+    "overload_of", "packed_graph", "part_of", "quick_export", "quiet_export", "read_shape_env", "recorded_guards",
+    "recorded_inference", "recorded_regions", "register_node", "replicate", "shape_env", "size_code", "sizes_of_one",
+    "sym_size", "symmetric_room", "tables_of_dynamo", "told_by_data", "transform", "tree_flatten", "tree_leaves",
+    "tree_map", "tree_map_only", "tree_unflatten", "undecided", "unpacked_graph", "use_symmetric_memory", "vmapped",
     "without_modes", "without_saved_hooks", "without_torch_functions", "wraps_tensors",
 ]  # fmt: skip

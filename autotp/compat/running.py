@@ -270,3 +270,20 @@ def _tables() -> list[Any]:
     places = (kind, "_get_handlers"), (rules, "get_torch_obj_rule_map"), (rules, "get_tensor_method")
     tables = [getattr(place, name, None) for place, name in places]
     return [table for table in tables if hasattr(table, "cache_clear")]
+
+
+def follow_types(part: Any) -> None:
+    """Let torch's data parallelism forget what it gathered in a type that the parameters of this part no longer have.
+
+    It takes note of types at the first forward; `Module.to` changes them without its knowledge.
+    """
+    state = part._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, up to torch 2.11
+    for group in filter(None, groups):
+        # Before the first forward no type is noted.
+        stale = [p for p in group.fsdp_params if getattr(p, "orig_dtype", None) not in (None, p.sharded_param.dtype)]
+        for p in stale:
+            p.all_gather_outputs, p._unsharded_inner_tensors = [], []
+            p.__dict__.pop("_unsharded_param", None)
+        if stale:
+            group._init_mp_dtypes()

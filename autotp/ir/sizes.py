@@ -9,6 +9,8 @@ from typing import Any
 
 import sympy
 
+from autotp import compat
+
 from .files import GREATEST
 
 Size = int | sympy.Expr
@@ -17,6 +19,8 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+
+FUNCTIONS: dict[str, Callable[..., Any]] = {"Max": compat.Max, "Min": compat.Min}
 
 
 def divide(a: Size, b: Size) -> Size | None:
@@ -72,6 +76,8 @@ def _expression(x: ast.AST) -> Any:
         return sympy.Integer(x.value)
     if isinstance(x, ast.Name):
         return sympy.Symbol(x.id, positive=True, integer=True)
+    if isinstance(x, ast.Call):
+        return _larger(x)
     if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
         return -_expression(x.operand)
     if isinstance(x, ast.BinOp) and type(x.op) in OPERATORS:
@@ -82,3 +88,11 @@ def _expression(x: ast.AST) -> Any:
         if not result.is_Integer or abs(result) <= GREATEST:
             return result
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
+
+
+def _larger(x: ast.Call) -> Any:
+    """The larger or the smaller of sizes; any other call would be code that a file brings."""
+    name = x.func.id if isinstance(x.func, ast.Name) else ""
+    if name not in FUNCTIONS or x.keywords:
+        raise ValueError(f"{ast.unparse(x)!r} is not a size")
+    return FUNCTIONS[name](*map(_expression, x.args))

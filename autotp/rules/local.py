@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
+import torch
 from torch import fx
 
 from autotp import compat
@@ -26,6 +27,11 @@ ARITHMETIC = {
     "FloorDiv": operator.floordiv,
     "Mod": operator.mod,
     "Pow": operator.pow,
+    "PowByNatural": operator.pow,
+    "PythonMod": operator.mod,
+    "CleanDiv": operator.floordiv,
+    "Max": torch.sym_max,
+    "Min": torch.sym_min,
 }
 
 

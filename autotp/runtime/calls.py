@@ -36,6 +36,7 @@ from autotp.runtime.interop.refusals import refuse_transforms
 from . import state
 from .boundaries import compare_hooks
 from .changes import Changes
+from .data_parallel import follow_types
 from .programs import Program
 from .revision import Inventory
 from .said import HOOKED, NEW, CallMessage, compare, kind_of, mode_of, parted
@@ -148,6 +149,7 @@ class Calls:
     @contextlib.contextmanager
     def gathering(self) -> Iterator[None]:
         """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
+        follow_types(self.shards)
         self.before_gathering = self.before_gathering or [*self.shards.pieces()]
         meet(self.channel, f"forward, call {self.number + 1} of {self.copy}{self.name}")
         try:

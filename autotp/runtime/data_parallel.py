@@ -60,6 +60,13 @@ def show_gradients(shards: ShardState) -> None:
             part.reshard()
 
 
+def follow_types(shards: ShardState) -> None:
+    """Take note of what `Module.to` made of the types of weights since the forward before."""
+    for part in _units(shards) if shards.axis.size > 1 else ():
+        if isinstance(part, FSDPModule):
+            compat.follow_types(part)
+
+
 def _units(shards: ShardState) -> Iterator[nn.Module]:
     """The parts whose weights are gathered together, those of the rest last."""
     for path in dict.fromkeys(shards.units.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -210,6 +210,13 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
+        example = fn(torch.empty(0, device=self._shards.device))
+        with self._calls.turn("conversion"):
+            self._calls.agree("a conversion", {"to": f"{example.dtype} on {example.device.type}"})
+            return super()._apply(fn, recurse)
 
     @Turn("state_dict()")
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
