@@ -76,6 +76,7 @@ def _expression(x: ast.AST) -> Any:
         return sympy.Integer(x.value)
     if isinstance(x, ast.Name):
         return sympy.Symbol(x.id, positive=True, integer=True)
+    # `Max(8, s0)`, as of a mask.
     if isinstance(x, ast.Call):
         return _larger(x)
     if isinstance(x, ast.UnaryOp) and isinstance(x.op, ast.USub):
@@ -85,6 +86,7 @@ def _expression(x: ast.AST) -> Any:
         if isinstance(x.op, ast.Pow) and not (second.is_Integer and 0 <= second <= HIGHEST):
             raise ValueError(f"{ast.unparse(x)!r} is not a size")  # powers of numbers would never end
         result = OPERATORS[type(x.op)](first, second)
+        # Numbers without end would be counted with: a product of a few is more than any memory holds.
         if not result.is_Integer or abs(result) <= GREATEST:
             return result
     raise ValueError(f"{ast.unparse(x)!r} is not a size")
