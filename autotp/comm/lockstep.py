@@ -182,6 +182,13 @@ def meet_in(group: str, what: str) -> None:
     meet(_by_name.get(group), what)
 
 
+def meet_everywhere(what: str) -> None:
+    """`meet` of all ranks that there are, before a library's own collective; nothing where all are in no channel."""
+    if dist.is_initialized():
+        of_all = (channel for channel in list(_open.values()) if channel.size == dist.get_world_size())
+        meet(next(of_all, None), what)
+
+
 def lost(error: Exception, group: str) -> None:
     """Where an error is one of communication: raise the one that names the rank that is gone in its place.
 

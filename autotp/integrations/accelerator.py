@@ -17,6 +17,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
+from autotp.comm.lockstep import meet_everywhere
 from autotp.errors import InputError
 from autotp.runtime import checkpoint
 from autotp.runtime.interop.shown import LOADED
@@ -65,6 +66,21 @@ class GroupAccelerator(Accelerator):
         return prepared
 
     # ---- what is gathered ------------------------------------------------------------------------------------------
+
+    def gather(self, tensor: Any) -> Any:
+        """As accelerate's, after a turn in which a rank that is elsewhere, or has ended, is named."""
+        meet_everywhere("gather of accelerate")
+        return super().gather(tensor)
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Likewise."""
+        meet_everywhere("reduce of accelerate")
+        return super().reduce(tensor, *args, **kwargs)
+
+    def wait_for_everyone(self) -> None:
+        """Likewise."""
+        meet_everywhere("barrier of accelerate")
+        super().wait_for_everyone()
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """The rows of all batches, each once and without those that fill up the last batch; of objects, lists.

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from accelerate.utils import gather, recursively_apply
 from torch import Tensor
 
+from autotp.comm.lockstep import meet_everywhere
 from autotp.errors import InputError
 from autotp.runtime.module import ShardedModule
 
@@ -41,6 +42,7 @@ def each_once(values: Any, tp: int, dp: int) -> Any:
     """
     if dp == 1:
         return values
+    meet_everywhere("gather of accelerate")
     try:
         return recursively_apply(lambda rows: _blocks(gather(rows), tp), values, error_on_other_type=True)
     except TypeError:  # not tensors alone

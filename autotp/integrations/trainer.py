@@ -12,6 +12,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import Trainer
 
+from autotp.comm.lockstep import meet_everywhere
 from autotp.errors import InputError
 from autotp.runtime.checkpoint import load, save
 
@@ -128,6 +129,7 @@ class ShardedTrainer(Trainer):
 
     def _load_best_model(self) -> None:
         if dist.is_initialized():
+            meet_everywhere("loading the best model")
             dist.barrier()  # the folder may be another node's, on a file system that both see
         self._load_from_checkpoint(str(self.state.best_model_checkpoint))
 

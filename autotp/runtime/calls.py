@@ -11,19 +11,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import struct
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from autotp import compat
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
 from autotp.comm.ranks import agree, broadcast, from_all
@@ -31,7 +28,6 @@ from autotp.comm.turn import Turn, hold
 from autotp.errors import RankError
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.runtime.generation.arguments import Arguments
-from autotp.runtime.interop.refusals import refuse_transforms
 
 from . import state
 from .boundaries import compare_hooks
@@ -39,13 +35,12 @@ from .changes import Changes
 from .data_parallel import follow_types
 from .programs import Program
 from .revision import Inventory
-from .said import HOOKED, NEW, CallMessage, compare, kind_of, mode_of, parted
+from .said import HOOKED, NEW, CallMessage, Ticket, compare, kind_of, mode_of, parted
 from .samples import NOTHING, sampled
 from .shard_state import ShardState
 
 DIGESTS = 256
 WRAP = 1 << 32  # of a count that is sent
-VERSION = attrgetter("_version")
 
 
 @dataclass
@@ -59,26 +54,6 @@ class RandomSource:
 
     seed: int = 0
     apart: bool = False
-
-
-@dataclass
-class Ticket:
-    """One forward, for its backwards; it holds nothing of the module."""
-
-    channel: Channel
-    what: str
-    hooked: bool
-    task: int = -1
-
-    def backward(self, place: int, grads: Any) -> None:
-        """Before the first operator of a backward through the forward, which `place`, one of its outputs, leads to."""
-        if (task := compat.graph_task()) != self.task:
-            refuse_transforms(grads)
-            self.task = task
-            what = f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
-            if any(meet(self.channel, what, b"hooks" if self.hooked else b"")):
-                hold()
-                compat.after_backward(partial(end_hooks, self.channel, what, own=False))
 
 
 @dataclass
@@ -172,9 +147,8 @@ class Calls:
         self.number += 1
         if channel is None:
             return program is None, None
-        trained, versions = self._parameters()
-        before = self.versions if self.loads == self.shards.loads else None  # a load ends what was written apart
-        writes = 0 if before is None else (versions - before) % WRAP
+        trained, versions = self.inventory.parameter_state()
+        writes = self.writes(versions)
         flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0]
         exact, near = sampled(call.inputs) if self.values else NOTHING
         own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
@@ -197,6 +171,20 @@ class Calls:
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
         return new, _random_source(beside) if program is not None else None
+
+    def writes(self, versions: int) -> int:
+        """How often weights were written since the call before, by the sum of their versions."""
+        before = self.versions if self.loads == self.shards.loads else None  # a load ends what was written apart
+        return 0 if before is None else (versions - before) % WRAP
+
+    @contextlib.contextmanager
+    def conversion(self, to: str) -> Iterator[None]:
+        """Around a conversion of all weights to a type and device, and from weights that were written as often."""
+        with self.turn("conversion"):
+            writes = self.writes(self.inventory.parameter_state()[1])
+            self.agree("a conversion", {"to": to, "writes to weights": str(writes)})
+            yield
+            self.versions, self.loads = self.inventory.parameter_state()[1], self.shards.loads
 
     def running(self) -> AbstractContextManager[None]:
         """While the program runs: with hooks on some rank all ranks hear at its end of an error of one. Collective."""
@@ -290,7 +278,7 @@ class Calls:
             return
         input_ids = {id(x) for x in inputs}
         graded = [x.grad_fn for x in outputs if isinstance(x, Tensor) and id(x) not in input_ids]
-        ticket = Ticket(channel, self.what, self.inventory.hooked[1])
+        ticket = Ticket(channel, self.what, self.inventory.hooked[1], self.shards.tp if self.values else 0)
         for i, node in enumerate(dict.fromkeys(graded)):
             if node is not None:
                 node.register_prehook(partial(ticket.backward, i))
@@ -299,17 +287,6 @@ class Calls:
         seed = base_seed() if program is not None and program.seeds else 0
         draws = program is not None and program.draws
         return seed, bytes.fromhex(state.random_state(self.shards.device))[:8].ljust(8) if draws else bytes(8)
-
-    def _parameters(self) -> tuple[int, int]:
-        """Which parameters are trained, as a number, and how often they were written."""
-        parameters = self.inventory.parameters
-        try:
-            versions = sum(map(VERSION, parameters))
-        except RuntimeError:  # tensors of inference count no versions
-            versions = sum([p._version for p in parameters if not p.is_inference()])
-        if not torch.is_grad_enabled():
-            return 0, versions
-        return zlib.crc32(bytes([p.requires_grad for p in parameters])), versions
 
     def _digest(self, key: Any, call: Arguments) -> tuple[bytes, bytes]:
         """What the call is of, as text of the same meaning in every process, in short; and what those of slices are."""

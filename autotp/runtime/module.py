@@ -214,8 +214,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
         example = fn(torch.empty(0, device=self._shards.device))
-        with self._calls.turn("conversion"):
-            self._calls.agree("a conversion", {"to": f"{example.dtype} on {example.device.type}"})
+        with self._calls.conversion(f"{example.dtype} on {example.device.type}"):
             return super()._apply(fn, recurse)
 
     @Turn("state_dict()")

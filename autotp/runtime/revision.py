@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shorte
 
 from .boundaries import hooked
 
+VERSION = attrgetter("_version")
 CONTAINERS = (list, dict, set)
 WRITERS = (
     "__setitem__", "__delitem__", "__ior__", "clear", "move_to_end", "pop", "popitem", "setdefault", "update",
@@ -105,6 +108,17 @@ class Inventory:
         """Whether there are hooks of the user's on the forward, and on the backward, of some part."""
         self._list()
         return self._hooked
+
+    def parameter_state(self) -> tuple[int, int]:
+        """Which parameters are trained, as a number, and how often all were written."""
+        parameters = self.parameters
+        try:
+            versions = sum(map(VERSION, parameters))
+        except RuntimeError:  # tensors of inference count no versions
+            versions = sum([p._version for p in parameters if not p.is_inference()])
+        if not torch.is_grad_enabled():
+            return 0, versions
+        return zlib.crc32(bytes([p.requires_grad for p in parameters])), versions
 
     def mode(self, device: torch.device) -> Mode:
         """What a capture is made for now. Types and gradients are the tensors' own, and asked each time."""

@@ -1,4 +1,4 @@
-"""What a rank says of a forward before it begins, and in what the ranks may not differ.
+"""What a rank says of a forward or a backward before it begins, and in what the ranks may not differ.
 
 The tp ranks of one dp rank are called alike. Those of another have a slice of the batch of their own: as many examples,
 of other lengths and values, and so another program, but of the same kind.
@@ -8,17 +8,24 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from autotp.comm.lockstep import CAUSES
+from autotp import compat
+from autotp.comm.channel import Channel
+from autotp.comm.lockstep import CAUSES, end_hooks, meet
+from autotp.comm.turn import hold
 from autotp.comm.wording import by_value
 from autotp.errors import RankError
+from autotp.runtime.interop.refusals import refuse_transforms
 
-from .samples import SAMPLES, alike
+from .samples import NOTHING, SAMPLES, alike, sampled
 
+GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
 BODY = struct.Struct(f"!8s8sIBIq8sI{SAMPLES}d")
 NEW, HOOKED = 1, 2
 
@@ -106,12 +113,13 @@ def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
     """In what the values of the inputs differ on the ranks of a slice, which have the same."""
     for each in slices:
         if not alike([(message.exact, message.near) for message in each]):
-            texts = []
-            for message in each:
-                near = ", ".join(f"{x:g}" for x in message.near[:4])
-                texts.append(f"{message.exact:08x} {near}")
+            texts = [f"{message.exact:08x} {_few(message.near)}" for message in each]
             return by_value(texts)
     return ""
+
+
+def _few(values: Sequence[float]) -> str:
+    return ", ".join(f"{x:g}" for x in values[:4])
 
 
 def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
@@ -130,3 +138,46 @@ def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
             f"The tp ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and some "
             f"others): {differences}.\n{CAUSES} With check=False values of inputs are not looked at."
         )
+
+
+@dataclass
+class Ticket:
+    """One forward, for its backwards; it holds nothing of the module.
+
+    Attributes:
+        channel, what, hooked: see `Calls`. tp: how many ranks have the same gradients; 0 where values are not compared.
+        task: of autograd, the latest backward.
+    """
+
+    channel: Channel
+    what: str
+    hooked: bool
+    tp: int
+    task: int = -1
+
+    def backward(self, place: int, grads: Any) -> None:
+        """Before the first operator of a backward through the forward, which `place`, one of its outputs, leads to."""
+        if (task := compat.graph_task()) != self.task:
+            refuse_transforms(grads)
+            self.task = task
+            what = f"backward (from output {place}) of {self.what}" if place else f"backward of {self.what}"
+            mine = GRADIENTS.pack(self.hooked, *(sampled(grads)[1] if self.tp else NOTHING[1]))
+            messages = meet(self.channel, what, mine)
+            hooks = self.hooked
+            if messages.count(mine) < len(messages):
+                hooks = self._compare(what, [GRADIENTS.unpack(message) for message in messages])
+            if hooks:
+                hold()
+                compat.after_backward(partial(end_hooks, self.channel, what, own=False))
+
+    def _compare(self, what: str, messages: Sequence[tuple[Any, ...]]) -> bool:
+        """Whether some rank has hooks; other gradients on the ranks of a slice of the batch are refused."""
+        for i in range(0, len(messages), self.tp or len(messages)):
+            samples = [values for _, *values in messages[i : i + self.tp]]
+            if not alike([(0, values) for values in samples]):
+                self.channel.leave()
+                texts = [_few(values) for values in samples]
+                raise RankError(
+                    f"The tp ranks do not agree on the gradients for the {what}: {by_value(texts)}.\n{CAUSES}"
+                )
+        return any(hooks for hooks, *_ in messages)

@@ -24,7 +24,7 @@ STEP = "step of SGD on copy of Sequential"
 WORDS = {
     "rate": "lr of group 0: rank 0: 0.1, rank 1: 0.2",
     "zero_grad": f"do not agree on the gradients of the {STEP}",
-    "scaled": f"do not agree on the gradients of the {STEP}",
+    "scaled": "do not agree on the gradients for the backward of call 3 of copy of Sequential",
     "no gradient": f"do not agree on the gradients of the {STEP}",
     "clip": f"rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: {STEP}",
     "whole": "rank 0: collective of torch, (4,) from _NormP(2.0) to R, rank 1: collective of torch, (32, 8) from S(0)",
