@@ -105,7 +105,7 @@ class GroupAccelerator(Accelerator):
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Any]:
         """Whole tensors under the original's names. A collective call."""
         if isinstance(model, ShardedModule):
-            return model.full_state_dict()
+            return model.full_state_dict(live=True)
         return super().get_state_dict(model, unwrap=unwrap)
 
     # ---- what is saved ---------------------------------------------------------------------------------------------

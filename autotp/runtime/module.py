@@ -200,16 +200,19 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         """
         return data_parallel.no_sync(self._shards)
 
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Every parameter and persistent buffer, whole, under the original's names (collective)."""
-        with self._calls.together("full_state_dict"):
-            return state.full_state(self._shards)
+    def full_state_dict(self, live: bool = False) -> dict[str, Tensor]:
+        """Every parameter and persistent buffer, whole, under the original's names, as copies (collective).
 
-    def full_grad_dict(self) -> dict[str, Tensor]:
-        """Every gradient, whole, under the original's names; parameters without one are absent (collective)."""
+        With `live` what is whole on this rank is the module's own tensor, which costs no memory and changes with it.
+        """
+        with self._calls.together("full_state_dict"):
+            return state.full_state(self._shards, live)
+
+    def full_grad_dict(self, live: bool = False) -> dict[str, Tensor]:
+        """Every gradient, whole, by the original's names, as copies but for `live`; absent where none is (collective)."""
         data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
-            return state.full_gradients(self._shards)
+            return state.full_gradients(self._shards, live)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""

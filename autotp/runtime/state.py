@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -131,17 +131,30 @@ def pieces(shards: ShardState, name: str) -> list[nn.Parameter]:
     return [getattr(shards.parts[owner], n) for n in storage.names(leaf)]
 
 
-def full_state(shards: ShardState) -> dict[str, Tensor]:
-    """Parameters and persistent buffers, whole, in the order of the original's own state dict."""
+def full_state(shards: ShardState, live: bool) -> dict[str, Tensor]:
+    """Parameters and persistent buffers, whole, in the order of the original's own state dict.
+
+    Args:
+        shards: of the module. live: give what is whole on the rank as the module's own tensor, in place of a copy.
+    """
     refuse_meta(shards)
-    whole = {
-        name: storage.full([p.detach() for p in pieces(shards, name)])
-        for name, storage in (*shards.storages.items(), *shards.tables.items())
-    }
+    whole: dict[str, Tensor] = {}
+    for name, storage in (*shards.storages.items(), *shards.tables.items()):
+        parts = [p.detach() for p in pieces(shards, name)]
+        whole[name] = storage.full(parts) if live else _apart(storage.full(parts), parts)
     out: dict[str, Tensor] = {}
     for name, first in named_tensors(shards):
-        out[name] = whole[first] if first in whole else buffer_of(shards, name)
+        if first not in whole:
+            buffer = buffer_of(shards, name)
+            whole[first] = buffer if live else buffer.detach().clone()
+        out[name] = whole[first]
     return out
+
+
+def _apart(value: Tensor, parts: Iterable[Tensor]) -> Tensor:
+    """The value, copied where its memory is that of a part: a later step, or clipping, would write to it."""
+    own = {compat.part_of(part).untyped_storage().data_ptr() for part in parts}
+    return value.clone() if compat.part_of(value).untyped_storage().data_ptr() in own else value
 
 
 def sharded_state(shards: ShardState, prefix: str) -> dict[str, Tensor]:
@@ -181,8 +194,8 @@ def write(shards: ShardState, name: str, value: Tensor) -> None:
         part._buffers[leaf] = value
 
 
-def full_gradients(shards: ShardState) -> dict[str, Tensor]:
-    """Whole gradients; None gradients are left out."""
+def full_gradients(shards: ShardState, live: bool) -> dict[str, Tensor]:
+    """Whole gradients; None gradients are left out. `live` as `full_state` has it."""
     out = {}
     for name, storage in shards.storages.items():
         parts = pieces(shards, name)
@@ -190,7 +203,7 @@ def full_gradients(shards: ShardState) -> dict[str, Tensor]:
             grads = []
             for p in parts:  # a gradient that is not there is zero beside one that is
                 grads.append(p.grad if p.grad is not None else torch.zeros_like(p))
-            out[name] = storage.full(grads)
+            out[name] = storage.full(grads) if live else _apart(storage.full(grads), grads)
     return out
 
 
