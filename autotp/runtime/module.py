@@ -209,7 +209,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
             return state.full_state(self._shards, live)
 
     def full_grad_dict(self, live: bool = False) -> dict[str, Tensor]:
-        """Every gradient, whole, by the original's names, as copies but for `live`; absent where none is (collective)."""
+        """Every gradient that is there, whole, by the original's names; copies, but for `live` (collective)."""
         data_parallel.show_gradients(self._shards)
         with self._calls.together("full_grad_dict"):
             return state.full_gradients(self._shards, live)

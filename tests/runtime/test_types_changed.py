@@ -70,7 +70,7 @@ def test_a_conversion_after_a_forward_holds(pool, kind, grad):
         for found in everyone:
             for weight, grad_of in wanted.items():
                 assert found[name][weight].dtype == dtype == found[name]["out"].dtype
-                close = {"rtol": 5e-2, "atol": 5e-3} if name != "double" else {}
+                close: dict[str, Any] = {} if name == "double" else {"rtol": 5e-2, "atol": 5e-3}
                 torch.testing.assert_close(found[name][weight], grad_of, **close)
 
 

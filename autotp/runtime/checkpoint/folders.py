@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fnmatch
 import os
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -70,6 +71,21 @@ def begin(path: Path) -> Path:
         shutil.rmtree(old, ignore_errors=True)
     draft_of(path).mkdir()
     return draft_of(path)
+
+
+@contextlib.contextmanager
+def dropped_on_failure(path: Path, own: bool) -> Iterator[None]:
+    """Clear the draft of a save that fails: of a full disk it would keep what is left.
+
+    Args:
+        path: of the save. own: whether this rank made the draft; by the time it fails no other one writes to it.
+    """
+    try:
+        yield
+    except BaseException:
+        if own:
+            shutil.rmtree(draft_of(path), ignore_errors=True)
+        raise
 
 
 def keep_others(path: Path, draft: Path) -> None:

@@ -59,7 +59,8 @@ def save(
     first = ranks is None or ranks.rank == 0
     if format == "huggingface":
         together(ranks, "making the folder", lambda: _begin(place) if first else None)
-        huggingface.save(shards, ranks, place, max_file)
+        with folders.dropped_on_failure(place, first):
+            huggingface.save(shards, ranks, place, max_file)
         return None
     tensors, own = together(ranks, "reading the state", lambda: _collect(shards, optimizer, extra, weights))
     if shards.elsewhere and ranks is not None:  # each stage of a pipeline has an optimizer of its own
@@ -67,7 +68,8 @@ def save(
         own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
     notes = together(ranks, "reading the state", lambda: _as_json(own))
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
-    pending = _dcp(ranks, place, tensors, notes, background)
+    with folders.dropped_on_failure(place, first):
+        pending = _dcp(ranks, place, tensors, notes, background)
     return pending.start() if background else pending.result()
 
 
@@ -178,12 +180,11 @@ class Pending:
         if self.finished:
             return
         self.finished = True
+        write = self.write_future.result if self.write_future is not None else self._write
         try:
-            mine = together(
-                self.ranks, "writing", self.write_future.result if self.write_future is not None else self._write
-            )
-            results: Any = _gather(self.ranks, mine)
-            together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
+            with folders.dropped_on_failure(self.place, self.first):
+                results: Any = _gather(self.ranks, together(self.ranks, "writing", write))
+                together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
         finally:
             _saving.discard(self.place)
 
