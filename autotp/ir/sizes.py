@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 import operator
 from collections.abc import Callable, Mapping
+from importlib import import_module
 from typing import Any
 
 import sympy
-
-from autotp import compat
 
 from .files import GREATEST
 
@@ -20,7 +19,7 @@ OPERATORS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Pow: operator.pow, ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 
-FUNCTIONS: dict[str, Callable[..., Any]] = {"Max": compat.Max, "Min": compat.Min}
+FUNCTIONS = "Max", "Min"
 
 
 def divide(a: Size, b: Size) -> Size | None:
@@ -97,4 +96,5 @@ def _larger(x: ast.Call) -> Any:
     name = x.func.id if isinstance(x.func, ast.Name) else ""
     if name not in FUNCTIONS or x.keywords:
         raise ValueError(f"{ast.unparse(x)!r} is not a size")
-    return FUNCTIONS[name](*map(_expression, x.args))
+    # Torch's own, as captures have them; imported here, since a plan without them is read without torch.
+    return getattr(import_module("autotp.compat"), name)(*map(_expression, x.args))
