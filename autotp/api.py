@@ -35,6 +35,7 @@ from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.module import ShardedModule
 
 from .errors import InputError, PlanError
+from .inputs import Inputs
 
 CarriedNames = Mapping[Any, str]  # place or key of an output -> argument that takes it
 
@@ -92,8 +93,8 @@ def plan(
         memory: what a rank may hold beside its working set, in bytes or as "80GB"; None for no limit.
         within_node: refuse a degree that leaves the node.
         band: share of the least step time that a plan may take longer to send less; 0, and with `devices`: no longer.
-        dp, cp: size of an axis beside tp, of data or of context parallelism. The example inputs are then one rank's
-            slice of the batch, or its part of every sequence (`Inputs.part`). `fully_shard` splits weights over it too.
+        dp, cp: size of an axis beside tp, of data or of context parallelism. With dp the example inputs are one rank's
+            slice of the batch, with cp whole sequences. `fully_shard` splits weights over it too.
         like: a plan for another depth, degree or width of this architecture, of which all is kept that sizes allow.
         outputs, random, carried, precision: see `autotp.compile`.
         check_capture: compare the captured graph with the model, outputs and gradients, on the example inputs. None
@@ -109,7 +110,7 @@ def plan(
     refuse_beside_devices(devices, global_batch, tp, odd)
     degree = 1 if tp is None or tp == "auto" else tp
     options = Options.read(degree, steering, axis := read_axis(dp, fully_shard, tp, cp))
-    inputs = required_inputs(model, example_inputs, "autotp.plan")
+    inputs = required_inputs(model, example_inputs, "autotp.plan", axis)
     request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     if devices is not None:
@@ -154,9 +155,8 @@ def parallelize(
     options_of = Options.of_plan(plan)
     request = CaptureRequest.read(plan.batch, outputs, random, carried, precision).within(options_of)
     lowering, kind = Lowering.read(backend, options, optimise, reduce_dtype), kind_of(compare)
-    ranks, inputs = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name), None
-    if example_inputs is not None:
-        inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
+    ranks = Ranks.find(plan.tp, mesh, plan.batch.size, plan.batch.name)
+    inputs = None if example_inputs is None else _examples(model, example_inputs, plan.batch, ranks)
     refuse_late(plan.batch, inputs)
     build = Build(model, ranks, options_of, request, lowering, plan, check, check_capture=False)
     captured = build.capture(inputs)[0] if inputs is not None else None
@@ -196,7 +196,7 @@ def compile(
         mesh: a `DeviceMesh`; otherwise the process group that is there, or one made under torchrun.
         plan: use this plan instead of making one (then without what steers planning).
         pins, cluster, objective, optimizer, sequence_parallel, memory, within_node, band: see `autotp.plan`.
-        dp, cp, fully_shard: see `plan`: each rank passes its slice of the batch, or its part of every sequence.
+        dp, cp, fully_shard: see `plan`: each dp rank passes its slice of the batch, all cp ranks whole sequences.
         outputs: "full" in the original's own class, "sharded": tensors as DTensors, "loss": its scalar alone.
         loss: the module then takes `targets=` too, and gives `loss(outputs of the model, targets)`.
         random: "counter": what dropout and its like draw does not depend on tp; "torch": the original's own numbers.
@@ -220,10 +220,16 @@ def compile(
     if tp == "auto":
         (plan, captured), tp = _automatic(model, example_inputs, steering, check_capture, request), None
     ranks, settings = _ranks(plan, tp, mesh, axis, steering)
-    inputs = together(ranks, "reading the example inputs", lambda: example(model, example_inputs))
+    inputs = _examples(model, example_inputs, axis, ranks)
     refuse_late(axis, inputs)
     build = Build(model, ranks, settings, request.within(settings), lowering, plan, check, check_capture, captured)
     return kind(*build(inputs)) if inputs is not None else LazyModule(model, build, kind)
+
+
+def _examples(model: nn.Module, example_inputs: Any, axis: Axis, ranks: Ranks | None) -> Inputs | None:
+    """The example inputs, read alike on the ranks of both axes. A collective call."""
+    read = partial(example, model, example_inputs, axis, ranks)
+    return together(ranks and ranks.planners, "reading the example inputs", read)
 
 
 def _refuse_other(plan: Any) -> None:

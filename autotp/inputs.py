@@ -18,6 +18,7 @@ from .errors import InputError
 
 BATCH, LENGTH, DECODER_LENGTH, FRAMES, SAMPLES = 2, 16, 12, 32, 16000
 CACHES = ("past_key_values", "past_key_value", "cache_params", "past_buckets_states")
+MARK = "autotp_part"  # attribute of a tensor that is a context-parallel rank's part: its place, and how many there are
 ACCEPTED = "a tensor, a tuple (positional arguments), a mapping (keyword arguments), or autotp.Inputs(*args, **kwargs)"
 
 
@@ -32,18 +33,20 @@ class Inputs:
         object.__setattr__(self, "args", args)
         object.__setattr__(self, "kwargs", kwargs)
 
-    def part(self, rank: int, ranks: int) -> Inputs:
-        """What one context-parallel rank passes: of every sequence the chunk of this place, and that from the end.
+    def part(self, rank: int, ranks: int, device: torch.device | str | None = None) -> Inputs:
+        """The part of every sequence that one context-parallel rank computes: a chunk from the front, one from the end.
 
-        Sequences are the second dimension of the first tensor that has two, and of all of the same length.
+        Sequences are the second dimension of the first tensor that has two, and of all of the same length. Tensors that
+        are cut are marked, so that a sharded module that gets them knows that they are no whole sequences.
 
         Args:
             rank: place on the axis, 0 to ranks - 1. ranks: size of the axis, `cp`.
+            device: that all tensors are sent to afterwards; a copy made later has no mark.
 
         Raises:
             InputError: there is no sequence, or its length is no multiple of 2 x ranks.
         """
-        leaves = [x for x in compat.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.ndim > 1]
+        leaves = self._rows()
         length = leaves[0].shape[1] if leaves else 0
         if not leaves or length % (2 * ranks):
             raise InputError(
@@ -53,12 +56,45 @@ class Inputs:
 
         def own(x: Any) -> Any:
             if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != length:
-                return x
+                return x.to(device) if isinstance(x, Tensor) else x
             pieces = x.chunk(2 * ranks, 1)
-            return torch.cat((pieces[rank], pieces[-1 - rank]), 1)
+            part = torch.cat((pieces[rank], pieces[-1 - rank]), 1).to(device)
+            setattr(part, MARK, (rank, ranks))
+            return part
 
         args, kwargs = compat.tree_map(own, (self.args, dict(self.kwargs)))
         return Inputs(*args, **kwargs)
+
+    def _rows(self) -> list[Tensor]:
+        """All tensors of two or more dimensions."""
+        return [x for x in compat.tree_leaves((self.args, self.kwargs)) if isinstance(x, Tensor) and x.ndim > 1]
+
+    def own_part(self, rank: int, ranks: int) -> tuple[Inputs, bool]:
+        """The part of a call that a context-parallel rank computes, and whether it was given whole sequences.
+
+        Args:
+            rank, ranks: see `part`.
+
+        Raises:
+            InputError: see `part`; or some of the inputs are a rank's part and others not, or they are another rank's.
+        """
+        marked = [x for x in self._rows() if hasattr(x, MARK)]
+        if not marked:
+            return self.part(rank, ranks), True
+        places, length = {getattr(x, MARK) for x in marked}, marked[0].shape[1]
+        if places != {(rank, ranks)}:
+            parts = ", ".join(f"{at} of {count}" for at, count in sorted(places))
+            raise InputError(
+                f"the inputs are parts {parts} of their sequences, and this is cp rank {rank} of {ranks}: pass "
+                f"whole sequences, or all of Inputs.part({rank}, {ranks})."
+            )
+        if any(x.shape[1] in (length, length * ranks) for x in self._rows() if not hasattr(x, MARK)):
+            raise InputError(
+                f"some inputs are part {rank} of {ranks} of their sequences, and others of {length} or "
+                f"{length * ranks} tokens are not marked as that: pass whole sequences, or give Inputs.part all inputs "
+                "of the call, and pass what it returns as it is (a copy of a part, as to a device, has no mark)."
+            )
+        return self, False
 
 
 def normalise(example: object) -> Inputs:

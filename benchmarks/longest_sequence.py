@@ -34,7 +34,7 @@ def planned(llama: torch.nn.Module, tp: int, cp: int, length: int) -> Plan:
     Args:
         llama: the model. tp, cp: ranks. length: of the whole sequence, in tokens.
     """
-    ids = torch.zeros(1, length // cp, dtype=torch.long, device="meta")
+    ids = torch.zeros(1, length, dtype=torch.long, device="meta")
     given = {"input_ids": ids, "labels": ids}
     return autotp.plan(llama, tp, cp=cp, example_inputs=given, check_capture=False, outputs="loss")
 

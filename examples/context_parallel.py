@@ -35,14 +35,13 @@ def main() -> None:
     with torch.device(kind):
         model = transformers.GPT2LMHeadModel(config)
         tokens = torch.randint(config.vocab_size, (1, asked.length))  # the whole sequence, the same on all ranks
-    whole = autotp.Inputs(input_ids=tokens, labels=tokens)
+    batch = {"input_ids": tokens, "labels": tokens}
 
-    mine = whole.part(mesh["cp"].get_local_rank(), asked.cp)
-    sharded = autotp.compile(model, cp=asked.cp, mesh=mesh, example_inputs=mine, outputs="loss")
+    sharded = autotp.compile(model, cp=asked.cp, mesh=mesh, example_inputs=batch, outputs="loss")
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     losses = []
     for step in range(asked.steps):
-        loss = sharded(**mine.kwargs)  # of all tokens of the sequence
+        loss = sharded(**batch)  # of all tokens of the sequence, of which this rank computes its part
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -50,9 +49,9 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"step {step}: loss {losses[-1]:.4f}")
     if dist.get_rank() == 0:
-        print(f"{whole.kwargs['input_ids'].shape[1]} tokens, {mine.kwargs['input_ids'].shape[1]} on each cp rank")
+        print(f"{asked.length} tokens, {asked.length // asked.cp} on each cp rank")
         print(*(note for note in sharded.plan.notes if "over cp" in note), sep="\n")
-        wanted = float(model(**whole.kwargs).loss.detach())
+        wanted = float(model(**batch).loss.detach())
         print("Right" if abs(losses[0] - wanted) < 1e-4 else f"Wrong: one device has {wanted:.4f} in step 0")
     dist.destroy_process_group()
 

@@ -164,7 +164,7 @@ class CaptureRequest:
 DEFAULT_CAPTURE = CaptureRequest()
 
 
-PART = {"dp": "slice of a batch", "cp": "part of every sequence"}
+PART = {"dp": "one rank's slice of a batch", "cp": "of whole sequences"}
 
 
 def _refuse_unknown(what: str, value: Any, choices: tuple[str, ...]) -> None:
@@ -208,6 +208,6 @@ def refuse_late(axis: Axis, inputs: Any) -> None:
     """Refuse to wait for the first call where weights are to be spread over an axis before an optimizer holds them."""
     if axis.size > 1 and inputs is None:
         raise InputError(
-            f"{axis.name}={axis.size} needs example_inputs, one rank's {PART[axis.name]}: which weights are gathered "
+            f"{axis.name}={axis.size} needs example_inputs, {PART[axis.name]}: which weights are gathered "
             "together is decided before the first call."
         )

@@ -17,6 +17,7 @@ from autotp.capture.refusals import refuse_scripted, refuse_unsaid
 from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
+from autotp.comm.ranks import Ranks
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -35,6 +36,7 @@ from autotp.plans.describe.describe import describe
 from autotp.plans.describe.groups import few_groups
 from autotp.plans.describe.reasons import without_rule
 from autotp.plans.describe.regathering import with_regathering
+from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
 
 from .modes import Mode, mode_of
@@ -47,20 +49,27 @@ GATHERED = (
 )
 
 
-def example(model: nn.Module, example: Any) -> Inputs | None:
-    """The example inputs, checked against `forward`; None where none were given and the config does not say enough."""
+def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | None = None) -> Inputs | None:
+    """The example inputs, checked against `forward`; None where none were given and the config does not say enough.
+
+    Args:
+        model: that they are for. example: as the user gave them.
+        axis: beside tp; of whole sequences over cp they are this rank's part. ranks: by default the first one's.
+    """
     if not isinstance(model, nn.Module):
         raise InputError(f"the model is {type(model).__name__}; autotp shards an nn.Module.")
     refuse_scripted(model)
     inputs = for_model(model) if example is None else normalise(example)
     if inputs is not None:
         bind(model.forward, inputs)
+    if inputs is not None and axis.name == "cp":
+        inputs, _ = inputs.own_part(ranks.batch.rank if ranks is not None and ranks.batch is not None else 0, axis.size)
     return inputs
 
 
-def required_inputs(model: nn.Module, example_inputs: Any, function: str) -> Inputs:
-    """The example inputs that this public function cannot do without."""
-    inputs = example(model, example_inputs)
+def required_inputs(model: nn.Module, example_inputs: Any, function: str, axis: Axis = ALONE) -> Inputs:
+    """The example inputs that this public function cannot do without; see `example`."""
+    inputs = example(model, example_inputs, axis)
     if inputs is None:
         raise InputError(
             f"{function} needs example_inputs for {type(model).__name__}: only transformers models get theirs from the "

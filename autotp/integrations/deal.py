@@ -28,7 +28,7 @@ def sizes_of(model: Any) -> tuple[int, int]:
     if shards.axis.name == "cp":
         raise InputError(
             "The module deals sequences out over cp, and accelerate and transformers' Trainer deal out batches alone. "
-            "Compile it with dp, or write the loop with autotp.Inputs.part."
+            "Compile it with dp, or write the loop yourself, passing whole sequences on every rank."
         )
     return shards.tp, shards.axis.size
 

@@ -35,8 +35,8 @@ from .changes import Changes
 from .data_parallel import follow_types
 from .programs import Program
 from .revision import Inventory
-from .said import HOOKED, NEW, CallMessage, Ticket, compare, kind_of, mode_of, parted
-from .samples import NOTHING, sampled
+from .said import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
+from .samples import NOTHING, alike, sampled
 from .shard_state import ShardState
 
 DIGESTS = 256
@@ -149,8 +149,8 @@ class Calls:
             return program is None, None
         trained, versions = self.inventory.parameter_state()
         writes = self.writes(versions)
-        flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0]
-        exact, near = sampled(call.inputs) if self.values else NOTHING
+        flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
+        exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
         own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
         mine = own.packed()
         try:
@@ -171,6 +171,17 @@ class Calls:
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
         return new, _random_source(beside) if program is not None else None
+
+    def compare_sequences(self, sequences: Sequence[Any]) -> None:
+        """Refuse whole sequences that differ on ranks of either axis, on any device. A collective call.
+
+        Before a call of a new kind alone: reading what is on a device waits for it.
+        """
+        ranks = self.shards.ranks
+        if ranks is not None and self.values:
+            samples = from_all(ranks.planners, sampled(sequences, anywhere=True), "comparison of sequences")
+            if not alike(samples):
+                raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def writes(self, versions: int) -> int:
         """How often weights were written since the call before, by the sum of their versions."""

@@ -36,11 +36,14 @@ class Finds:
     _order: Any
     _mode: Any
     _captured: Any
+    _calls: Any
 
     def _find(self, call: Arguments) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
         source = self._source
         data_parallel.refuse_others(self._shards)
+        if call.sequences is not None:
+            self._calls.compare_sequences(call.sequences)
         values = source.check or any(p.capture.conditions is not None for p in self._programs_made)
         facts = {**state.input_text(call.whole, call.spec, values), **self._changes.facts()}
         agree(source.ranks, "the inputs of this call", facts)

@@ -21,6 +21,7 @@ from autotp.comm.turn import Turn
 from autotp.driver.modes import Mode
 from autotp.driver.pipeline import prepare
 from autotp.errors import StateError
+from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.plans.plan import Plan
 from autotp.plans.show.program import render_graph
@@ -96,8 +97,8 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
     def forward(self, *args: Any, **kwargs: Any) -> Any:  # type: ignore[override]
         """Run the model; same inputs on every tp rank, full outputs on every tp rank.
 
-        With dp each dp rank passes its slice of the batch, and gets the outputs of its slice; with cp each cp rank its
-        part of every sequence (`autotp.Inputs.part`).
+        With dp each dp rank passes its slice of the batch, and gets the outputs of its slice. With cp all ranks pass
+        the same whole sequences (or each its `autotp.Inputs.part` of them); outputs along them are the rank's part.
         """
         with self._calls.turn():
             return self._call("", args, kwargs)
@@ -111,7 +112,7 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         if self._source.ranks is None and self._source.tp * self._plan.batch.size > 1:
             raise no_ranks_error(self._source.tp, self._plan.batch.size, self._plan.batch.name)
         refuse_transforms([*args, *kwargs.values()])
-        call = Arguments(self._carriers, args, kwargs, entry)
+        call = self._arguments(args, kwargs, entry)
         key, kind = self._key(call)
         match = self._programs_by_call.get(key) if kind is None else kind.program(call.shapes)
         new, source = self._calls.begin(key, call, match and match[0])
@@ -126,6 +127,16 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
             inputs = [call.flat[i] for i in order]
             outputs = self._run(program, inputs, source or self._calls.numbers(program), late)
         return call.settle(self._finish(program, outputs, inputs, late), program.returns)
+
+    def _arguments(self, args: tuple[Any, ...], kwargs: dict[str, Any], entry: str) -> Arguments:
+        """The arguments of a call; with cp this rank's part of the sequences."""
+        if self._shards.axis.name != "cp":
+            return Arguments(self._carriers, args, kwargs, entry)
+        beside = self._source.ranks.batch
+        own, whole = Inputs(*args, **kwargs).own_part(beside.rank, beside.tp)
+        call = Arguments(self._carriers, own.args, own.kwargs, entry)
+        call.sequences = compat.tree_leaves((args, kwargs)) if whole else None
+        return call
 
     def _run(self, program: Program, inputs: list[Tensor], source: RandomSource, late: bool) -> Any:
         function = self._programs[whole(program.key) if program.columns and not late else program.key]

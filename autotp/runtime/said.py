@@ -27,7 +27,11 @@ from .samples import NOTHING, SAMPLES, alike, sampled
 
 GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
 BODY = struct.Struct(f"!8s8sIBIq8sI{SAMPLES}d")
-NEW, HOOKED = 1, 2
+NEW, HOOKED, WHOLE = 1, 2, 4
+SEQUENCES = (
+    "With cp every rank passes the same whole sequences, of which the module takes its part; or each passes what "
+    "Inputs.part(its cp rank, cp) returns, as it is: a copy of that is taken for whole."
+)
 
 
 class CallMessage(NamedTuple):
@@ -36,7 +40,8 @@ class CallMessage(NamedTuple):
     Attributes:
         call: a digest of its kind, mode and shapes; `kind`: without sizes other than the number of examples.
         trained: which parameters are, as a number.
-        flags: `NEW` where it knows no program, `HOOKED` where hooks of the user may fail amid its collectives.
+        flags: `NEW` where it knows no program, `HOOKED` where hooks of the user may fail amid its collectives, `WHOLE`
+            where it was passed whole sequences, of which it takes its part.
         writes: to weights since the call before, all weights together.
         seed, state: what its random numbers come from, and that of its generator.
         exact, near: of the values of the inputs.
@@ -131,12 +136,20 @@ def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
     Raises:
         RankError: with what differs.
     """
+    everyone = [message for each in slices for message in each]
+    if len({message.flags & WHOLE for message in everyone}) > 1:
+        kinds = {WHOLE: "whole sequences", 0: "a part of them"}
+        differences = by_value([kinds[message.flags & WHOLE] for message in everyone])
+        raise RankError(f"The ranks do not agree on the inputs of {what}: {differences}. {SEQUENCES}")
+    if whole := bool(everyone[0].flags & WHOLE):
+        slices = [everyone]  # with cp all pass the same
     if differences := written_apart(slices):
         raise RankError(f"Since the call before {what} the ranks have parted: {differences}.\n{CAUSES}")
     if differences := valued_apart(slices):
+        axes, advice = ("cp and tp", SEQUENCES) if whole else ("tp", CAUSES)
         raise RankError(
-            f"The tp ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and some "
-            f"others): {differences}.\n{CAUSES} With check=False values of inputs are not looked at."
+            f"The {axes} ranks do not agree on the values of the inputs of {what} (a sum of whole numbers, and some "
+            f"others): {differences}.\n{advice} With check=False values of inputs are not looked at."
         )
 
 

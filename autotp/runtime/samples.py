@@ -22,9 +22,10 @@ Sample = tuple[int, Sequence[float]]
 NOTHING: Sample = (0, [0.0] * SAMPLES)
 
 
-def sampled(flat: Sequence[Any]) -> Sample:
-    """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones."""
-    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.is_cpu and v.numel() and not v.is_complex()]
+def sampled(flat: Sequence[Any], anywhere: bool = False) -> Sample:
+    """A sum over the inputs' whole numbers, and `SAMPLES` of their floating ones; on any device only where asked."""
+    tensors = [v for v in flat if type(v) in (Tensor, nn.Parameter) and v.numel() and not v.is_complex()]
+    tensors = [v for v in tensors if v.is_cpu or (anywhere and not v.is_meta)]
     exact, floating, short, near = 0, [], [], []
     try:
         for v in tensors:
@@ -66,7 +67,7 @@ def _summed(x: Tensor, start: int) -> int:
     most = BYTES // x.element_size()
     line = _line(x, most)
     for part in (line,) if line.numel() <= most else (line[: most // 2], line[-(most // 2) :]):
-        start = zlib.crc32(part.contiguous().view(torch.uint8).numpy().data, start)
+        start = zlib.crc32(part.contiguous().view(torch.uint8).cpu().numpy().data, start)
     return start
 
 

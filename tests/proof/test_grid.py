@@ -12,7 +12,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 import autotp
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
 from autotp.driver.verify import grid_of
-from autotp.errors import CaptureError, InputError
+from autotp.errors import InputError
 from autotp.inputs import normalise
 from autotp.kernels import dealt_attention
 from autotp.passes.shard import batch_axis
@@ -78,7 +78,7 @@ def test_what_a_rank_gets_wrong_shows():
 
 def test_what_cannot_be_dealt_is_refused():
     ids, seen, targets = inputs()
-    with pytest.raises(CaptureError, match="two chunks of one length, and the example's has 7"):
+    with pytest.raises(InputError, match="a sequence of 7 is not dealt to 2 ranks"):
         autotp.plan(Causal(), 2, cp=2, example_inputs=(ids[:, 1:], seen[:, 1:], targets[:, 1:]))
     with pytest.raises(InputError, match="one axis beside tp is planned"):
         autotp.plan(Causal(), 2, cp=2, dp=2, example_inputs=(ids, seen, targets))
@@ -94,7 +94,7 @@ def test_what_cannot_be_dealt_is_refused():
 def kept(few: int, cp: int, length: int = 64) -> tuple[float, float]:
     """Bytes that autograd keeps on a rank for the backward, in float64, and what the memory model says of a plan."""
     made, given = Causal(few).double(), normalise(inputs(length))
-    plan = autotp.plan(made, 1, cp=cp, example_inputs=given.part(0, cp) if cp > 1 else given)
+    plan = autotp.plan(made, 1, cp=cp, example_inputs=given)
     options = Options.read(1, Steering(), read_axis(1, False, 1, cp))
     proof = grid_of(made, given, options, CaptureRequest())[0]
     held, found = proof.leaves(), {}

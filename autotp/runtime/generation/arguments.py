@@ -104,7 +104,11 @@ class Arguments:
         state_objects: the caller's objects that hold state, each with its tensors.
         wrong: why a state cannot be this module's.
         entry: path of the module that is called.
+        sequences: with context parallelism the whole sequences that were passed, of which the leaves are this rank's
+            part; None where a part was passed.
     """
+
+    sequences: list[Any] | None = None
 
     def __init__(self, carriers: Carriers, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = "") -> None:
         self.carriers, self.args, self.kwargs, self.entry = carriers, args, kwargs, entry
