@@ -148,11 +148,11 @@ def _turn(what: str, channel: Channel) -> AbstractContextManager[None]:
     return nullcontext()
 
 
-def end_hooks(channel: Channel, what: str, own: bool = True) -> None:
+def end_hooks(channel: Channel | None, what: str, own: bool = True) -> None:
     """Raise what a hook raised amid the collectives of a call, here or elsewhere, on every rank. A collective call.
 
     Args:
-        channel: of the ranks. what: the call in words. own: as `meet` has it.
+        channel: of the ranks; None for one alone. what: the call in words. own: as `meet` has it.
 
     Raises:
         Exception: the hook's, on its rank.
@@ -165,6 +165,8 @@ def end_hooks(channel: Channel, what: str, own: bool = True) -> None:
         raise error
     texts = [message[COUNT.size :].decode(errors="replace") for message in everyone]
     causes = {rank: f"a hook, by {cause}" for rank, cause in enumerate(texts) if cause}
+    if channel is None:
+        return
     if causes:
         raise channel.left_error(f"end of {what}", causes)
     counts = [COUNT.unpack_from(message)[0] for message in everyone]

@@ -188,11 +188,11 @@ def hooked(*tables: Mapping[int, Any]) -> bool:
     return any(getattr(hook, "shows_whole", False) for table in tables for hook in table.values())
 
 
-def compare_hooks(channel: Channel, what: str, modules: Sequence[Any]) -> None:
+def compare_hooks(channel: Channel | None, what: str, modules: Sequence[Any]) -> None:
     """Refuse hooks that are shown values that all ranks gather for them, but are on some ranks only. Collective.
 
     Args:
-        channel: of the ranks. what: the call in words. modules: all of a sharded one.
+        channel: of the ranks; None for one alone. what: the call in words. modules: all of a sharded one.
 
     Raises:
         RankError: with the modules that have such hooks.

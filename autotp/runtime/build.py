@@ -82,8 +82,7 @@ class Build:
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
         facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
         agree(every, "the plan", facts)
-        if self.check is None:
-            agree(every, WEIGHTS, _few(model))
+        self.compare_weights()
         # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
         late = outputs == "full" and callable(getattr(type(model), "generate", None))  # which reads what it needs
@@ -103,6 +102,11 @@ class Build:
         if captured is not None:
             source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured, {}))))
         return model, plan, source
+
+    def compare_weights(self) -> None:
+        """Make sure that all ranks have the same weights, by a few values of each, where `check` is left open."""
+        if self.check is None:
+            agree(self.ranks and self.ranks.planners, WEIGHTS, _few(self.model))
 
     def _solve(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
         """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""

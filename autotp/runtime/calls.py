@@ -69,6 +69,7 @@ class Calls:
         place: of the module among the rank's sharded ones.
         versions: of all weights at the call before; None where that is not known. loads: of weights, by then.
         before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them.
+        updates: how many steps of optimizers were taken on them; None where nobody asks.
     """
 
     shards: ShardState
@@ -84,6 +85,7 @@ class Calls:
     hooked: bool = False
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
+    updates: int | None = None
 
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
@@ -203,7 +205,6 @@ class Calls:
 
     @contextlib.contextmanager
     def _with_hooks(self) -> Iterator[None]:
-        assert self.channel is not None
         compare_hooks(self.channel, self.what, self.order)  # of a call of a new kind it is known only now which gather
         hold()
         yield

@@ -180,6 +180,7 @@ class Source:
         lowering: how programs run.
         check: compare input values between the ranks at every call; `sample`: a few of them.
         ready: captures that exist already.
+        whole: of a stage's module the skeleton of the model, of which `bare` is a part.
     """
 
     bare: nn.Module
@@ -192,6 +193,7 @@ class Source:
     check: bool = False
     sample: bool = True
     ready: list[tuple[Capture, Sharded]] = field(default_factory=list)
+    whole: nn.Module | None = None
 
     @cached_property
     def key(self) -> str | None:

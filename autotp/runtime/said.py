@@ -23,7 +23,7 @@ from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.runtime.interop.refusals import refuse_transforms
 
-from .samples import NOTHING, SAMPLES, alike, sampled
+from .samples import NOTHING, SAMPLES, alike, leading, sampled
 
 GRADIENTS = struct.Struct(f"!?{SAMPLES}d")
 BODY = struct.Struct(f"!8s8sIBIq8sI{SAMPLES}d")
@@ -118,13 +118,9 @@ def valued_apart(slices: Sequence[Sequence[CallMessage]]) -> str:
     """In what the values of the inputs differ on the ranks of a slice, which have the same."""
     for each in slices:
         if not alike([(message.exact, message.near) for message in each]):
-            texts = [f"{message.exact:08x} {_few(message.near)}" for message in each]
+            texts = [f"{message.exact:08x} {leading(message.near)}" for message in each]
             return by_value(texts)
     return ""
-
-
-def _few(values: Sequence[float]) -> str:
-    return ", ".join(f"{x:g}" for x in values[:4])
 
 
 def compare(slices: Sequence[Sequence[CallMessage]], what: str) -> None:
@@ -189,7 +185,7 @@ class Ticket:
             samples = [values for _, *values in messages[i : i + self.tp]]
             if not alike([(0, values) for values in samples]):
                 self.channel.leave()
-                texts = [_few(values) for values in samples]
+                texts = [leading(values) for values in samples]
                 raise RankError(
                     f"The tp ranks do not agree on the gradients for the {what}: {by_value(texts)}.\n{CAUSES}"
                 )

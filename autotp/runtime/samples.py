@@ -78,6 +78,11 @@ def _spread(x: Tensor, count: int) -> list[float]:
     return elements + [0.0] * (count - len(elements))
 
 
+def leading(near: Sequence[float]) -> str:
+    """The first of the floating values as text."""
+    return ", ".join(f"{x:g}" for x in near[:4])
+
+
 def alike(samples: Sequence[Sample]) -> bool:
     """Whether these may be samples of the same inputs."""
     return all(exact == samples[0][0] and _near(samples[0][1], near) for exact, near in samples)

@@ -55,6 +55,9 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
             if (updated := _of(optimizer, calls)) and calls.channel is not None:
                 _compare(optimizer, calls, updated)
+            if updated and calls.updates is not None:
+                overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
+                calls.updates += overflow is None or not overflow.item()
 
 
 def _of(optimizer: Optimizer, calls: Calls) -> list[tuple[Tensor, bool]]:

@@ -25,6 +25,11 @@ from autotp.passes.base import Changes, Pass
 from autotp.rules.losses import MEAN, NONE
 
 CROSS_ENTROPIES = (aten.cross_entropy_loss.default, aten.nll_loss_nd.default)
+NO_LOSS = "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
+SEVERAL = (
+    "Say which of them is the loss, such as loss=lambda outputs, targets: outputs.loss, with targets= among the "
+    "example inputs, or use outputs='full'. A mixture of experts gives its auxiliary loss beside the one that holds it."
+)
 EmitCall = Callable[..., fx.Node]
 
 
@@ -92,7 +97,7 @@ class LossAlone(Pass[Capture]):
         if len(losses) != 1:
             raise InputError(
                 f"outputs='loss' needs a model that gives one floating-point scalar, and this one gives {len(losses)}. "
-                "Give it what its loss needs (labels=...) as example inputs, or use outputs='full'."
+                + (SEVERAL if losses else NO_LOSS)
             )
         program.own_graph()
         output = program.graph.output_node()

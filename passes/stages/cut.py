@@ -278,7 +278,12 @@ class _Writer:
         if node in cutter.sharded.layouts:
             self._note(new, node, cutter.sharded.layouts[node])
         if node in cutter.sharded.ends:
-            raise PlanError("rows that are dealt out by experts cannot be cut into stages yet. Pin the experts whole.")
+            module = module_of(scope_path(node)[-1]) if scope_path(node) else ""
+            pattern = ".".join("*" if step.isdigit() else step for step in [*module.split("."), "*"])
+            raise PlanError(
+                f"{node.name} is rows that are dealt out by experts, which cannot be cut into stages yet. Pin the "
+                f"experts whole: pins={{'{pattern}': Replicate()}}."
+            )
         if node in cutter.early:
             write(new, scope=scope_path(node.args[0]))  # type: ignore[arg-type]
         elif cutter.at.get(node, self.stage) != self.stage and scope_path(node):

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,9 @@ import autotp
 from .models import inputs_of
 from .trained import model_of
 
+Outcomes = list[dict[str, Any]]  # by rank: of each thing that was tried
 MICROBATCHES, ROWS, LENGTH = 4, 8, 8
+CLOSE = 1e-9
 LAYERS = {"gpt2": "n_layer", "t5": "num_layers"}
 SMALL = {"llama": {"hidden_size": 32, "intermediate_size": 48}, "bert": {"hidden_size": 32, "intermediate_size": 48}}
 
@@ -129,6 +132,38 @@ def apart(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
     )
 
 
+def gradients_apart(pipe: Any, model: nn.Module) -> float:
+    """How far the gradients of this rank's stages are from those of one device."""
+    gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return apart(pipe.module.full_grad_dict(), gradients)
+
+
+def off(pipe: Any, schedule: Any, model: nn.Module, batch: dict[str, Tensor]) -> float:
+    """How far a step's loss and gradients are from those of one device."""
+    loss, wanted = pipe.step(schedule, **batch), on_one_device(model, batch)
+    return max(float((loss - wanted).abs()), gradients_apart(pipe, model))
+
+
+def outcome(do: Callable[[], Any]) -> Any:
+    """What it gives, or what it raises in words."""
+    try:
+        return do()
+    except Exception as raised:
+        return f"{type(raised).__name__}: {raised}"
+
+
+def assert_refused(outcomes: Outcomes, cell: str, words: str) -> None:
+    """All these ranks have raised this."""
+    for told in outcomes:
+        assert re.match(words, str(told[cell]), re.DOTALL), told[cell]
+
+
+def assert_right(outcomes: Outcomes, cell: str) -> None:
+    """On all these ranks a difference from one device is rounding."""
+    for told in outcomes:
+        assert isinstance(told[cell], float) and told[cell] < CLOSE, told[cell]
+
+
 def compared(rank: int, world: int, group: Any, case: Case) -> tuple[float, float, float, list[str]]:
     """How far loss, gradients and, after steps of AdamW with clipping, weights are apart; and the names held here."""
     with double():
@@ -141,8 +176,7 @@ def compared(rank: int, world: int, group: Any, case: Case) -> tuple[float, floa
             loss, wanted = pipe.step(schedule, **batch), on_one_device(model, batch)
             off[0] = max(off[0], float((loss - wanted).abs()))
             if step == 0:
-                gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-                off[1] = apart(pipe.module.full_grad_dict(), gradients)
+                off[1] = gradients_apart(pipe, model)
             norms = [pipe.clip_grad_norm_(0.5), nn.utils.clip_grad_norm_(model.parameters(), 0.5)]
             off[0] = max(off[0], float((norms[0] - norms[1]).abs()))
             for optimizer in (mine, theirs):
@@ -218,11 +252,9 @@ def untied(rank: int, world: int, group: Any, case: Case) -> float:
         pipe._sums.tied = {}
         pipe.step(schedule, **batch_of(model))
         on_one_device(model, batch_of(model))
-        off = apart(
-            pipe.module.full_grad_dict(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
-        )
+        far = gradients_apart(pipe, model)
         dist.barrier(group)
-        return off
+        return far
 
 
 def drawn(rank: int, world: int, group: Any, seed: int) -> tuple[float, float, float]:

@@ -50,6 +50,12 @@ def save(
         weights: False saves the optimizer alone (DCP only), beside weights that are saved elsewhere.
     """
     _refuse(format, optimizer, extra, background)
+    if format == "huggingface" and shards.elsewhere:
+        raise InputError(
+            "format='huggingface' is written by one rank, to which tensors of other stages do not come. Save with "
+            "format='dcp', and write that folder's weights as transformers' by a module of autotp.compile: "
+            "load_checkpoint(folder), save_checkpoint(..., format='huggingface')."
+        )
     place = Path(os.path.abspath(path))
     ranks = shards.ranks.planners if shards.ranks is not None else None
     together(ranks, "looking at the module", lambda: _ready(shards, place))

@@ -22,6 +22,7 @@ from autotp.errors import StateError
 
 from . import whole_tensors
 from .ours import ours
+from .refusals import refuse_clipping
 from .stepping import stepping
 
 aten = torch.ops.aten
@@ -160,6 +161,7 @@ def _at(places: set[int], function: Callable[[Any], Any], value: Any) -> Any:
 def _stack(op: Any, args: Sequence[Any], kwargs: Any) -> Any:
     """DTensors stacked with whole tensors are made whole: so is the norm over both kinds of gradients."""
     tensors, *rest = args
+    refuse_clipping()
     if all(isinstance(t, DTensor) for t in tensors) or torch.is_grad_enabled() or not any(map(ours, tensors)):
         return compat.by_default(op, args, kwargs)
     return op(list(map(_full, tensors)), *rest, **kwargs)

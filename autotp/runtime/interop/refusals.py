@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -15,6 +16,7 @@ from autotp import compat
 from autotp.errors import StateError
 
 from .ours import ours
+from .stepping import clipped
 
 COMPILE = (
     "torch.compile around a sharded module finds nothing to compile: what runs are programs of autotp, one for each "
@@ -46,6 +48,10 @@ TRACE = (
 QUANTISE = (
     "torch.ao.quantization changes layers of exactly torch's own classes, and would leave a sharded module as it is "
     "without a word. Quantise the model first, and give that to autotp.compile."
+)
+CLIPPING = (
+    "torch.nn.utils.clip_grad_norm_ sees the gradients of one rank's stages, and would scale each stage by a norm of "
+    "its own. pipe.clip_grad_norm_(max_norm) is over all stages."
 )
 SET = {"qconfig": QUANTISE}  # an attribute that says what somebody is about to do -> why it is refused
 
@@ -81,6 +87,22 @@ def refuse_transforms(values: Sequence[Any]) -> None:
         raise StateError(TRANSFORM.format(name))
     if any(isinstance(x, fx.Proxy) for x in values):
         raise StateError(TRACE)
+
+
+_of_stages: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+
+
+def refuse_clipping_of(module: nn.Module) -> None:
+    """From now on torch's `clip_grad_norm_` is refused for the parameters of this module, a stage's of several."""
+    _of_stages.add(module)
+
+
+def refuse_clipping() -> None:
+    """Where torch takes the norm of norms: raise if `clip_grad_norm_` does so, of parameters of one stage."""
+    if _of_stages and (parameters := clipped()):
+        own = {id(p) for module in _of_stages for p in module.parameters()}
+        if not own.isdisjoint(map(id, parameters)):
+            raise StateError(CLIPPING)
 
 
 @functools.cache

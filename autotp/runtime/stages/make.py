@@ -27,6 +27,7 @@ from autotp.passes.stages.cut import Piece, cut
 from autotp.passes.stages.units import stage_starts
 from autotp.plans.plan import Plan
 from autotp.runtime.build import Build
+from autotp.runtime.interop.refusals import refuse_clipping_of
 from autotp.runtime.lower.lower import Lowering
 from autotp.runtime.programs import Source
 
@@ -106,6 +107,7 @@ def _staged_pipe(build: Build, inputs: Inputs, grid: Grid, ranks: Ranks, limit: 
     """Capture, plan, cut, and of the stages those of this rank."""
     captured, notes = build.capture(inputs)
     plan = build.decided(captured, notes, inputs)
+    build.compare_weights()
     division, pieces = together(
         grid.world, "cutting the model", lambda: _cut(captured, plan, build.options, grid, limit)
     )
@@ -182,19 +184,22 @@ def _pipe(
     paths |= {path for path, _ in model.named_modules() if f"{path}.".startswith(blocks)}  # in other modes too
     part = pruned(model, mine, paths)
     elsewhere = {n for n in model.state_dict() if first.get(n, n) not in mine}
+    bare, options, request = skeleton(model, ranks.device), build.options, build.request
     source = Source(
         bare=skeleton(part, ranks.device), make=_no_other, ranks=ranks, tp=plan.tp, aliases=aliases(part),
         want=build.request, lowering=build.lowering.priced(build.options.cluster, build.options.objective),
+        sample=build.check is not False, whole=bare,
     )  # fmt: skip
     module = StagedModule(part, plan, source)
     module._shards.elsewhere = frozenset(elsewhere)
+    if grid.size > 1:
+        refuse_clipping_of(module)
     parameters = {n for n, _ in model.named_parameters()}
     tied = tied_over_ranks({i: n & parameters for i, n in enumerate(names)}, grid.places)
     shared = {name: holders for name, holders in tied.items() if grid.rank in holders}
     counted = {n for n in module._shards.storages if n not in tied or tied[n][0] == grid.rank}
-    sums = Sums(module._shards, shared, frozenset(counted), grid.pipeline, ranks.batch)
+    sums = Sums(module._shards, tied, shared, frozenset(counted), grid.pipeline, ranks.batch)
     inputs = without_cache(model, inputs)[0]
-    bare, options, request = skeleton(model, ranks.device), build.options, build.request
 
     def again(training: bool) -> tuple[Feed, list[Piece]]:
         bare.train(training)

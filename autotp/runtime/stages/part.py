@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from autotp.capture.copies import copied
 from autotp.errors import StateError
 from autotp.ir.leaves import CONSTANT
 from autotp.passes.stages.cut import Piece
@@ -32,6 +33,39 @@ class StagedModule(ShardedModule):
     def forward(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
         """Refused: stages run by a schedule."""
         raise StateError(ALONE)
+
+    def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused likewise: no schedule has a cache."""
+        raise StateError(f"generate(): {ALONE} To decode load pipe.save_checkpoint's folder into autotp.compile's.")
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> NoReturn:  # type: ignore[override]
+        """Refused: all stages are one checkpoint."""
+        raise StateError("this module holds the stages of one rank: pipe.save_checkpoint(folder) saves all stages.")
+
+    def apply(self, fn: Callable[[nn.Module], Any]) -> StagedModule:
+        """As on the whole model: what modules of other stages draw is drawn here too, and dropped.
+
+        So each block gets numbers of its own, and a tied weight the same ones on every stage that holds it.
+        """
+        assert self._source.whole is not None
+        self._visit(self._source.whole, "", fn)
+        return self
+
+    def _visit(self, original: nn.Module, path: str, fn: Callable[[nn.Module], Any]) -> None:
+        part = self._shards.parts.get(path)
+        if part is None:
+            copied(original, self._memory).apply(fn)
+            return
+        for name, child in original.named_children():
+            self._visit(child, f"{path}.{name}" if path else name, fn)
+        fn(part)
+
+    def _memory(self, like: Tensor) -> Tensor:
+        empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._shards.device)
+        return nn.Parameter(empty, like.requires_grad) if isinstance(like, nn.Parameter) else empty
+
+    def _install(self, *args: Any) -> None:
+        """Nothing, in a copy: its weights are for averages and the like, and no stage runs it."""
 
     def install(self, piece: Piece) -> Program:
         """Make one stage's program runnable on this rank."""
@@ -67,7 +101,7 @@ class StagedModule(ShardedModule):
                 outputs.append(value)
         return outputs
 
-    def own(self, names: Mapping[str, Any] | set[str]) -> list[tuple[str, torch.nn.Parameter]]:
+    def own(self, names: Mapping[str, Any] | set[str]) -> list[tuple[str, nn.Parameter]]:
         """The parameters, by name, that hold these of the original's."""
         shards, out = self._shards, []
         for name in shards.storages:

@@ -15,19 +15,23 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.optim import Optimizer
 
+from autotp.comm.lockstep import meet
 from autotp.comm.ranks import Ranks, together
+from autotp.comm.turn import Turn
 from autotp.driver.staging import Staging
-from autotp.errors import InputError
+from autotp.errors import InputError, StateError
 from autotp.inputs import Inputs
 from autotp.ir.graph import outputs_of
 from autotp.ir.leaves import SEEDS
 from autotp.passes.decompose.counter_random import base_seed
 from autotp.plans.plan import Plan
 from autotp.runtime import checkpoint
+from autotp.runtime.samples import NOTHING, Sample, sampled
 
 from .feed import local_example, split_of
 from .modes import Modes, Running
 from .part import StagedModule
+from .said import UNTRAINED, StepMessage, compare, values_of
 from .shown import table
 from .stage import BASE, Stage
 from .sums import Sums
@@ -77,6 +81,7 @@ class Pipe:
         self.plan, self.module, self.staging = plan, module, staging
         self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
         self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
+        module._calls.updates = self._loads = 0  # of weights, since the step before
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -135,6 +140,7 @@ class Pipe:
         of: Any = parts[0] if single else parts
         torch_schedule = kind(of, microbatches, loss_fn=share, scale_grads=False, **options)
         self._schedules[torch_schedule] = microbatches, stages
+        self._sums.follow(torch_schedule)
         return torch_schedule
 
     def _pipeline_stage(self, stage: Stage) -> PipelineStage:
@@ -159,13 +165,14 @@ class Pipe:
         Raises:
             InputError: the batch is not cut into micro-batches like the example inputs.
         """
-        tensors = together(
+        tensors, batch = together(
             self._grid.world, "reading the inputs", lambda: self._own(self._modes.now, inputs, microbatches)
         )
+        self._meet("feed()", batch)
         return tensors | self._base(microbatches)
 
-    def _own(self, now: Running, inputs: Inputs, microbatches: int) -> dict[str, Tensor]:
-        """The inputs that this rank's stages read, moved to its device."""
+    def _own(self, now: Running, inputs: Inputs, microbatches: int) -> tuple[dict[str, Tensor], Sample]:
+        """The inputs that this rank's stages read, moved to its device, and a few values of all inputs."""
         tensors = now.feed.tensors(inputs)
         shapes, expected = split_of(tensors, microbatches), {n: tuple(t.shape) for n, t in self._example.items()}
         if shapes != expected:
@@ -174,8 +181,33 @@ class Pipe:
                 "other has fixed sizes. Pass as many micro-batches as that takes, or these as example_inputs."
             )
         names = {name for stage in now.stages.values() for name in stage.piece.inputs}
-        device = self._grid.world.device
-        return {name: t.to(device) for name, t in tensors.items() if name in names}
+        device, batch = self._grid.world.device, self._sample(list(tensors.values()))
+        return {name: t.to(device) for name, t in tensors.items() if name in names}, batch
+
+    def _sample(self, values: list[Any]) -> Sample:
+        return sampled(values) if self.module._calls.values else NOTHING
+
+    def _meet(self, what: str, batch: Sample, target: Tensor | None = None) -> bool:
+        """Make sure that all ranks begin the same with the same batch, and from weights that belong together.
+
+        Returns: whether hooks of the user may fail amid it, on some rank. A collective call.
+        """
+        calls, grid, tied = self.module._calls, self._grid, self._sums.everywhere
+        ranks = self.module._source.ranks
+        assert ranks is not None
+        what = f"{what}, call {calls.number + 1} of {calls.name} in {grid.stages} stages"
+        shards = self.module._shards
+        updates = min(calls.updates or 0, 1) if self._loads == shards.loads else 0  # a load ends what was apart
+        mine = StepMessage(
+            ranks.batch.rank if ranks.batch is not None else 0, ranks.rank, grid.rank,
+            updates if any(p.requires_grad for p in self.parameters()) else UNTRAINED, any(calls.inventory.hooked),
+            batch, self._sample([target]), values_of(shards, list(tied)) if calls.values else [0] * len(tied),
+        )  # fmt: skip
+        messages = meet(grid.world.channel, what, mine.packed())
+        everyone = [StepMessage.read(message) for message in messages]
+        compare(everyone, tied, grid.last, what)
+        calls.number, calls.updates, self._loads = calls.number + 1, 0, shards.loads
+        return any(m.hooked for m in everyone)
 
     def _base(self, microbatches: int) -> dict[str, Tensor]:
         """The numbers that random numbers of each micro-batch are made from: the first rank's."""
@@ -185,7 +217,7 @@ class Pipe:
         dist.broadcast(seeds, group=self._grid.world.group, group_src=0)
         return {BASE: seeds.cpu()}
 
-    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, dict[str, Tensor]]:
+    def _ready(self, schedule: Any, inputs: Inputs) -> tuple[int, tuple[dict[str, Tensor], Sample]]:
         """How many micro-batches a schedule runs, and this rank's inputs; or why it cannot run them."""
         if schedule is None or schedule not in self._schedules:
             raise InputError("this schedule is not of these stages: take what pipe.schedule(...) gives.")
@@ -203,37 +235,49 @@ class Pipe:
 
         Returns: the mean of the micro-batches' losses, on every rank.
         """
-        return self._run(schedule, "step", Inputs(*args, **kwargs), target, self._sums.step())
+        return self._run(schedule, "step", Inputs(*args, **kwargs), target)
 
     @torch.no_grad()
     def evaluate(self, schedule: Any, *args: Any, target: Tensor | None = None, **kwargs: Any) -> Tensor:
         """The loss of a batch without backwards; otherwise as `step`."""
-        return self._run(schedule, "eval", Inputs(*args, **kwargs), target, torch.no_grad())
+        return self._run(schedule, "eval", Inputs(*args, **kwargs), target)
 
-    def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None, around: Any) -> Tensor:
-        grid = self._grid
-        count, tensors = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
-        tensors |= self._base(count)
-        losses: list[Tensor] = []
-        options: dict[str, Any] = {}
-        device = grid.world.device
-        if grid.rank == grid.last:
-            target = torch.zeros(count) if target is None else target
-            options = {"target": target.to(device), "losses": losses}
-        with around:
-            getattr(schedule, method)(**tensors, **options)
-        total = torch.zeros((), dtype=torch.double)
-        for loss in losses:
-            total += loss.detach().double().cpu()
-        total = total.to(device)
-        dist.broadcast(total, group=grid.pipeline, group_src=grid.last)
-        return total
+    def _run(self, schedule: Any, method: str, inputs: Inputs, target: Tensor | None) -> Tensor:
+        grid, calls = self._grid, self.module._calls
+        channels = [channel for channel in (grid.world.channel, calls.channel) if channel is not None]
+        with Turn(f"{method} of {calls.name}", *channels):
+            count, (tensors, batch) = together(grid.world, "reading the inputs", lambda: self._ready(schedule, inputs))
+            what = f"{method} of {count} micro-batches by {type(schedule).__name__}"
+            calls.hooked = self._meet(what, batch, target)
+            tensors |= self._base(count)
+            losses: list[Tensor] = []
+            options: dict[str, Any] = {}
+            device = grid.world.device
+            if grid.rank == grid.last:
+                target = torch.zeros(count) if target is None else target
+                options = {"target": target.to(device), "losses": losses}
+            with calls.running():  # an error of a hook is raised at the end: other stages wait for what this one sends
+                self._meet_hooked(f"beginning of {what}")
+                getattr(schedule, method)(**tensors, **options)
+            self._meet_hooked(f"end of {what}")
+            total = torch.zeros((), dtype=torch.double)
+            for loss in losses:
+                total += loss.detach().double().cpu()
+            total = total.to(device)
+            dist.broadcast(total, group=grid.pipeline, group_src=grid.last)
+            return total
+
+    def _meet_hooked(self, what: str) -> None:
+        """With hooks of the user: hear of ranks of other stages that have left. A collective call."""
+        if self.module._calls.hooked:
+            meet(self._grid.world.channel, what)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale the gradients so that their norm over the whole model, all stages, is at most this. Collective.
 
         Returns: the norm before, on every rank.
         """
+        meet(self._grid.world.channel, f"clip_grad_norm_ to {max_norm} by norm {norm_type}")
         return self._sums.clip(max_norm, norm_type)
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
@@ -242,6 +286,7 @@ class Pipe:
         self,
         path: str | os.PathLike[str],
         *,
+        format: str = "dcp",
         optimizer: Optimizer | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
@@ -249,8 +294,10 @@ class Pipe:
 
         Args:
             path, optimizer, extra: see `ShardedModule.save_checkpoint`; the optimizer is over this rank's parameters.
+            format: "dcp" alone.
         """
-        checkpoint.save(self._everywhere(), path, optimizer=optimizer, extra=extra)
+        self._meet("save_checkpoint()", NOTHING)
+        checkpoint.save(self._everywhere(), path, format=format, optimizer=optimizer, extra=extra)
 
     def load_checkpoint(
         self, source: str | os.PathLike[str] | Mapping[str, Any], *, optimizer: Optimizer | None = None, **options: Any
@@ -260,13 +307,21 @@ class Pipe:
         Args:
             source, optimizer, options: see `ShardedModule.load_checkpoint`.
         """
-        return checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
+        loaded = checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
+        self.module._shards.loads += 1
+        return loaded
 
     def _everywhere(self) -> Any:
         """What this rank holds, as a part of what all ranks hold."""
         shards = self.module._shards
         assert shards.ranks is not None
         return replace(shards, ranks=replace(shards.ranks, every=self._grid.world))
+
+    def __getstate__(self) -> Any:
+        raise StateError(
+            "a pipe is bound to its process groups and cannot be copied or pickled. Copy pipe.module for its weights, "
+            "as AveragedModel does, or call autotp.stages again; save by pipe.save_checkpoint(...)."
+        )
 
     def __str__(self) -> str:
         return table(self.plan, self.staging, self._grid.size, self._grid.chunks, self._grid.places)

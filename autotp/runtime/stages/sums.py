@@ -24,18 +24,30 @@ class Sums:
 
     Attributes:
         shards: what this rank holds.
-        tied: first name of a parameter that this rank of the pipeline holds and others too -> all these.
+        everywhere: first name of a parameter that several ranks of the pipeline hold -> all these; `tied`: of those
+            that this rank holds.
         counted: names of the parameters that count on this rank in a norm: a tied one on one rank alone.
         pipeline: the group of this lane's ranks, one for each place in the pipeline.
         batch: the dp ranks; None where there are none.
     """
 
     shards: ShardState
+    everywhere: Mapping[str, tuple[int, ...]]
     tied: Mapping[str, tuple[int, ...]]
     counted: frozenset[str]
     pipeline: Any
     batch: Ranks | None = None
     before: dict[Tensor, Tensor | None] = field(default_factory=dict)
+
+    def follow(self, schedule: Any) -> None:
+        """Let every step of a schedule of torch's end with these sums, whoever calls it."""
+        plain = schedule.step
+
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with self.step() if schedule._has_backward else contextlib.nullcontext():
+                return plain(*args, **kwargs)
+
+        schedule.step = step
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -43,11 +55,11 @@ class Sums:
         for p in self._parameters(self.tied):  # what a step before has summed must not be summed again
             self.before[p], p.grad = p.grad, None
         yield
+        if self.batch is not None:
+            self._mean(self.batch)  # first: its order of summation is another for the gradients of another stage
         for name, holders in self.tied.items():
             for p in state.pieces(self.shards, name):
                 self._sum(p, holders)
-        if self.batch is not None:
-            self._mean(self.batch)
         for p, grad in self.before.items():
             if grad is not None:
                 p.grad = grad if p.grad is None else p.grad.add_(grad)
@@ -99,11 +111,14 @@ class Sums:
         own = [p.grad for p in self._parameters(sorted(self.counted)) if p.grad is not None]
         norm: Any = torch.nn.utils.get_total_norm(own, norm_type) if own else torch.zeros((), device=self.shards.device)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # In one type on all stages, which may have gradients of different types, or none: collectives of two abort.
+        total, kind = norm.double(), norm.dtype
         if norm_type == float("inf"):
-            dist.all_reduce(norm, dist.ReduceOp.MAX, group=self.pipeline)
+            dist.all_reduce(total, dist.ReduceOp.MAX, group=self.pipeline)
         else:
-            powers = norm**norm_type
-            dist.all_reduce(powers, group=self.pipeline)
-            norm = powers ** (1 / norm_type)
+            total = total**norm_type
+            dist.all_reduce(total, group=self.pipeline)
+            total = total ** (1 / norm_type)
+        norm = total.to(kind)
         torch.nn.utils.clip_grads_with_norm_(self.shards.root.parameters(), max_norm, norm)
         return norm

@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from tests.helpers.pipelines import Case, carried_over, compared, made
+from tests.helpers.pipelines import CLOSE, Case, carried_over, compared, made
 from tests.helpers.processes.pool import Pool
 
-CLOSE = 1e-9
 STEPS = [Case("llama", steps=50), Case("gpt2", steps=50), Case("bert", "Schedule1F1B", steps=50)]
 SCHEDULES = [
     Case("gpt2", "ScheduleInterleaved1F1B", chunks=2, layers=4, steps=2),

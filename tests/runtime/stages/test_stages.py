@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 
-from tests.helpers.pipelines import Case, compared, drawn, refused, untied
+from tests.helpers.pipelines import CLOSE, Case, compared, drawn, refused, untied
 from tests.helpers.processes.pool import Pool
 
-CLOSE = 1e-9
 WORDS = {
     "world": "InputError: pp=3 .* makes 6 ranks; the world has 4",
     "blocks": "InputError: pp=4 makes 4 stages, and .* has 2 repeated blocks, blocks.0 to blocks.1",

@@ -1,0 +1,105 @@
+"""What a rank says of a step before it begins, and in what the ranks of a pipeline may not differ.
+
+All ranks of one dp rank are given the same batch. What several stages hold, a tied weight, is equal on all of them to
+the bit: it parts where one stage is updated otherwise than another.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from autotp import compat
+from autotp.comm.lockstep import CAUSES
+from autotp.comm.wording import by_value
+from autotp.errors import RankError
+from autotp.runtime import state
+from autotp.runtime.samples import NOTHING, SAMPLES, Sample, alike, few, leading
+from autotp.runtime.shard_state import ShardState
+
+HEAD, TIED = struct.Struct(f"!IIIB?I{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
+MOST = 64  # tied weights of which values are compared: a message has a largest length
+UPDATES = ("no optimizer has taken a step", "an optimizer has taken a step", "nothing is trained")
+UNTRAINED = 2
+UPDATED_APART = (
+    "Usual causes: a step of an optimizer that is left out, or has other options, on one stage; a gradient scaler, "
+    "which sees the gradients of one rank's stages (take bfloat16); weights that are initialised or written on one "
+    "stage. Load a checkpoint, or make the stages again. What is not to be trained has requires_grad_(False)."
+)
+
+
+class StepMessage(NamedTuple):
+    """Of one rank's step.
+
+    Attributes:
+        lane, seat, place: the rank's on the axes dp, tp and pp.
+        updates: of its weights since the step before, as `UPDATES` has it.
+        hooked: whether hooks of the user may fail amid its collectives.
+        batch, target: a few values of the inputs, and of the target on ranks with the last stage.
+        tied: likewise, in short, of each weight that several ranks of the pipeline hold; 0 where this one does not.
+    """
+
+    lane: int
+    seat: int
+    place: int
+    updates: int
+    hooked: bool
+    batch: Sample
+    target: Sample
+    tied: Sequence[int]
+
+    def packed(self) -> bytes:
+        """As a message."""
+        batch, target = ((exact, *near) for exact, near in (self.batch, self.target))
+        return HEAD.pack(*self[:5], *batch, *target) + b"".join(map(TIED.pack, self.tied))
+
+    @classmethod
+    def read(cls, message: bytes) -> StepMessage:
+        """Of a message."""
+        fields, tied = HEAD.unpack_from(message), [x for (x,) in TIED.iter_unpack(message[HEAD.size :])]
+        end = 6 + SAMPLES
+        return cls(*fields[:5], (fields[5], fields[6:end]), (fields[end], fields[end + 1 :]), tied)
+
+
+def values_of(shards: ShardState, names: Sequence[str]) -> list[int]:
+    """A few values of each of these parameters, as a number; 0 of those that this rank does not hold."""
+    numbers = []
+    for name in names[:MOST]:
+        pieces = state.pieces(shards, name) if name in shards.storages else []
+        numbers.append(zlib.crc32("".join(few(compat.part_of(p)) for p in pieces).encode()))
+    return numbers
+
+
+def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]], last: int, what: str) -> None:
+    """Refuse weights that were updated on some stages only, or otherwise, and other values of the inputs.
+
+    Args:
+        everyone: the messages, by rank. tied: places in the pipeline that hold each tied weight.
+        last: the place that has the last stage. what: the step in words.
+
+    Raises:
+        RankError: with what differs.
+    """
+    if len({m.updates for m in everyone} - {UNTRAINED}) > 1:
+        differences = by_value([UPDATES[m.updates] for m in everyone])
+        raise RankError(f"Before the {what}, the stages have parted: {differences}.\n{UPDATED_APART}")
+    for i, (name, holders) in enumerate([*tied.items()][:MOST]):
+        if len({(m.seat, m.tied[i]) for m in everyone if m.place in holders}) > len({m.seat for m in everyone}):
+            differences = by_value([f"{m.tied[i]:08x}" if m.place in holders else "not there" for m in everyone])
+            raise RankError(
+                f"At the {what}, the stages that share {name} have other values of it (a few were compared): "
+                f"{differences}.\n{UPDATED_APART}"
+            )
+    targets = [m.target if m.place == last else NOTHING for m in everyone]
+    for of, samples in (("inputs", [m.batch for m in everyone]), ("target", targets)):
+        for lane in {m.lane for m in everyone}:
+            own = [sample for m, sample in zip(everyone, samples, strict=True) if m.lane == lane]
+            if not alike([sample for sample in own if sample is not NOTHING]):
+                texts = [f"{exact:08x} {leading(near)}" for exact, near in samples]
+                raise RankError(
+                    f"The ranks do not agree on the values of the {of} of the {what} (a sum of whole numbers, and some "
+                    f"others): {by_value(texts)}. The ranks of all stages have the same ones, with dp those of one dp "
+                    f"rank.\n{CAUSES} With check=False values of inputs are not looked at."
+                )
