@@ -278,8 +278,8 @@ class _Writer:
         if node in cutter.sharded.layouts:
             self._note(new, node, cutter.sharded.layouts[node])
         if node in cutter.sharded.ends:
-            module = module_of(scope_path(node)[-1]) if scope_path(node) else ""
-            pattern = ".".join("*" if step.isdigit() else step for step in [*module.split("."), "*"])
+            steps = module_of(scope_path(node)[-1]).split(".") if scope_path(node) else []
+            pattern = ".".join("*" if step.isdigit() else step for step in [*steps, "*"])
             raise PlanError(
                 f"{node.name} is rows that are dealt out by experts, which cannot be cut into stages yet. Pin the "
                 f"experts whole: pins={{'{pattern}': Replicate()}}."

@@ -64,7 +64,7 @@ class StagedModule(ShardedModule):
         empty = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=self._shards.device)
         return nn.Parameter(empty, like.requires_grad) if isinstance(like, nn.Parameter) else empty
 
-    def _install(self, *args: Any) -> None:
+    def _install(self, *args: Any, **kwargs: Any) -> None:
         """Nothing, in a copy: its weights are for averages and the like, and no stage runs it."""
 
     def install(self, piece: Piece) -> Program:

@@ -110,7 +110,7 @@ class Pipe:
     def schedule(
         self, kind: Any, microbatches: int, loss: Callable[[Any, Any], Tensor] | None = None, **options: Any
     ) -> Any:
-        """One of torch's schedules over this rank's stages.
+        """One of torch's schedules over this rank's stages; each `step` of it ends with the sums of gradients.
 
         Args:
             kind: a class of `torch.distributed.pipelining`, such as `Schedule1F1B`.
@@ -196,15 +196,15 @@ class Pipe:
         ranks = self.module._source.ranks
         assert ranks is not None
         what = f"{what}, call {calls.number + 1} of {calls.name} in {grid.stages} stages"
-        shards = self.module._shards
+        shards, lane = self.module._shards, ranks.batch.rank if ranks.batch is not None else 0
         updates = min(calls.updates or 0, 1) if self._loads == shards.loads else 0  # a load ends what was apart
+        if not any(p.requires_grad for p in self.parameters()):
+            updates = UNTRAINED
+        values = values_of(shards, tied if calls.values else ())
         mine = StepMessage(
-            ranks.batch.rank if ranks.batch is not None else 0, ranks.rank, grid.rank,
-            updates if any(p.requires_grad for p in self.parameters()) else UNTRAINED, any(calls.inventory.hooked),
-            batch, self._sample([target]), values_of(shards, list(tied)) if calls.values else [0] * len(tied),
-        )  # fmt: skip
-        messages = meet(grid.world.channel, what, mine.packed())
-        everyone = [StepMessage.read(message) for message in messages]
+            lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), batch, self._sample([target]), values
+        )
+        everyone = [StepMessage.read(message) for message in meet(grid.world.channel, what, mine.packed())]
         compare(everyone, tied, grid.last, what)
         calls.number, calls.updates, self._loads = calls.number + 1, 0, shards.loads
         return any(m.hooked for m in everyone)
@@ -234,6 +234,7 @@ class Pipe:
                 all stages. target: of the batch, where the schedule has a loss of its own.
 
         Returns: the mean of the micro-batches' losses, on every rank.
+        Raises: RankError: ranks were given another batch, or their weights were updated apart.
         """
         return self._run(schedule, "step", Inputs(*args, **kwargs), target)
 

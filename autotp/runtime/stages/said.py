@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import islice
 from typing import NamedTuple
 
 from autotp import compat
@@ -16,7 +17,7 @@ from autotp.comm.lockstep import CAUSES
 from autotp.comm.wording import by_value
 from autotp.errors import RankError
 from autotp.runtime import state
-from autotp.runtime.samples import NOTHING, SAMPLES, Sample, alike, few, leading
+from autotp.runtime.samples import SAMPLES, Sample, alike, few, leading
 from autotp.runtime.shard_state import ShardState
 
 HEAD, TIED = struct.Struct(f"!IIIB?I{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
@@ -60,13 +61,13 @@ class StepMessage(NamedTuple):
         """Of a message."""
         fields, tied = HEAD.unpack_from(message), [x for (x,) in TIED.iter_unpack(message[HEAD.size :])]
         end = 6 + SAMPLES
-        return cls(*fields[:5], (fields[5], fields[6:end]), (fields[end], fields[end + 1 :]), tied)
+        return cls._make((*fields[:5], (fields[5], fields[6:end]), (fields[end], fields[end + 1 :]), tied))
 
 
-def values_of(shards: ShardState, names: Sequence[str]) -> list[int]:
-    """A few values of each of these parameters, as a number; 0 of those that this rank does not hold."""
+def values_of(shards: ShardState, names: Iterable[str]) -> list[int]:
+    """A few values of each of the first of these parameters, as a number; 0 of those that this rank does not hold."""
     numbers = []
-    for name in names[:MOST]:
+    for name in islice(names, MOST):
         pieces = state.pieces(shards, name) if name in shards.storages else []
         numbers.append(zlib.crc32("".join(few(compat.part_of(p)) for p in pieces).encode()))
     return numbers
@@ -85,21 +86,26 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
     if len({m.updates for m in everyone} - {UNTRAINED}) > 1:
         differences = by_value([UPDATES[m.updates] for m in everyone])
         raise RankError(f"Before the {what}, the stages have parted: {differences}.\n{UPDATED_APART}")
-    for i, (name, holders) in enumerate([*tied.items()][:MOST]):
-        if len({(m.seat, m.tied[i]) for m in everyone if m.place in holders}) > len({m.seat for m in everyone}):
-            differences = by_value([f"{m.tied[i]:08x}" if m.place in holders else "not there" for m in everyone])
+    count = min(len(m.tied) for m in everyone)  # none where a rank compares no values
+    for i, (name, holders) in enumerate(islice(tied.items(), count)):
+        values = {(m.seat, m.tied[i]) for m in everyone if m.place in holders}
+        if len(values) > len(dict(values)):  # two values on ranks that hold the same part
+            texts = [f"{m.tied[i]:08x}" for m in everyone]
             raise RankError(
-                f"At the {what}, the stages that share {name} have other values of it (a few were compared): "
-                f"{differences}.\n{UPDATED_APART}"
+                f"At the {what}, the stages that share {name} have other values of it (a few were compared, 0 where it "
+                f"is not): {by_value(texts)}.\n{UPDATED_APART}"
             )
-    targets = [m.target if m.place == last else NOTHING for m in everyone]
-    for of, samples in (("inputs", [m.batch for m in everyone]), ("target", targets)):
-        for lane in {m.lane for m in everyone}:
-            own = [sample for m, sample in zip(everyone, samples, strict=True) if m.lane == lane]
-            if not alike([sample for sample in own if sample is not NOTHING]):
-                texts = [f"{exact:08x} {leading(near)}" for exact, near in samples]
-                raise RankError(
-                    f"The ranks do not agree on the values of the {of} of the {what} (a sum of whole numbers, and some "
-                    f"others): {by_value(texts)}. The ranks of all stages have the same ones, with dp those of one dp "
-                    f"rank.\n{CAUSES} With check=False values of inputs are not looked at."
-                )
+    for lane in {m.lane for m in everyone}:
+        beside = [m for m in everyone if m.lane == lane]
+        _alike("inputs", [m.batch for m in beside], what)
+        _alike("target", [m.target for m in beside if m.place == last], what)
+
+
+def _alike(of: str, samples: Sequence[Sample], what: str) -> None:
+    if not alike(samples):
+        texts = [f"{exact:08x} {leading(near)}" for exact, near in samples]
+        raise RankError(
+            f"The ranks do not agree on the values of the {of} of the {what} (a sum of whole numbers, and some others): "
+            f"{by_value(texts)}. The ranks of all stages have the same ones, with dp those of one dp rank (which are "
+            f"counted here).\n{CAUSES} With check=False values of inputs are not looked at."
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +44,7 @@ class Sums:
         """Let every step of a schedule of torch's end with these sums, whoever calls it."""
         plain = schedule.step
 
+        @functools.wraps(plain)
         def step(*args: Any, **kwargs: Any) -> Any:
             with self.step() if schedule._has_backward else contextlib.nullcontext():
                 return plain(*args, **kwargs)

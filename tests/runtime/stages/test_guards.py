@@ -138,7 +138,7 @@ def test_averages_of_a_rank_s_stages(called: Outcomes) -> None:
     assert_right(called, "averaged")
 
 
-@pytest.mark.xfail(strict=True, reason="a list of modules counts the blocks of this rank's stages alone")
+@pytest.mark.xfail(strict=True, reason="a list of modules has the blocks of this rank's stages alone, and counts these")
 def test_a_block_by_its_number_is_that_block_or_an_error(called: Outcomes) -> None:
     for rank, told in enumerate(called):
         assert told[f"blocks[{rank // 2}]"] is True

@@ -102,7 +102,7 @@ def drawn(module: nn.Module) -> None:
         nn.init.normal_(module.weight, std=0.5)
 
 
-def initialised(rank: int, world: int, group: Any) -> dict[str, Any]:
+def initialised(rank: int, world: int, group: Any, folder: str) -> dict[str, Any]:
     """How far weights that are drawn after the cut, of two blocks and one, are from those of one device."""
     with double():
         told, model = {}, made(Case("tower", layers=3))
@@ -122,7 +122,7 @@ def initialised(rank: int, world: int, group: Any) -> dict[str, Any]:
         with torch.no_grad():
             next(iter(pipe.parameters())).mul_(2 if rank < 2 else 1)  # the tied weight
         told["written"] = outcome(lambda: pipe.step(schedule, **batch_of(model)))
-        told["saved"] = outcome(lambda: pipe.save_checkpoint("nowhere"))
+        told["saved"] = outcome(lambda: pipe.save_checkpoint(f"{folder}/saved"))
         with torch.no_grad():
             model.head.weight.mul_(2 if rank < 2 else 1)
         told["model"] = outcome(lambda: staged(Case("tower"), model))
@@ -131,8 +131,8 @@ def initialised(rank: int, world: int, group: Any) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def draws(pool: Pool) -> Outcomes:
-    return pool.run(initialised)
+def draws(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Outcomes:
+    return pool.run(initialised, str(tmp_path_factory.mktemp("draws")))
 
 
 def test_apply_draws_what_it_draws_of_the_whole_model(draws: Outcomes) -> None:
