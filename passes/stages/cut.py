@@ -7,6 +7,7 @@ side where what crosses is Invariant or Shard; where there is none, one is put i
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -278,8 +279,7 @@ class _Writer:
         if node in cutter.sharded.layouts:
             self._note(new, node, cutter.sharded.layouts[node])
         if node in cutter.sharded.ends:
-            steps = module_of(scope_path(node)[-1]).split(".") if scope_path(node) else []
-            pattern = ".".join("*" if step.isdigit() else step for step in [*steps, "*"])
+            pattern = re.sub(r"\b\d+\b", "*", ".".join([*map(module_of, scope_path(node)[-1:]), "*"]))
             raise PlanError(
                 f"{node.name} is rows that are dealt out by experts, which cannot be cut into stages yet. Pin the "
                 f"experts whole: pins={{'{pattern}': Replicate()}}."

@@ -105,7 +105,7 @@ def _alike(of: str, samples: Sequence[Sample], what: str) -> None:
     if not alike(samples):
         texts = [f"{exact:08x} {leading(near)}" for exact, near in samples]
         raise RankError(
-            f"The ranks do not agree on the values of the {of} of the {what} (a sum of whole numbers, and some others): "
-            f"{by_value(texts)}. The ranks of all stages have the same ones, with dp those of one dp rank (which are "
-            f"counted here).\n{CAUSES} With check=False values of inputs are not looked at."
+            f"The ranks do not agree on the values of the {of} of the {what} (a sum of whole numbers, and some "
+            f"others): {by_value(texts)}. The ranks of all stages have the same ones, with dp those of one dp rank, "
+            f"which are counted here.\n{CAUSES} With check=False values of inputs are not looked at."
         )
