@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, fx, nn
+from torch.distributed.tensor import Replicate
 
 from autotp.cost.solver.problem import ValueId
+from autotp.driver.options import Options, Steering
+from autotp.driver.pipeline import capture_model, plan_stages
 from autotp.errors import PlanError
 from autotp.inputs import Inputs
 from autotp.ir.layouts import Grouped, Groups, Partition
@@ -17,6 +21,8 @@ from autotp.ir.program import Planned
 from autotp.ir.serial import plain, read_layout
 from autotp.passes.shard.ends import Ends
 from autotp.passes.shard.planner import Builder
+from autotp.passes.stages.cut import cut
+from autotp.passes.stages.units import stage_starts, units_of
 from tests.helpers.plans import stages
 
 EXPERTS, WIDTH = 4, 8
@@ -90,3 +96,16 @@ def test_a_name_in_a_file_is_no_number():
     written["groups"]["ends"] = "cumsum"
     with pytest.raises(TypeError, match="'cumsum', which is no number"):
         read_layout(written)
+
+
+def test_rows_by_expert_are_refused_with_a_pin_that_cuts_them() -> None:
+    inputs = Inputs(torch.randn(8, WIDTH), torch.full((EXPERTS,), 2))
+    captured, notes = capture_model(Blocks(), inputs, torch.device("cpu"))
+
+    def pieces(pins: Any) -> int:
+        made = plan_stages(captured, notes, Options.read(2, Steering(pins=pins)), "Blocks")
+        return len(cut(made.planned, made.sharded, stage_starts(units_of(made.sharded.graph.nodes), (1, 1))))
+
+    with pytest.raises(PlanError, match=r"dealt out by experts.* pins={'layers\.\*\.\*': Replicate\(\)}"):
+        pieces(None)
+    assert pieces({"layers.*.*": Replicate()}) == 2

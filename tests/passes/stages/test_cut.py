@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import Replicate
 
 from autotp.driver.options import CaptureRequest, Options, Steering
 from autotp.driver.pipeline import capture_model, plan_stages, required_inputs
 from autotp.driver.staging import staging
 from autotp.errors import PlanError
-from autotp.inputs import Inputs
 from autotp.ir.layouts import I, Layout, P, R
 from autotp.passes.stages.balance import Weight, divide, in_flight
 from autotp.passes.stages.cut import cut
 from autotp.passes.stages.units import stage_starts, units_of
 from autotp.passes.stages.wires import Wire, check
 from tests.helpers.pipelines import Tower
-from tests.passes.test_ends import EXPERTS, WIDTH, Blocks
 
 
 def wire(layout: Layout, graded: bool) -> Wire:
@@ -58,19 +54,6 @@ def test_a_plan_is_cut_between_blocks() -> None:
         names = [p.names for p in pieces]
         assert not any(a & b for a, b in itertools.combinations(names, 2))
         assert set().union(*names) == {n for n, _ in model.named_parameters()}
-
-
-def test_rows_by_expert_are_refused_with_a_pin_that_cuts_them() -> None:
-    inputs = Inputs(torch.randn(8, WIDTH), torch.full((EXPERTS,), 2))
-    captured, notes = capture_model(Blocks(), inputs, torch.device("cpu"))
-
-    def pieces(pins: Any) -> int:
-        made = plan_stages(captured, notes, Options.read(2, Steering(pins=pins)), "Blocks")
-        return len(cut(made.planned, made.sharded, stage_starts(units_of(made.sharded.graph.nodes), (1, 1))))
-
-    with pytest.raises(PlanError, match=r"dealt out by experts.* pins={'layers\.\*\.\*': Replicate\(\)}"):
-        pieces(None)
-    assert pieces({"layers.*.*": Replicate()}) == 2
 
 
 @pytest.mark.parametrize("chunks", [1, 2])
