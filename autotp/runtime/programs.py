@@ -11,13 +11,16 @@ from typing import Any
 
 from torch import Tensor, fx, nn
 
+from autotp import compat
 from autotp.capture.model_key import Untold, model_key
 from autotp.comm.ranks import Ranks
 from autotp.driver.modes import Mode, serves
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest
+from autotp.errors import StateError
 from autotp.ir.graph import Capture
 from autotp.ir.layouts import Layout
 from autotp.ir.leaves import SEEDS
+from autotp.ir.precision import LATEST
 from autotp.ir.program import MeshPlace, Sharded
 from autotp.passes.decompose.counter_random import seeds
 from autotp.passes.optimise import Fired
@@ -70,6 +73,12 @@ class Program:
         return Returns(self.capture.out_spec)
 
     @cached_property
+    def delayed(self) -> bool:
+        """Whether it has scales of earlier calls, and leaves its own largest values to later ones."""
+        names = (x.rpartition(".")[2] for x in self.capture.mutations.values() if isinstance(x, str))
+        return LATEST in names
+
+    @cached_property
     def flat(self) -> bool:
         """Whether it gives its results without further containers in them."""
         result: Any = self.graph.output_node().args[0]
@@ -106,6 +115,11 @@ class Program:
         return wrap(value, layout, self.capture.shape(whole, inputs), ranks.mesh)
 
 
+AGAIN = (
+    "this module is called in a backward, as torch.utils.checkpoint around it does to compute it again. With delayed "
+    "scaling it would be computed by other scales than in its forward, which has left its largest values to the next. "
+    "Put checkpoint around its layers, as docs/training.md shows, or take the recipe 'tensorwise'."
+)
 TABLES = ("_programs", "_turns", "_boundaries")  # of a part, by program
 
 
@@ -123,7 +137,13 @@ class Programs(list[Program]):
         return self.total - 1
 
     def run(self, program: Program) -> None:
-        """Note that this one runs now."""
+        """Note that this one runs now.
+
+        Raises:
+            StateError: it is to run again in a backward, and its scales have moved on since the forward.
+        """
+        if program.delayed and compat.graph_task() >= 0:
+            raise StateError(AGAIN)
         self.runs += 1
         program.last_run = self.runs
 

@@ -15,7 +15,6 @@ from autotp.ir.leaves import BUFFER
 from autotp.ir.marks import mark
 from autotp.ir.op import Op, aten
 from autotp.ir.precision import DELAYED, HISTORY, LATEST, ROWWISE, ROWWISE_HP, TENSORWISE
-from autotp.ir.scopes import MARK
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
 
@@ -163,15 +162,16 @@ class Delayed(Writer):
     def _before(self, node: fx.Node, name: str) -> tuple[fx.Node, fx.Node]:
         """What earlier calls had, [3], and what this one's backward writes to.
 
-        Outside of checkpointed regions: these run again, after the history has moved on.
+        Both at the program's start: layers and regions that run again in the backward are given those of the first
+        time, when the history has moved on.
         """
         if (name, LATEST) not in self.memo:
-            stack = list((node.meta.get("nn_module_stack") or {}).items())
-            inside = [i for i, (_, entry) in enumerate(stack) if MARK in entry[0]]
-            call = _placed(self.program.graph, node, stack[: min(inside, default=len(stack))])
-            history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
-            self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
-            self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
+            graph = self.program.graph
+            with graph.inserting_before(next(n for n in graph.nodes if n.op != "placeholder")):
+                call = _placed(graph, node, [])
+                history, latest = (self.histories[_beside(name, own)] for own in (HISTORY, LATEST))
+                self.memo[name, HISTORY] = call(OPS.float8_before.default, history, latest)
+                self.memo[name, LATEST] = call(aten.zeros_like.default, latest)
         return self.memo[name, HISTORY], self.memo[name, LATEST]
 
     def _scale(self, node: fx.Node, x: fx.Node, amaxes: fx.Node) -> fx.Node:

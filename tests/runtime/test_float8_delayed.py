@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -10,12 +12,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import autotp
-from autotp.errors import InputError
+from autotp.errors import InputError, StateError
+from autotp.ir import scopes
 from autotp.ir.layouts import Partial, R
 from autotp.ir.marks import mark
 from autotp.kernels.float8_numbers import GRADIENT, INPUT, scale_of
 from autotp.proof.certificate.certificate import certificate
-from tests.helpers.float8 import SMALL, Simulated, apart, one_device, train, words
+from tests.helpers.float8 import SMALL, WIDTH, Block, Simulated, apart, one_device, train, words
 
 OPS: Any = torch.ops.autotp
 DELAYED: dict[str, Any] = {**SMALL, "recipe": "delayed"}
@@ -67,14 +70,16 @@ class Twice(nn.Module):
         self.layer, self.again = nn.Linear(16, 16), again
 
     def both(self, x: Tensor) -> Tensor:
-        return self.layer(3 * torch.tanh(self.layer(x)))
+        return self.layer(3 * torch.tanh(self.layer(2 * x)))
 
     def forward(self, x: Tensor) -> Tensor:
         return checkpoint(self.both, x, use_reentrant=False) if self.again else self.both(x)
 
 
-def test_what_is_computed_again_has_the_scales_of_the_first_time():
-    """And a layer that is called twice has one history, of the largest of both."""
+def test_what_is_computed_again_has_the_scales_of_the_first_time(monkeypatch):
+    """A layer that is called twice has one history, of the largest of both; and its region stays one."""
+    regions = Mock(wraps=checkpoint)
+    monkeypatch.setattr(scopes, "checkpoint", regions)
     found = []
     for again in (False, True):
         torch.manual_seed(0)
@@ -83,10 +88,53 @@ def test_what_is_computed_again_has_the_scales_of_the_first_time():
         for step in range(4):
             ours((step + 1) * x).square().sum().backward()
         found.append([ours.layer.weight.grad, ours.layer.float8_history, ours.layer.float8_latest])
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-    inside = 3 * torch.tanh(model.layer(4 * x)).abs().max()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True)) and regions.call_count == 4
+    inside = 3 * torch.tanh(model.layer(8 * x)).abs().max()
     history = found[0][1]
-    assert history[0, -1] == max(inside, 4 * x.abs().max()) and (history[:, -3:] > 0).all()
+    assert history[0, -1] == max(inside, 8 * x.abs().max()) and (history[:, -3:] > 0).all()
+
+
+class Checkpointed(nn.Module):
+    """A layer that is computed again in the backward, by a user who put this in its place."""
+
+    def __init__(self, layer: nn.Module, reentrant: bool) -> None:
+        super().__init__()
+        self.layer, self.reentrant = layer, reentrant
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(partial(self.layer, **kwargs), *args, use_reentrant=self.reentrant)
+
+
+def layers(again: str) -> tuple[dict[str, Tensor], list[Tensor]]:
+    """Gradients and histories after four steps of two layers."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 8, WIDTH, dtype=torch.float64)
+    model = nn.Sequential(nn.Sequential(Block(WIDTH, 4), Block(WIDTH, 4))).double()
+    ours: Any = autotp.compile(model, 1, example_inputs=x, precision={**DELAYED, "head": True}, check_capture=False)
+    for i in range(2 if again else 0):
+        setattr(ours[0], str(i), Checkpointed(ours[0][i], again == "reentrant"))
+    for step in range(4):
+        ours((step + 1) * x.requires_grad_()).square().sum().backward()
+    histories = [b for n, b in ours.named_buffers() if "float8" in n]
+    assert all((h[:, -3:] > 0).all() for h in histories if h.ndim) and len(histories) == 28
+    return ours.full_grad_dict(), histories
+
+
+@pytest.mark.parametrize("again", ["reentrant", "not reentrant"])
+def test_wrapped_layers_are_computed_again_with_the_scales_of_the_first_time(again):
+    (found, histories), (wanted, others) = layers(again), layers("")
+    assert all(torch.equal(found[n], g) for n, g in wanted.items())
+    assert all(torch.equal(a, b) for a, b in zip(histories, others, strict=True))
+
+
+def test_a_whole_module_that_is_computed_again_is_refused():
+    model, x = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)), torch.randn(4, 16)
+    ours: Any = autotp.compile(model, 1, example_inputs=x, precision=DELAYED)
+    y = checkpoint(ours, x.requires_grad_(), use_reentrant=False)
+    with pytest.raises(StateError, match="Put checkpoint around its layers"):
+        y.sum().backward()
+    dynamic: Any = autotp.compile(model, 1, example_inputs=x, precision=SMALL)
+    checkpoint(dynamic, x, use_reentrant=False).sum().backward()
 
 
 def test_in_evaluation_nothing_is_recorded():
