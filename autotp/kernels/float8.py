@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .float8_numbers import GRADIENT, INPUT, cast, inverse, product, scaled
+from .float8_numbers import GRADIENT, INPUT, cast, inverse, product, raised, scaled
 from .operators import OPS
 
 
@@ -68,16 +68,17 @@ def float8_delayed(x: Tensor, weight: Tensor, x_amax: Tensor, amaxes: Tensor, la
 
     Args:
         x: what `float8_cast` gave by `x_amax`. weight: not cast yet.
-        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3].
+        amaxes: largest values in earlier calls of the input, the weight and the product's gradient, [3], raised: in
+            last bits they hang on the order of sums, which such scales do not.
         latest: [], zero; becomes the largest value of the gradient in the backward, for the next call to record.
     """
     return float8_linear(x, weight, x_amax, amaxes[1])
 
 
 def float8_before(history: Tensor, latest: Tensor) -> Tensor:
-    """The largest values in earlier calls, [3]; that of the gradient in the last one is still in `latest`."""
+    """The largest values in earlier calls, [3], raised; that of the gradient in the last one is still in `latest`."""
     gradient = torch.maximum(history[2, 1:].amax(), latest) if history.shape[1] > 1 else latest
-    return torch.stack([*history[:2].amax(1), gradient])
+    return raised(torch.stack([*history[:2].amax(1), gradient]))
 
 
 def float8_record(history: Tensor, latest: Tensor, x_amax: Tensor, weight_amax: Tensor) -> Tensor:
@@ -257,7 +258,7 @@ def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | N
     x, weight, x_amax, amaxes = ctx.saved_tensors
     with torch.no_grad():
         ctx.latest.copy_(torch.maximum(ctx.latest, amax.to(ctx.latest.dtype)))
-    grad_amax = torch.where(amaxes[2] > 0, amaxes[2], amax)  # the first gradient's own: it may be far from 1
+    grad_amax = torch.where(amaxes[2] > 0, amaxes[2], raised(amax))  # the first gradient's own: it may be far from 1
     return *OPS.float8_linear_backward(grad, grad_amax, x, weight, x_amax, amaxes[1]), None, None, None
 
 

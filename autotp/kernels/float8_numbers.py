@@ -23,6 +23,11 @@ def scale_of(amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
     return torch.exp2(torch.log2(scale).floor()) if power else scale
 
 
+def raised(amax: Tensor) -> Tensor:
+    """Largest values raised until their scales are powers of two, of INPUT and of GRADIENT alike; 0 stays."""
+    return torch.where(amax > 0, torch.finfo(INPUT).max / scale_of(amax, INPUT, power=True), amax)
+
+
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype, power: bool = False) -> Tensor:
     """Numbers scaled, clamped and rounded to float8; arguments as of `scale_of`."""
     wide = torch.promote_types(x.dtype, torch.float32)
