@@ -84,6 +84,7 @@ def float8_before(history: Tensor, latest: Tensor) -> Tensor:
 def float8_record(history: Tensor, latest: Tensor, x_amax: Tensor, weight_amax: Tensor) -> Tensor:
     """A history [3, length] with the largest values of this call in place of the oldest: see `float8_delayed`."""
     newest = torch.stack([a.to(history.dtype) for a in (x_amax, weight_amax, latest)])
+    newest = torch.where(newest.isfinite(), newest, 0)  # an overflow is no size that later calls can go by
     return torch.cat([history[:, 1:], newest.unsqueeze(1)], 1)
 
 
@@ -256,9 +257,12 @@ def _keep_latest(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
 
 def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, x_amax, amaxes = ctx.saved_tensors
+    known = amax.isfinite()
     with torch.no_grad():
-        ctx.latest.copy_(torch.maximum(ctx.latest, amax.to(ctx.latest.dtype)))
-    grad_amax = torch.where(amaxes[2] > 0, amaxes[2], raised(amax))  # the first gradient's own: it may be far from 1
+        ctx.latest.copy_(torch.maximum(ctx.latest, torch.where(known, amax, 0).to(ctx.latest.dtype)))
+    # The first gradient's own largest value, which may be far from 1; and that of an overflow, which by an earlier
+    # scale would be clamped to a number: a gradient scaler must see it.
+    grad_amax = torch.where(known & (amaxes[2] > 0), amaxes[2], raised(amax))
     return *OPS.float8_linear_backward(grad, grad_amax, x, weight, x_amax, amaxes[1]), None, None, None
 
 

@@ -64,6 +64,26 @@ def test_the_scales_are_those_of_earlier_calls_by_hand():
         ours.zero_grad()
 
 
+def test_an_overflow_shows_in_its_step_and_leaves_no_trace_in_the_next():
+    """As under a gradient scaler, which leaves that step out: clamped to a number it would be taken."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 32, bias=False), torch.randn(8, 16)
+    grads = torch.randn(4, 8, 32)
+    found = []
+    for overflow in (False, True):
+        ours: Any = autotp.compile(model, 1, example_inputs=x, precision={**DELAYED, "history": 3, "head": True})
+        for step, grad in enumerate(grads):
+            if step == 1:
+                grad = grad.clone()
+                grad[0, 0] = float("inf") if overflow else 0.0
+            ours.zero_grad()
+            ours(x).backward(grad)
+            if step == 1:
+                assert ours.weight.grad.isfinite().all() != overflow
+        found.append(ours.weight.grad)
+    assert torch.equal(*found)
+
+
 class Twice(nn.Module):
     """A layer that is called twice, within a region that is computed again in the backward."""
 
