@@ -257,12 +257,12 @@ def _keep_latest(ctx: Any, inputs: tuple[Tensor, ...], output: Any) -> None:
 
 def _delayed_gradients(ctx: Any, grad: Tensor, amax: Tensor) -> tuple[Tensor | None, ...]:
     x, weight, x_amax, amaxes = ctx.saved_tensors
-    known = amax.isfinite()
+    finite = amax.isfinite()
     with torch.no_grad():
-        ctx.latest.copy_(torch.maximum(ctx.latest, torch.where(known, amax, 0).to(ctx.latest.dtype)))
+        ctx.latest.copy_(torch.maximum(ctx.latest, torch.where(finite, amax, 0).to(ctx.latest.dtype)))
     # The first gradient's own largest value, which may be far from 1; and that of an overflow, which by an earlier
     # scale would be clamped to a number: a gradient scaler must see it.
-    grad_amax = torch.where(known & (amaxes[2] > 0), amaxes[2], raised(amax))
+    grad_amax = torch.where(finite & (amaxes[2] > 0), amaxes[2], raised(amax))
     return *OPS.float8_linear_backward(grad, grad_amax, x, weight, x_amax, amaxes[1]), None, None, None
 
 
