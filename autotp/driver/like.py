@@ -152,5 +152,5 @@ def _noted(
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
     assert plan.builder is not None
-    origin = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
-    return replace(plan, parameters=parameters, notes=(*plan.notes, note, *anew), origin=origin)
+    builder = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
+    return replace(plan, parameters=parameters, notes=(*plan.notes, note, *anew), builder=builder)

@@ -28,7 +28,7 @@ LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 def hand_bytes(plan: Plan) -> float:
     """Bytes that a rank sends in a step of Megatron's plan; 0 where it has none, or the plan was read from a file."""
-    builder = plan.origin
+    builder = plan.builder
     if not isinstance(builder, Builder):
         return 0.0
     known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
