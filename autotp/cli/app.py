@@ -43,7 +43,7 @@ def options(
         typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and leave."),
     ] = False,
 ) -> None:
-    """What every command has."""
+    """Read the options that every command has."""
 
 
 def main() -> None:

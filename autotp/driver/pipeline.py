@@ -116,7 +116,7 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
 def capture_key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str | None, str]:
-    """What `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
+    """Return all that `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
 
     Args:
         model, inputs, device, check, request: see `capture_model`.
@@ -240,7 +240,7 @@ def apply_plan(
 def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
 ) -> tuple[Planned, Sharded, Builder]:
-    """What `apply_plan` gives, and what prices it.
+    """Return what `apply_plan` gives, and what prices it.
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.

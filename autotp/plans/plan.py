@@ -102,7 +102,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every parameter lies and how every operator runs over `tp` ranks. `print` shows the most important,
+    """A layout for every parameter and a way to run every operator over `tp` ranks. `print` shows the most important,
     `report()` is all of it.
 
     Attributes:
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def decoding(self) -> Decoding | None:
-        """Of a plan for decoding: tokens a second and the share of the limit; None where it is for something else."""
+        """Tokens a second and the share of the limit, of a plan for decoding; None where it is for something else."""
         return decoding(self)
 
     @property
@@ -166,7 +166,7 @@ class Plan:
         return replace(self, fired=fired)
 
     def explain(self, name: str) -> Explanation:
-        """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
+        """Explain a parameter's layout: the alternatives with their cost, what binds, and what would change it.
 
         The model is solved again with the parameter in each place that its operators know; its equals in repeated
         blocks move with it.
@@ -182,7 +182,7 @@ class Plan:
         return explain(self, name)
 
     def compare(self, other: Plan) -> Comparison:
-        """How another plan differs: totals, collectives, and the parameters that lie differently.
+        """Compare with another plan: totals, collectives, and the parameters that lie differently.
 
         Args:
             other: a plan for the same model, or one that shares names with it; loaded ones too.

@@ -35,7 +35,7 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Build:
-    """How a model is sharded once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+    """A model that is sharded once its inputs are known: called with them, it gives what a `ShardedModule` takes.
 
     Attributes:
         ranks: None in one plain process.
@@ -75,7 +75,7 @@ class Build:
         return capture_on_ranks(self.model, inputs, self.ranks, self.check_capture, self.request)
 
     def shard(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
-        """What a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
         model, every = self.model, self.ranks and self.ranks.planners
         together(every, "fitting the plan to the model", lambda: _fits(model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]

@@ -85,7 +85,7 @@ class _Counter:
         return self.builder.prices.bytes(tensors(node)[0])
 
     def rows(self, part: GraphPart) -> object:
-        """How many rows an embedding's table has."""
+        """Count the rows an embedding's table has."""
         return self.builder.ops[part.nodes[0]].ins[0][0]
 
     def vocabulary(self, parts: Sequence[GraphPart]) -> set[object]:
@@ -109,7 +109,7 @@ class _Counter:
         return [*out, *(CollectiveSend("all_reduce", self.size(x), True) for x in read)]
 
     def _product(self, node: fx.Node) -> bool:
-        """Whether the operator sums products of a parameter and something else, or runs without a rule on one."""
+        """Tell whether the operator sums products of a parameter and another, or runs without a rule on one."""
         op, rule = self.builder.ops[node], self.builder.rules[node]
         weighted = any(s in self.builder.prices.weights for s in op.slots)
         summed = rule is None or any(

@@ -1,4 +1,4 @@
-"""What the command line calls a model: configs of transformers, factories, sizes; and what the doctor finds."""
+"""Models as the command line takes them: configs of transformers, factories, sizes; and what the doctor finds."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Event:
 
 
 def timeline(plan: Plan) -> tuple[Event, ...]:
-    """What one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
+    """Order what one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
 
     Nothing overlaps, as in `Totals.alone`: an operator waits for the collective before it. In a step the other layers
     lie between forward and backward of this one.
@@ -75,7 +75,7 @@ def layer_of(plan: Plan) -> Layer:
 
 
 def heading(layer: Layer) -> str:
-    """Which part of the model a timeline shows, and for how many others it speaks."""
+    """Name the part of the model that a timeline shows, and for how many others it speaks."""
     if layer.count == 1:
         return "the whole model, in which no block repeats"
     same = "all" if layer.alike == layer.count else f"{layer.alike} of them"

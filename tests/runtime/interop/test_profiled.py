@@ -39,7 +39,7 @@ class Stack(nn.Module):
 
 
 class Late(torch.autograd.Function):
-    """Nothing, but a rank other than the first sleeps in both directions."""
+    """The identity, in which a rank other than the first sleeps in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, rank: int) -> Tensor:
