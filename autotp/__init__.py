@@ -9,7 +9,7 @@ from .log import configure
 if TYPE_CHECKING:
     from autotp.cost import Cluster
     from autotp.cost.machines.calibrate import calibrate
-    from autotp.driver.certify import certify
+    from autotp.driver.verify import certify
     from autotp.proof.prove import prove_rule
     from autotp.rules.register import register_rule
     from autotp.runtime.module import ShardedModule
@@ -31,7 +31,7 @@ HOMES = {
     "ShardedModule": "autotp.runtime.module",
     "Sweep": "autotp.api",
     "calibrate": "autotp.cost.machines.calibrate",
-    "certify": "autotp.driver.certify",
+    "certify": "autotp.driver.verify",
     "compile": "autotp.api",
     "from_pretrained": "autotp.pretrained",
     "parallelize": "autotp.api",

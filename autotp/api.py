@@ -14,7 +14,6 @@ from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
 from autotp.comm.turn import Turn
 from autotp.cost import Cluster
 from autotp.cost.solver.band import BAND
-from autotp.driver.cached import Cached
 from autotp.driver.like import plan_like
 from autotp.driver.mesh_search import choose_mesh, refuse_beside_devices
 from autotp.driver.options import CaptureRequest, Options, Steering, read_axis, refuse_late
@@ -114,10 +113,10 @@ def plan(
     request = CaptureRequest.read(axis, outputs, random, carried, precision).within(options)
     capture = model, inputs, torch.device("cpu"), check_capture, request
     if devices is not None:
-        captured, notes = Cached.of(*capture).capture(lambda: capture_model(*capture))
+        captured, notes = capture_model(*capture)
         only = [tp] if isinstance(tp, int) else None
         return choose_mesh(captured, notes, options, type(model).__name__, devices, global_batch, only)
-    return _plan(capture, partial(_planned, tp, options, steering, like, type(model).__name__))
+    return _planned(tp, options, steering, like, type(model).__name__, *capture_model(*capture))
 
 
 @Turn("autotp.parallelize()")
@@ -253,16 +252,6 @@ def _refuse(plan: Any, steering: Steering, tp: Any, mesh: DeviceMesh | None) -> 
     steering.refuse_beside(plan)
     if tp == "auto" and (mesh is not None or plan is not None):
         raise InputError("tp='auto' picks the degree, and mesh= and plan= come with one. Leave it out, or them.")
-
-
-def _plan(capture: tuple[Any, ...], solve: partial[Plan]) -> Plan:
-    """The plan by `solve` of what `capture_model` gives with these arguments, or of the cache."""
-    cached = Cached.of(*capture)
-    tp, options, steering, like, name = solve.args
-    anew = like is not None or tp == "auto"
-    text = like.to_json() if isinstance(like, Plan) else like
-    key = (tp, steering, text, name) if anew else (options, name)
-    return cached.plan(key, lambda: cached.capture(lambda: capture_model(*capture)), solve)
 
 
 def _planned(

@@ -29,7 +29,7 @@ RESULTS = Path(__file__).with_name("certificate.json")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "certificate.md"
 PRELOAD = "benchmarks.helpers.certified"
 LIMIT = 300.0  # seconds for one architecture
-JUDGES = ("shapes", "types", "dimensions", "verify", "nobody")
+JUDGES = ("shapes", "types", "verify", "nobody")
 
 
 def run(function: Callable[..., None], *arguments: Any, limit: float) -> Record:
@@ -60,7 +60,7 @@ def render(page: str, results: Mapping[str, Any]) -> str:
 
 def mutants(results: Mapping[str, Any]) -> str:
     """A row for each program: who refuses its mutants."""
-    rows = [["program", "mutants", "shapes alone", "types", "dimensions", "only `verify`", "nobody", "of the rest"]]
+    rows = [["program", "mutants", "shapes alone", "types", "only `verify`", "nobody", "of the rest"]]
     whole: dict[str, int] = dict.fromkeys(JUDGES, 0)
     for name, record in results["mutants"].items():
         found = {j: record.get("found", {}).get(j, 0) for j in JUDGES}
@@ -73,12 +73,12 @@ def counted(found: Mapping[str, int]) -> list[str]:
     """The numbers of one row; last the share of what shapes let pass that the certificate refuses."""
     total = sum(found.values())
     rest = total - found["shapes"]
-    share = f"{100 * (found['types'] + found['dimensions']) / rest:.1f}%" if rest else "-"
+    share = f"{100 * found['types'] / rest:.1f}%" if rest else "-"
     return [str(n) for n in (total, *(found[j] for j in JUDGES))] + [share]
 
 
 def listed(results: Mapping[str, Any]) -> str:
-    """How many architectures are accepted, and a row for each that is not."""
+    """Count the architectures that are accepted, with a row for each that is not."""
     records = results["architectures"]
     asked = {name: r for name, r in records.items() if "failed" not in r}
     refused = {name: r for name, r in asked.items() if not r["ok"]}
@@ -88,10 +88,10 @@ def listed(results: Mapping[str, Any]) -> str:
         f"{len(records)} of the {len(architectures())} architectures of the list were asked for at tp=2, {len(asked)} "
         f"have a program there, and of these {len(asked) - len(refused)} are accepted."
     )
-    rows = [["architecture", "operator", "tier", "the checker's words"]]
+    rows = [["architecture", "operator", "by", "the checker's words"]]
     for name, record in refused.items():
         no = record["refusal"]
-        rows.append([name, f"`{no['op']}`", no["tier"], no["detail"].split("\n")[0].replace("|", "\\|")])
+        rows.append([name, f"`{no['op']}`", no["kind"], no["detail"].split("\n")[0].replace("|", "\\|")])
     parts = [head, table(rows) if refused else "None is refused."]
     parts += [f"Without a program: {', '.join(without)}."] if without else []
     return "\n\n".join([*parts, f"Out of time: {', '.join(late)}."] if late else parts)

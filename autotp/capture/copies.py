@@ -56,7 +56,8 @@ def with_histories(model: Any, precision: Precision | None) -> Any:
     """A copy of the model whose large linear layers have histories; the model itself where that is so, or not wanted.
 
     A history is [3, length]: of the input, the weight and the product's gradient, the newest last; zeros at first.
-    Beside it is the gradient's value of the last backward, [], which the next call records.
+    Beside it is the gradient's value of the last backward, [], which the next call records. They are in a copy, and not
+    in the skeleton alone, for the self-check, proofs and the tree of parts read a model's tensors by name.
 
     Args:
         model: it stays as it is, and the copy shares its tensors. precision: only delayed scaling wants any.

@@ -8,7 +8,6 @@ import typer
 
 from autotp import __version__
 
-from .cache import cache
 from .command import CommandGroup, PlainCommand, command
 from .doctor import doctor
 from .explain import explain
@@ -27,7 +26,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for function in (plan, sweep, explain, verify, calibrate, tune, doctor, cache):
+for function in (plan, sweep, explain, verify, calibrate, tune, doctor):
     app.command(cls=PlainCommand)(command(function, everywhere=function in (calibrate, tune)))
 
 
@@ -44,7 +43,7 @@ def options(
         typer.Option("--version", metavar="", callback=_version, is_eager=True, help="Print the version and leave."),
     ] = False,
 ) -> None:
-    """What every command has."""
+    """Read the options that every command has."""
 
 
 def main() -> None:

@@ -60,7 +60,7 @@ def plan_like(like: Any, tp: Any, captured: Capture, options: Options, solve: Ca
 
 
 def _equal_shapes(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, tuple[int, ...]]) -> bool:
-    """Whether every parameter has the shape of one that the plan knows under its name without numbers."""
+    """Return whether every parameter has the shape of one that the plan knows under its name without numbers."""
 
     def saved_shapes(name: str) -> set[tuple[int, ...]]:
         return {p.shape for p in saved[generic(name)]}
@@ -118,7 +118,7 @@ def _undivided(plan: Plan, *tps: int) -> dict[str, str]:
 
 
 def _pins(saved: Mapping[str, list[Parameter]], shapes: Mapping[str, Any], like: Plan) -> dict[str, int | None]:
-    """What the plan says as pins: one for all blocks where they agree, otherwise one for every name that both have."""
+    """Say the plan as pins: one for all blocks where they agree, otherwise one for every name that both have."""
     dims = {p.name: p.layout.sharded_dim for p in like.parameters}
     keys = sorted(saved, key=len, reverse=True)  # the longest first, for a * also fits what has more parts
     out: dict[str, int | None] = {}
@@ -152,5 +152,5 @@ def _noted(
         why[reason].append(generic(key))
     anew = [f"decided anew: {listed(keys)}: {reason}" for reason, keys in why.items()]
     assert plan.builder is not None
-    origin = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
-    return replace(plan, parameters=parameters, notes=(*plan.notes, note, *anew), origin=origin)
+    builder = replace(plan.builder, pins=pins)  # `explain` weighs what the model itself allows
+    return replace(plan, parameters=parameters, notes=(*plan.notes, note, *anew), builder=builder)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from autotp.ir.graph import Capture, draws, short_name
 from autotp.ir.layouts import Layout
 from autotp.ir.named_states import check_names, name_states
 from autotp.ir.program import Decision, Planned, Sharded
-from autotp.log import dump, stage, uncollected
+from autotp.log import dump, log, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.decide import decide
@@ -115,7 +116,7 @@ def _small(trial: Trial, states: Collection[str] = ()) -> Capture:
 def capture_key(
     model: nn.Module, inputs: Inputs, device: torch.device, check: bool | None, request: CaptureRequest
 ) -> tuple[str | None, str]:
-    """What `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
+    """Return all that `capture_model` with these arguments depends on, as a word, or None and why that cannot be told.
 
     Args:
         model, inputs, device, check, request: see `capture_model`.
@@ -147,6 +148,7 @@ def capture_model(
         check: `check_capture` of the public functions.
         request: what else they were asked for.
     """
+    _warn_of_cache(os.environ.get("AUTOTP_CACHE", ""))
     inputs, note = without_cache(model, inputs)
     model = with_histories(plain_weights(model), request.precision)
     refuse_unsaid(model, inputs)
@@ -172,6 +174,17 @@ def capture_model(
             f"{draw_count} operators draw random numbers by torch: they run whole, so that every rank draws the same"
         )
     return captured, notes
+
+
+@cache
+def _warn_of_cache(folder: str) -> None:
+    """Log once that the variable which named a cache of captures and plans is not followed for them."""
+    if folder.strip().lower() not in ("", "0", "off", "false", "no"):
+        log.warning(
+            "AUTOTP_CACHE=%s keeps no captures and plans, only what kernels measured. For a start without planning "
+            "save the plan, plan.save(path), and give it again: autotp.compile(model, plan=autotp.Plan.load(path)).",
+            folder,
+        )
 
 
 @dataclass(frozen=True)
@@ -207,7 +220,7 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
     plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes)
     plan = described(plan, planned, builder, options.batch)
-    plan = replace(with_regathering(plan, planned, sharded, builder), origin=builder)
+    plan = replace(with_regathering(plan, planned, sharded, builder), builder=builder)
     return Staged(plan, planned, sharded, builder)
 
 
@@ -227,7 +240,7 @@ def apply_plan(
 def applied(
     captured: Capture, plan: Plan, options: Options, outputs: str = "full", states: Mapping[str, Layout] | None = None
 ) -> tuple[Planned, Sharded, Builder]:
-    """What `apply_plan` gives, and what prices it.
+    """Return what `apply_plan` gives, and what prices it.
 
     Args:
         captured, plan, options, outputs, states: see `apply_plan`.

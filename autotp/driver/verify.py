@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,14 +18,15 @@ from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
 from autotp.plans.export.annotations import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate.certificate import certificate
+from autotp.proof.certificate.report import Certificate
 from autotp.proof.compare import Difference, Report, compare
 from autotp.proof.grid import GridProof
 from autotp.proof.simulate import Values
 
 from .options import CaptureRequest, Options, Steering, read_axis
-from .pipeline import apply_plan, capture_model, solve_plan
+from .pipeline import apply_plan, capture_model, required_inputs, solve_plan
 
-__all__ = ["Difference", "Report", "Values", "compare", "prove_call"]
+__all__ = ["Difference", "Report", "Values", "certify", "compare", "prove_call"]
 
 
 def prove_call(
@@ -91,6 +93,34 @@ def grid_of(model: nn.Module, inputs: Inputs, options: Options, request: Capture
     planned, sharded = apply_plan(program, plan, options)
     values = Values.of(captured, model, inputs)
     return GridProof(captured, values, planned, sharded, cp, dealt.inputs, dealt.outputs), plan
+
+
+def certify(
+    model: nn.Module, plan: Plan, example_inputs: Any = None, *, carried: Any = None, precision: Any = None
+) -> Certificate:
+    """Have meta-pytorch's spmd_types check the program that a plan makes of a model, on meta tensors.
+
+    The types of leaves, of pending sums and of outputs are the plan's; every other type is inferred from them by the
+    checker, so that a conversion which is missing, done twice or another one is refused. Nothing is computed, and the
+    weights are not read. `autotp.verify(..., certify=True)` does it beside the comparison of numbers.
+
+    Args:
+        model: with its weights, or on the meta device.
+        plan: of this model.
+        example_inputs, carried, precision: as for `autotp.compile`.
+
+    Returns:
+        A `Certificate`, true where nothing is refused; it names the first operator that is.
+
+    Raises:
+        InputError: the inputs do not fit, or spmd_types is not installed (`pip install 'autotp[certify]'`).
+        CaptureError, PlanError.
+    """
+    spmd_types()  # before minutes of capture
+    inputs = required_inputs(model, example_inputs, "autotp.certify")
+    request = CaptureRequest.read(carried=carried, precision=precision)
+    captured, _ = capture_model(model, inputs, torch.device("cpu"), check=False, request=request)
+    return certificate(*apply_plan(captured, plan, Options.of_plan(plan)))
 
 
 def capture_error(program: Capture, model: nn.Module, values: Values) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -102,7 +102,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Plan:
-    """Where every parameter lies and how every operator runs over `tp` ranks. `print` shows the most important,
+    """A layout for every parameter and a way to run every operator over `tp` ranks. `print` shows the most important,
     `report()` is all of it.
 
     Attributes:
@@ -120,8 +120,8 @@ class Plan:
         batch: the data-parallel axis of the mesh beside tp, and what it costs.
         machines: the numbers of the cluster where it is no preset, by field.
         fired: of a running module, what became of each optimisation and of the backend; not saved.
-        origin: the builder that solved it, which `explain` and the exports ask; None in a plan that was loaded or came
-            from another process.
+        builder: what solved it, which `explain` and the exports ask; None in a plan that was loaded or came from
+            another process.
     """
 
     model: str
@@ -144,14 +144,7 @@ class Plan:
     batch: Axis = ALONE
     machines: Mapping[str, Any] = field(repr=False, default_factory=dict)
     fired: tuple[str, ...] = field(compare=False, default=())
-    origin: Builder | Callable[[], Builder | None] | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def builder(self) -> Builder | None:
-        """What solved it, made again where the plan came from a cache."""
-        if callable(self.origin):
-            object.__setattr__(self, "origin", self.origin())
-        return self.origin  # type: ignore[return-value]
+    builder: Builder | None = field(default=None, repr=False, compare=False)
 
     @property
     def sublayers(self) -> tuple[Sublayer, ...]:
@@ -160,7 +153,7 @@ class Plan:
 
     @property
     def decoding(self) -> Decoding | None:
-        """Of a plan for decoding: tokens a second and the share of the limit; None where it is for something else."""
+        """Tokens a second and the share of the limit, of a plan for decoding; None where it is for something else."""
         return decoding(self)
 
     @property
@@ -173,7 +166,7 @@ class Plan:
         return replace(self, fired=fired)
 
     def explain(self, name: str) -> Explanation:
-        """Why a parameter lies as it does: the alternatives with their cost, what binds, and what would change it.
+        """Explain a parameter's layout: the alternatives with their cost, what binds, and what would change it.
 
         The model is solved again with the parameter in each place that its operators know; its equals in repeated
         blocks move with it.
@@ -189,7 +182,7 @@ class Plan:
         return explain(self, name)
 
     def compare(self, other: Plan) -> Comparison:
-        """How another plan differs: totals, collectives, and the parameters that lie differently.
+        """Compare with another plan: totals, collectives, and the parameters that lie differently.
 
         Args:
             other: a plan for the same model, or one that shares names with it; loaded ones too.
@@ -245,7 +238,7 @@ class Plan:
         write_trace(self, path)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "origin": None}  # the builder holds graphs, which stay in their process
+        return {**self.__dict__, "builder": None}  # the builder holds graphs, which stay in their process
 
     def report(self) -> str:
         """All of the plan as text: every block, every collective, what was left whole and why. `print` shows less."""

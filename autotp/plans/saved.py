@@ -21,7 +21,7 @@ from .plan import Block, Collective, Parameter, Plan
 
 # Raise it with every change of what is saved, or of what a field means; tests/golden/plan-format.txt has the fields.
 FORMAT = 10
-UNSAVED = ("fired", "origin")  # they say something of one process alone
+UNSAVED = ("fired", "builder")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
 LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
 FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # as `alike` writes them

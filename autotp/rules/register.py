@@ -15,7 +15,6 @@ from autotp.ir.op import Op, Rule
 from .core import RULES, RuleFunction, einsum, function_of, overloads
 
 TERM = re.compile(r"[A-Za-z_]*(\.\.\.[A-Za-z_]*)?")
-USERS: set[Any] = set()  # operators with rules of the user's
 
 
 def register_rule(
@@ -72,13 +71,7 @@ def register_rule(
     else:
         functions = dict.fromkeys(targets, rule)
     RULES.update(functions)
-    USERS.update(targets)
     return functions[targets[0]]
-
-
-def users_rules() -> bool:
-    """Whether a user's rules are in use."""
-    return bool(USERS)
 
 
 @dataclass(frozen=True)

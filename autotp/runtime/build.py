@@ -13,7 +13,6 @@ from autotp.capture.capture import aliases, skeleton
 from autotp.capture.copies import with_histories
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks, agree, broadcast, together, versions
-from autotp.driver.cached import Cached
 from autotp.driver.once import capture_once
 from autotp.driver.options import DEFAULT_CAPTURE, CaptureRequest, Options
 from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve_plan
@@ -36,7 +35,7 @@ WEIGHTS = (
 
 @dataclass(frozen=True)
 class Build:
-    """How a model is sharded once its inputs are known: called with them, it gives what a `ShardedModule` takes.
+    """A model that is sharded once its inputs are known: called with them, it gives what a `ShardedModule` takes.
 
     Attributes:
         ranks: None in one plain process.
@@ -69,14 +68,14 @@ class Build:
         """The plan, given or solved, once all ranks have the same model."""
         facts = {**versions(), "graph": captured.digest(), **_parameters(self.model, self.check)}
         agree(self.ranks and self.ranks.planners, "the model", facts)
-        return self.plan or self._solve(captured, notes, inputs)
+        return self.plan or self._solve(captured, notes)
 
     def capture(self, inputs: Inputs) -> tuple[Capture, list[str]]:
         """The model's graph for these inputs, the same on every rank, and what the user should know of it."""
         return capture_on_ranks(self.model, inputs, self.ranks, self.check_capture, self.request)
 
     def shard(self, plan: Plan, captured: Capture | None) -> tuple[nn.Module, Plan, Source]:
-        """What a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
+        """Return what a `ShardedModule` takes, under this plan; `captured` is then ready to run."""
         model, every = self.model, self.ranks and self.ranks.planners
         together(every, "fitting the plan to the model", lambda: _fits(model, plan))
         digest = hashlib.sha256(plan.to_json().encode()).hexdigest()[:16]
@@ -108,18 +107,11 @@ class Build:
         if self.check is None:
             agree(self.ranks and self.ranks.planners, WEIGHTS, _few(self.model))
 
-    def _solve(self, captured: Capture, notes: list[str], inputs: Inputs) -> Plan:
-        """The plan, solved on one rank: equally good plans would otherwise differ between ranks."""
-        ranks, name = self.ranks and self.ranks.planners, type(self.model).__name__
-        first = ranks is None or ranks.rank == 0
-        device = _device(self.ranks)
-
-        def solve() -> Plan:
-            cached = Cached.of(self.model, inputs, device, self.check_capture, self.request)
-            by_options = partial(solve_plan, options=self.options, name=name)
-            return cached.plan((self.options, name), lambda: (captured, notes), by_options, captured.digest())
-
-        solved = together(ranks, "planning", lambda: solve() if first else None)
+    def _solve(self, captured: Capture, notes: list[str]) -> Plan:
+        """Solve the plan on one rank: equally good plans would otherwise differ between ranks."""
+        ranks = self.ranks and self.ranks.planners
+        solve = partial(solve_plan, captured, notes, self.options, type(self.model).__name__)
+        solved = together(ranks, "planning", lambda: solve() if ranks is None or ranks.rank == 0 else None)
         return broadcast(ranks, solved)  # type: ignore[return-value]
 
 
@@ -142,12 +134,8 @@ def capture_on_ranks(
         captured.origin = skeleton(model, device), without_cache(model, inputs)[0]
         return captured, notes
 
-    def make() -> tuple[Capture, list[str]]:
-        cached = Cached.of(model, inputs, device, check, request)
-        return cached.capture(partial(capture_model, model, inputs, device, check, request))
-
-    key = partial(capture_key, model, inputs, device, check, request)
-    return capture_once(ranks, key, make, take)
+    of = model, inputs, device, check, request
+    return capture_once(ranks, partial(capture_key, *of), partial(capture_model, *of), take)
 
 
 def _refuse_delayed(request: CaptureRequest, lowering: Lowering) -> None:

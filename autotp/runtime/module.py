@@ -32,7 +32,7 @@ from autotp.runtime.generation.generating import Generates
 from autotp.runtime.interop import enclosed, rehearsal
 from autotp.runtime.interop.exported import Exports
 from autotp.runtime.interop.methods import Methods
-from autotp.runtime.interop.profiled import Profiled
+from autotp.runtime.interop.profiled import Profile, measure
 from autotp.runtime.interop.refusals import Refusals, refuse_transforms
 from autotp.runtime.interop.shown import OriginalInterface
 
@@ -47,7 +47,7 @@ from .storage import Storage
 from .tree import whole
 
 
-class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterface, Refusals, Part):
+class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
 
     Call it like the original: every rank passes the same inputs and gets the same full outputs, in the original's own
@@ -334,6 +334,24 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         if not self._programs_made:
             raise StateError("there is no graph yet: the module is captured at its first call.")
         return render_graph(self._programs_made[-1].graph)
+
+    def profile(self, batch: Any) -> Profile:
+        """Measure a step on all ranks by torch's profiler, beside what the plan predicts. A collective call.
+
+        In training mode a step is a forward, and a backward from the sum of the first tensor in the outputs that has a
+        gradient, which is the loss where the model gives one; else a forward. A step before it is not measured.
+        Gradients, buffers and random numbers are afterwards what they were.
+
+        Args:
+            batch: the inputs of one call, as for `autotp.compile`; the same on every tp rank.
+
+        Returns: a table, when printed, with torch's own profile of this rank as its `trace`.
+
+        Raises:
+            InputError: the batch does not fit `forward`, or nothing that the module returns has a gradient.
+            RankError: the ranks' batches differ.
+        """
+        return measure(self, batch)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardedModule:
         new = self.__class__.__new__(self.__class__)

@@ -1,4 +1,4 @@
-"""What spmd_types says of one architecture, and of the mutants of one program."""
+"""Answers of spmd_types to one architecture, and of the mutants of one program."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 from autotp import compat
+from autotp.comm import conversions
 from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import apply_plan, capture_model, solve_plan
 from autotp.inputs import Inputs
+from autotp.ir.layouts import Layout
 from autotp.ir.program import Planned, Sharded
-from autotp.proof.certificate.certificate import certificate
-from autotp.proof.certificate.local import RefusedError, Typing
+from autotp.proof.certificate.certificate import RefusedError, Typing, certificate
 from autotp.proof.compare import compare
 from autotp.proof.simulate import Values
 from tests.history.modules import Sorted
@@ -120,7 +121,7 @@ def tried(name: str, send: Send) -> None:
 
 
 def judged(planned: Planned, mutant: Sharded, shapes: list[Any], values: Values) -> str:
-    """Who refuses a mutant first: shapes alone, the tiers of the certificate, `verify`, or nobody.
+    """Who refuses a mutant first: shapes alone, the types of the certificate, `verify`, or nobody.
 
     Args:
         planned: of the right program, whose outputs have these `shapes`. mutant: the wrong one.
@@ -133,8 +134,31 @@ def judged(planned: Planned, mutant: Sharded, shapes: list[Any], values: Values)
         return "shapes"
     refusal = certificate(planned, mutant).refusal
     if refusal is not None:
-        return refusal.tier
+        return refusal.kind
     return "nobody" if compare(planned, mutant, values) else "verify"
+
+
+class Untyped(Typing):
+    """The program run on meta tensors alone, so that a refusal is one of shapes."""
+
+    def run(self) -> None:
+        with compat.all_nonzero():
+            self.walk()
+
+    def _assert(self, x: Tensor, letter: str) -> Tensor:
+        return x
+
+    def _convert(self, node: fx.Node) -> list[Tensor]:
+        return conversions.simulate(self.values[node.args[0]], *(self._at(spec, 0) for spec in node.args[1:3]))  # type: ignore[index]
+
+    def _typed_call(self, node: fx.Node, args: Any, kwargs: dict[str, Any], operands: list[Tensor]) -> Any:
+        return node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def _of_split_loop(self, node: fx.Node) -> None:
+        pass
+
+    def _output(self, node: fx.Node, name: str, x: Tensor, state: Layout | None) -> None:
+        pass
 
 
 def outputs(planned: Planned, sharded: Sharded) -> list[Any]:
@@ -143,7 +167,7 @@ def outputs(planned: Planned, sharded: Sharded) -> list[Any]:
     Raises:
         RefusedError: the program does not run.
     """
-    typing = Typing(planned, sharded, typed=False)
+    typing = Untyped(planned, sharded)
     typing.run()
     nodes = compat.tree_leaves(sharded.graph.output_node().args[0])
     return [[getattr(x, "shape", x) for x in typing.values[n]] for n in nodes if n in typing.values]

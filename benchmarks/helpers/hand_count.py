@@ -28,7 +28,7 @@ LAYER = re.compile(r"^(.*?\.?\d+)(?:\.|$)")
 
 def hand_bytes(plan: Plan) -> float:
     """Bytes that a rank sends in a step of Megatron's plan; 0 where it has none, or the plan was read from a file."""
-    builder = plan.origin
+    builder = plan.builder
     if not isinstance(builder, Builder):
         return 0.0
     known = {n: (op, builder.rules[n]) for n, op in builder.ops.items()}
@@ -85,7 +85,7 @@ class _Counter:
         return self.builder.prices.bytes(tensors(node)[0])
 
     def rows(self, part: GraphPart) -> object:
-        """How many rows an embedding's table has."""
+        """Count the rows an embedding's table has."""
         return self.builder.ops[part.nodes[0]].ins[0][0]
 
     def vocabulary(self, parts: Sequence[GraphPart]) -> set[object]:
@@ -109,7 +109,7 @@ class _Counter:
         return [*out, *(CollectiveSend("all_reduce", self.size(x), True) for x in read)]
 
     def _product(self, node: fx.Node) -> bool:
-        """Whether the operator sums products of a parameter and something else, or runs without a rule on one."""
+        """Tell whether the operator sums products of a parameter and another, or runs without a rule on one."""
         op, rule = self.builder.ops[node], self.builder.rules[node]
         weighted = any(s in self.builder.prices.weights for s in op.slots)
         summed = rule is None or any(

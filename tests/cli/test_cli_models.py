@@ -1,4 +1,4 @@
-"""What the command line calls a model: configs of transformers, factories, sizes; and what the doctor finds."""
+"""Models as the command line takes them: configs of transformers, factories, sizes; and what the doctor finds."""
 
 from __future__ import annotations
 
@@ -241,7 +241,7 @@ def test_as_a_module():
 
 @pytest.mark.ranks
 def test_a_reader_that_has_enough_is_no_error():
-    command = f"set -o pipefail; {sys.executable} -m autotp cache --json | true"
+    command = f"set -o pipefail; {sys.executable} -m autotp doctor --json | true"
     everything = os.environ | {"PYTHONUNBUFFERED": ""}  # what is printed lies in a buffer when the reader leaves
     done = subprocess.run(
         ["bash", "-c", command], cwd=ROOT, env=everything, capture_output=True, text=True, timeout=900

@@ -83,7 +83,7 @@ def test_explanations_are_text():
 def test_a_plan_from_elsewhere_says_what_is_missing():
     here = plan(2)
     for other in (Plan.from_json(here.to_json()), pickle.loads(pickle.dumps(here)), copy.deepcopy(here)):
-        assert other == here and other.origin is None
+        assert other == here and other.builder is None
         with pytest.raises(PlanError, match=r"Shard\(0\) by 64.*loaded.*Make it again"):
             other.explain(UP)
     with pytest.raises(InputError, match="no parameter 'up_proj'.*model.layers"):
@@ -93,7 +93,7 @@ def test_a_plan_from_elsewhere_says_what_is_missing():
 def test_a_changed_plan_is_still_explained():
     here = plan(2)
     for other in (replace(here, notes=("changed",)), here.running(("overlap: fired",))):
-        assert other.origin is here.origin and other.explain(UP) == here.explain(UP)
+        assert other.builder is here.builder and other.explain(UP) == here.explain(UP)
 
 
 # two plans

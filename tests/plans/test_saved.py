@@ -10,6 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -17,7 +18,10 @@ from torch import nn
 
 import autotp
 from autotp import Plan
+from autotp.driver.pipeline import capture_model
 from autotp.errors import PlanError
+from autotp.inputs import normalise
+from autotp.passes.shard.planner import Builder
 from autotp.plans.alike import fold, unfold
 from autotp.plans.saved import sealed
 from tests.helpers.plans import planned_for
@@ -147,11 +151,11 @@ def test_files_that_are_none(tmp_path):
 )
 def test_decisions_that_are_not_the_graphs(model, plan, wrong):
     """Of a plan that was made by hand, or sealed again."""
-    other = replace(plan, decisions=wrong(dict(plan.decisions)), origin=None)
+    other = replace(plan, decisions=wrong(dict(plan.decisions)), builder=None)
     with pytest.raises(PlanError, match=r"decisions.*Plan again"):
         autotp.parallelize(model, other, example_inputs=torch.randn(4, 8))
     with pytest.raises(PlanError, match=r"Plan again"):
-        autotp.parallelize(model, replace(plan, parameters=(), origin=None), example_inputs=torch.randn(4, 8))
+        autotp.parallelize(model, replace(plan, parameters=(), builder=None), example_inputs=torch.randn(4, 8))
 
 
 def test_records_that_are_alike_are_written_once():
@@ -196,3 +200,23 @@ def test_equal_blocks_are_in_a_file_once():
     again = Plan.from_json(text)
     assert again == deep and list(again.decisions) == list(deep.decisions) and again.to_json() == text
     assert len(text) < 1.1 * len(other.to_json()) < 100_000
+
+
+def test_a_start_with_a_saved_plan_solves_nothing(model, plan, tmp_path):
+    plan.save(tmp_path / "plan.json")
+    with patch.object(Builder, "build", side_effect=RuntimeError("solved")):
+        again = autotp.compile(model, plan=Plan.load(tmp_path / "plan.json"), example_inputs=torch.randn(4, 8))
+        assert again.plan == plan
+        with pytest.raises(RuntimeError, match="solved"):
+            autotp.compile(model, 2, example_inputs=torch.randn(4, 8))
+
+
+def test_a_folder_for_captures_and_plans_is_not_used_in_silence(model, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("AUTOTP_CACHE", "0")
+    capture_model(model, normalise(torch.randn(4, 8)), torch.device("cpu"), check=False)
+    assert not caplog.messages
+    monkeypatch.setenv("AUTOTP_CACHE", str(tmp_path))
+    for _ in range(2):
+        capture_model(model, normalise(torch.randn(4, 8)), torch.device("cpu"), check=False)
+    assert not list(tmp_path.iterdir())
+    assert len(caplog.messages) == 1 and "keeps no captures and plans" in caplog.text and "Plan.load" in caplog.text

@@ -20,11 +20,10 @@ from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import Planned, Sharded
 from autotp.plans.export import annotations
-from autotp.proof.certificate.certificate import certificate
-from autotp.proof.certificate.local import RefusedError, Typing
+from autotp.proof.certificate.certificate import RefusedError, Typing, certificate, checking
 from autotp.proof.certificate.report import Refusal
-from autotp.proof.certificate.session import checking
 from autotp.proof.certificate.steps import STEPS, transit
+from autotp.proof.compare import compare
 from benchmarks.certificate import PAGE, load, render
 from benchmarks.helpers.certified import PROGRAMS as CASES
 from benchmarks.helpers.certified import outputs, programs, tried
@@ -45,9 +44,8 @@ def test_right_programs_are_accepted(name, sequence_parallel, tp):
     found = certificate(program, sharded)
     assert found, str(found)
     converted = sum(mark(n).conversion is not None for n in sharded.graph.nodes)
-    assert found.conversions == converted > 0 and found.leaves and found.outputs and not found.unsaid
+    assert found.conversions == converted > 0 and found.leaves and found.outputs
     assert found.partials == sum(x.partial and mark(n).conversion is None for n, x in sharded.layouts.items())
-    assert found.dimensions > 0.8 * found.operators
 
 
 @pytest.mark.parametrize("tp", [2, 4])
@@ -94,7 +92,7 @@ def experts() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
 
 def hidden(program: Planned, sharded: Sharded) -> tuple[Planned, Sharded]:
-    """The same with nonsense for every layout but those of leaves, of pending sums and of the output."""
+    """Put nonsense for every layout but those of leaves, of pending sums and of the output."""
     copy, nodes = copied(sharded)
     leaves = {n for n in copy.graph.nodes if n.op == "placeholder" or not n.all_input_nodes}
     for node, layout in copy.layouts.items():
@@ -132,16 +130,18 @@ def test_mutants_of_a_whole_model():
     parts: list[dict[str, Any]] = []
     tried("Llama", parts.append)
     found = parts[0]["found"]
-    assert not found.get("nobody") and found["types"] + found["dimensions"] >= 20 * found.get("verify", 0)
-    assert found["types"] > 50 and found["dimensions"] > 0
+    assert not found.get("nobody") and found["types"] >= 20 * found["verify"] > 0
 
 
 def test_rows_by_group_are_mutants_too_and_refused():
     model, inputs = CASES["Rows sorted by expert"].built()
-    program, sharded, _ = programs(model, inputs, **CASES["Rows sorted by expert"].steering)
+    program, sharded, values = programs(model, inputs, **CASES["Rows sorted by expert"].steering)
     drawn = [m for m in mutants(program, sharded) if "group" in m.kind]
     assert len(drawn) > 50 and certificate(program, sharded)
-    assert not [str(m) for m in drawn if certificate(program, m.program)]
+    # A rank that has all rows has its own among them: these two compute the same, and are no faults.
+    passed = [m for m in drawn if certificate(program, m.program)]
+    assert {str(m) for m in passed} == {"g for group_s at group_s", "f for group_i at group_i"}
+    assert not [str(m) for m in passed if not compare(program, m.program, values)]
 
 
 def row_split(bias: bool) -> tuple[Planned, Sharded]:
@@ -164,12 +164,12 @@ def row_split(bias: bool) -> tuple[Planned, Sharded]:
 def test_a_row_splits_bias_added_on_every_rank_is_refused():
     assert certificate(*row_split(False))
     refusal = certificate(*row_split(True)).refusal
-    assert refusal is not None and refusal.tier == "types" and "linear" in refusal.op and "Partial" in refusal.detail
+    assert refusal is not None and refusal.kind == "types" and "linear" in refusal.op and "Partial" in refusal.detail
 
 
 def test_an_all_reduce_wants_a_pending_sum():
     x = torch.empty(4, 4, device="meta")
-    with checking(2, local=True):
+    with checking(2):
         spmd.assert_type(x, {"tp": spmd.V})
         with pytest.raises(spmd.SpmdTypeError, match="to be P"):
             transit(x, P.to_runtime(), R.to_runtime(), torch.empty_like(x))
@@ -228,5 +228,5 @@ def test_the_page_is_what_the_results_render_to():
     assert PAGE.read_text() == render(PAGE.read_text(), load())
     found = load()["mutants"].values()
     rest = [{k: n for k, n in record["found"].items() if k != "shapes"} for record in found]
-    caught = sum(r.get("types", 0) + r.get("dimensions", 0) for r in rest)
+    caught = sum(r.get("types", 0) for r in rest)
     assert caught >= 0.95 * sum(sum(r.values()) for r in rest)

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from autotp import compat
 from autotp.proof.case import Case
+from autotp.proof.certificate.certificate import checking
 from autotp.proof.certificate.linear import LINEAR, blank, linear_slots
-from autotp.proof.certificate.session import checking
 from autotp.proof.certificate.spelling import CONVOLUTIONS, QUOTIENTS, SAME, SUMS, TURNED, spelled
 from tests.rules.cases import CASES
 
@@ -56,7 +56,7 @@ def test_an_operator_is_spelled_as_what_it_is():
 def test_a_convolution_adds_its_bias_to_the_product():
     for case in (c for c in CASES if packet(c) in CONVOLUTIONS):
         operands = [x for x in tensors(case.args) if x.is_floating_point()]
-        with checking(2, local=True):
+        with checking(2):
             for x in tensors(case.args):
                 spmd.assert_type(x, {"tp": spmd.R})
             function: Any = spelled(case.target, case.kwargs)[0]
@@ -115,7 +115,7 @@ def test_the_checkers_own_check_of_rules_finds_the_table_right(monkeypatch):
 
 
 def additive(case: Case, operands: list[Tensor], group: tuple[int, ...]) -> bool:
-    """Whether the result for a sum of operands is the sum of the results."""
+    """Return whether the result for a sum of operands is the sum of the results."""
     other = [torch.randn_like(x) if i in group else x for i, x in enumerate(operands)]
     both = [x + y if i in group else x for i, (x, y) in enumerate(zip(operands, other, strict=True))]
     found = [tensors(with_tensors(case, iter(x))) for x in (operands, other, both)]

@@ -41,7 +41,7 @@ class Event:
 
 
 def timeline(plan: Plan) -> tuple[Event, ...]:
-    """What one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
+    """Order what one layer of a step does, by the cost model: its forward, then for training its backward in reverse.
 
     Nothing overlaps, as in `Totals.alone`: an operator waits for the collective before it. In a step the other layers
     lie between forward and backward of this one.
@@ -75,7 +75,7 @@ def layer_of(plan: Plan) -> Layer:
 
 
 def heading(layer: Layer) -> str:
-    """Which part of the model a timeline shows, and for how many others it speaks."""
+    """Name the part of the model that a timeline shows, and for how many others it speaks."""
     if layer.count == 1:
         return "the whole model, in which no block repeats"
     same = "all" if layer.alike == layer.count else f"{layer.alike} of them"
@@ -103,31 +103,26 @@ def write_trace(plan: Plan, path: str | Path) -> None:
     Raises:
         PlanError: the plan holds no times.
     """
-    Path(path).write_text(json.dumps({"traceEvents": rows_of(plan), "displayTimeUnit": "ns"}, indent=1))
-
-
-def rows_of(plan: Plan) -> list[dict[str, Any]]:
-    """The events of that trace, all in process 0."""
     layer, events = layer_of(plan), timeline(plan)
     title = f"{plan.model}, tp={plan.tp}, {plan.cluster}, {plan.objective}: {heading(layer)}"
-    rows = [name_event("process_name", 0, title)]
-    rows += [name_event("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
+    rows = [_name_event("process_name", 0, title)]
+    rows += [_name_event("thread_name", i, name) for i, name in enumerate(("pass", *TRACKS))]
     rows += [{"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": i, "args": {"sort_index": i}} for i in range(3)]
     for direction in dict.fromkeys(e.direction for e in events):
         own = [e for e in events if e.direction == direction]
-        rows.append(span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
+        rows.append(_span(direction, own[0].start, own[-1].end - own[0].start, 0, "pass", {}))
     for e in events:
-        rows.append(span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _arguments(e)))
-    return rows
+        rows.append(_span(e.label, e.start, e.seconds, 1 + TRACKS.index(e.track), e.track, _arguments(e)))
+    Path(path).write_text(json.dumps({"traceEvents": rows, "displayTimeUnit": "ns"}, indent=1))
 
 
-def name_event(what: str, thread: int, name: str, process: int = 0) -> dict[str, Any]:
-    """An event that names a process or a thread."""
-    return {"name": what, "ph": "M", "pid": process, "tid": thread, "args": {"name": name}}
+def _name_event(what: str, thread: int, name: str) -> dict[str, Any]:
+    """Name a process or a thread."""
+    return {"name": what, "ph": "M", "pid": 0, "tid": thread, "args": {"name": name}}
 
 
-def span(name: str, start: float, took: float, thread: int, kind: str, args: dict[str, Any]) -> dict[str, Any]:
-    """A complete event; the format counts in microseconds."""
+def _span(name: str, start: float, took: float, thread: int, kind: str, args: dict[str, Any]) -> dict[str, Any]:
+    """Return a complete event; the format counts in microseconds."""
     times = {"ts": 1e6 * start, "dur": 1e6 * took}
     return {"name": name, "ph": "X", "cat": kind, "pid": 0, "tid": thread, **times, "args": args}
 

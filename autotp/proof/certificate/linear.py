@@ -26,7 +26,7 @@ def _zero(name: str) -> Callable[[Values], bool]:
 
 
 def _nothing(value: Any) -> bool:
-    """Whether an argument is no number but zero; a tensor's numbers are not known."""
+    """Return whether an argument is no number but zero; a tensor's numbers are not known."""
     return not isinstance(value, Tensor) and value in (0, None)
 
 
@@ -39,26 +39,24 @@ def _sides(arguments: Values) -> tuple[Any, Any]:
 
 
 def _exact(arguments: Values) -> bool:
-    """Whether a cast keeps real numbers real: a sum of rounded summands is another number."""
+    """Return whether a cast keeps real numbers real: a sum of rounded summands is another number."""
     x, like = arguments["self"], arguments.get("other")
     same = like.dtype if isinstance(like, Tensor) else x.dtype
     goal = arguments.get("dtype") or same
     return goal.is_floating_point or goal.is_complex or not (x.is_floating_point() or x.is_complex())
 
 
+ALWAYS = (
+    "slice tril triu real imag conj _conj _conj_physical resolve_conj view_as_real view_as_complex lift_fresh_copy "
+    "as_strided avg_pool1d avg_pool2d avg_pool3d _adaptive_avg_pool2d adaptive_avg_pool1d adaptive_avg_pool2d "
+    "upsample_nearest1d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d pixel_shuffle pixel_unshuffle "
+    "repeat_interleave index im2col col2im diag_embed pad"
+)
 SELF: Groups = (("self",), ("input",))  # as its overloads call the first operand
 # Packet -> (groups, whether they hold for these arguments).
 LINEAR: dict[Any, tuple[Groups, Callable[[Values], bool]]] = {
     **dict.fromkeys((aten.to, aten._to_copy, aten.type_as), (SELF, _exact)),
-    **dict.fromkeys(
-        (aten.slice, aten.tril, aten.triu, aten.real, aten.imag, aten.conj, aten._conj, aten._conj_physical,
-         aten.resolve_conj, aten.view_as_real, aten.view_as_complex, aten.lift_fresh_copy, aten.as_strided,
-         aten.avg_pool1d, aten.avg_pool2d, aten.avg_pool3d, aten._adaptive_avg_pool2d, aten.adaptive_avg_pool1d,
-         aten.adaptive_avg_pool2d, aten.upsample_nearest1d, aten.upsample_nearest2d, aten.upsample_bilinear2d,
-         aten.upsample_bicubic2d, aten.pixel_shuffle, aten.pixel_unshuffle, aten.repeat_interleave, aten.index,
-         aten.im2col, aten.col2im, aten.diag_embed, aten.pad),
-        (SELF, _always),
-    ),
+    **dict.fromkeys((getattr(aten, name) for name in ALWAYS.split()), (SELF, _always)),
     aten.dropout: ((("input",),), lambda arguments: not arguments["train"] or arguments["p"] == 0),
     aten.constant_pad_nd: (SELF, _zero("value")),
     aten.masked_fill: (SELF, _zero("value")),
@@ -152,7 +150,7 @@ def flavoured(values: Sequence[Any], graded: Sequence[bool]) -> list[Any]:
 
 
 def carries(x: Any) -> bool:
-    """Whether a gradient may reach this value."""
+    """Return whether a gradient may reach this value."""
     return bool(getattr(x, "requires_grad", False)) and torch.is_grad_enabled()
 
 

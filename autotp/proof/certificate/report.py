@@ -1,4 +1,4 @@
-"""What a certificate says."""
+"""The words of a certificate."""
 
 from __future__ import annotations
 
@@ -7,34 +7,32 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Refusal:
-    """Where the checker refuses a rank's program.
+    """A place where the checker refuses a rank's program.
 
     Attributes:
-        tier: "types" (R, I, V and P), "dimensions" (which one is split), "shapes" (the program does not run).
+        kind: "types" (R, I, V and P) or "shapes" (the program does not run).
         value: name of the value of the rank's program; `op`: what makes it; `module`: where.
         detail: the checker's own words.
     """
 
-    tier: str
+    kind: str
     value: str
     op: str
     module: str
     detail: str
 
     def __str__(self) -> str:
-        return f"({self.tier}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
+        return f"({self.kind}) at {self.value} = {self.op} in {self.module or 'the model'}: {self.detail}"
 
 
 @dataclass(frozen=True)
 class Certificate:
-    """What spmd_types says of a plan's program; true where it refuses nothing.
+    """An answer of spmd_types to a plan's program; true where it refuses nothing.
 
     Attributes:
         tp: number of ranks. checker: the package and its version.
         operators, conversions: calls whose types were inferred from their operands.
         leaves, partials, outputs: values whose types were asserted, and no others.
-        dimensions: operators whose split dimensions were inferred by an einsum string of the rule table.
-        unsaid: operators that no einsum string says: their results' dimensions are the plan's own word.
         refusal: the first refusal; None where there is none.
     """
 
@@ -45,13 +43,11 @@ class Certificate:
     leaves: int = 0
     partials: int = 0
     outputs: int = 0
-    dimensions: int = 0
-    unsaid: tuple[str, ...] = ()
     refusal: Refusal | None = None
 
     @property
     def ok(self) -> bool:
-        """Whether nothing was refused."""
+        """True where nothing was refused."""
         return self.refusal is None
 
     def __bool__(self) -> bool:
@@ -60,9 +56,8 @@ class Certificate:
     def __str__(self) -> str:
         if self.refusal is not None:
             return f"{self.checker} refuses {self.refusal}"
-        text = (
+        return (
             f"{self.checker} accepts the program of {self.tp} ranks: {self.operators} operators and "
             f"{self.conversions} conversions typed from {self.leaves} leaves, {self.partials} pending sums and "
-            f"{self.outputs} outputs; dimensions of {self.dimensions} operators by the strings of the rule table"
+            f"{self.outputs} outputs"
         )
-        return f"{text}, not of {', '.join(self.unsaid)}" if self.unsaid else text

@@ -29,52 +29,20 @@ def _minus(x: Any, other: Any, alpha: Any = 1) -> Tensor:
     return torch.sub(other, x, alpha=alpha) if isinstance(other, Tensor) else torch.add(torch.neg(x) * alpha, other)
 
 
-# Where the checker's function takes the operator's own arguments.
+# Where the checker's function takes the operator's own arguments: torch's of the same name, a method, another.
+FUNCTIONS = (
+    "add sub subtract neg negative clone detach cumsum cat stack reshape transpose t permute flatten unflatten squeeze "
+    "unsqueeze select narrow index_select gather split chunk unbind flip roll movedim diagonal mul mm bmm matmul dot mv"
+)
+METHODS = "view_as expand_as repeat unfold"
 SAME: dict[Any, Callable[..., Any]] = {
-    aten.add: torch.add,
-    aten.sub: torch.sub,
-    aten.subtract: torch.sub,
-    aten.neg: torch.neg,
-    aten.negative: torch.neg,
-    aten.clone: torch.clone,
-    aten.detach: torch.detach,
-    aten.cumsum: torch.cumsum,
-    aten.cat: torch.cat,
+    **{getattr(aten, name): getattr(torch, name) for name in FUNCTIONS.split()},
+    **{getattr(aten, name): getattr(torch.Tensor, name) for name in METHODS.split()},
     aten.concat: torch.cat,
-    aten.stack: torch.stack,
     aten.view: torch.reshape,
     aten._unsafe_view: torch.reshape,
-    aten.reshape: torch.reshape,
-    aten.view_as: torch.Tensor.view_as,
-    aten.transpose: torch.transpose,
-    aten.t: torch.t,
-    aten.permute: torch.permute,
-    aten.flatten: torch.flatten,
-    aten.unflatten: torch.unflatten,
-    aten.squeeze: torch.squeeze,
-    aten.unsqueeze: torch.unsqueeze,
-    aten.expand_as: torch.Tensor.expand_as,
-    aten.select: torch.select,
-    aten.narrow: torch.narrow,
-    aten.index_select: torch.index_select,
-    aten.gather: torch.gather,
-    aten.split: torch.split,
     aten.split_with_sizes: torch.split,
-    aten.chunk: torch.chunk,
-    aten.unbind: torch.unbind,
-    aten.flip: torch.flip,
-    aten.roll: torch.roll,
-    aten.movedim: torch.movedim,
-    aten.diagonal: torch.diagonal,
-    aten.repeat: torch.Tensor.repeat,
-    aten.unfold: torch.Tensor.unfold,
-    aten.mul: torch.mul,
     aten.multiply: torch.mul,
-    aten.mm: torch.mm,
-    aten.bmm: torch.bmm,
-    aten.matmul: torch.matmul,
-    aten.dot: torch.dot,
-    aten.mv: torch.mv,
 }
 # Where its arguments are others.
 TURNED: dict[Any, Callable[..., Any]] = {
@@ -123,10 +91,8 @@ SUMS: dict[Any, Callable[..., Any]] = {
     aten.addmm: _with_matrix(torch.mm),
     aten.baddbmm: _with_matrix(torch.bmm),
 }
-CONVOLUTIONS = {
-    aten.conv1d, aten.conv2d, aten.conv3d, aten.convolution, aten.conv_transpose1d, aten.conv_transpose2d,
-    aten.conv_transpose3d,
-}  # fmt: skip
+_CONVOLUTIONS = "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"
+CONVOLUTIONS = {getattr(aten, name) for name in _CONVOLUTIONS}
 
 
 def spelled(target: Any, kwargs: dict[str, Any]) -> tuple[Callable[..., Any] | None, bool]:

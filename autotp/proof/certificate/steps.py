@@ -38,11 +38,11 @@ STEPS: dict[tuple[str, str], tuple[Step, ...]] = {
 AGAIN: tuple[Step, ...] = (("all_gather", "src", "R"), ("convert", "R", "dst"))  # the same dimension, dealt otherwise
 
 
-def transit(x: Any, src: Spec, dst: Spec, out: Any = None) -> Any:
-    """The type of a conversion's result.
+def transit(x: Any, src: Spec, dst: Spec, out: Any) -> None:
+    """Type a conversion's result.
 
     Args:
-        x: a typed tensor, or a typed stand-in. src, dst: the call's own literals. out: a tensor that takes the type.
+        x: a typed tensor. src, dst: the call's own literals. out: a tensor that takes the type.
 
     Raises:
         SpmdTypeError: of the checker: `x` is not what the conversion says. PlanError: it has no word for these kinds.
@@ -55,9 +55,8 @@ def transit(x: Any, src: Spec, dst: Spec, out: Any = None) -> Any:
     if not steps:
         raise PlanError(f"the checker has no transition for a conversion from {src.mark} to {dst.mark}")
     for i, (name, a, b) in enumerate(steps):
-        last = {"out": out} if out is not None and i == len(steps) - 1 else {}
+        last = {"out": out} if i == len(steps) - 1 else {}
         x = getattr(rules, name)(x, AXIS, src=types[a], dst=types[b], **last)
-    return x
 
 
 def _slice(spmd: Any, spec: Spec) -> Any:

@@ -1,225 +1,134 @@
-"""A step measured on all ranks, by torch's profiler: `ShardedModule.profile`."""
+"""A step on all ranks by torch's profiler, read by the names of blocks and collectives: `ShardedModule.profile`."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, replace
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import starmap
+from operator import itemgetter
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch import Tensor
+from torch.profiler import profile, record_function
 
 from autotp import compat
 from autotp.comm.lockstep import meet
-from autotp.comm.ranks import together
+from autotp.cost.collectives import COLLECTIVES
 from autotp.errors import InputError
-from autotp.inputs import Inputs, normalise
+from autotp.inputs import normalise
 from autotp.ir.scopes import generic
 from autotp.plans.plan import Plan
-from autotp.plans.show.measured import Profile, Span
+from autotp.plans.show.timeline import layer_of
+from autotp.text import seconds
 
-from .profile_rows import STEP, profile_of
-
-OURS, TURN = "autotp measured ", "turn"
-DIRECTIONS = ("forward", "backward")
-# What a collective is called by torch -> by the plan.
-COLLECTIVES = {
-    "_c10d_functional::all_reduce": "all_reduce",
-    "_c10d_functional::all_gather_into_tensor": "all_gather",
-    "_c10d_functional::reduce_scatter_tensor": "reduce_scatter",
-    "_c10d_functional::all_to_all_single": "all_to_all",
-}
-WAIT = "_c10d_functional::wait_tensor"
+OURS, TORCHS = "autotp ", "_c10d_functional::"  # what names of blocks, and of collectives, begin with in a trace
+HEAD = "                                           predicted     fastest     slowest"
 
 
-class Profiled:
-    """For a sharded module."""
+@dataclass(frozen=True)
+class Profile:
+    """A step as measured on every rank. `print` shows it as a table.
 
-    _shards: Any
-    _calls: Any
-    _plan: Any
-    _source: Any
-    training: bool
+    Attributes:
+        plan: of the module; its figures are of `plan.cluster`.
+        rows: seconds by rank, under "step", a direction and the path of equal blocks (with * for their numbers), and
+            the kind of a collective; of all equal blocks, or of all collectives of the kind, together.
+        predicted: seconds by the plan of those rows that it has a figure for.
+        trace: torch's own profile of the step, of this rank alone; `trace.export_chrome_trace(path)` writes it for
+            ui.perfetto.dev, and blocks have their names in it.
+    """
 
-    def profile(self, batch: Any, *, loss: Callable[[Any], Tensor] | None = None, repeats: int = 5) -> Profile:
-        """Measure a step on all ranks, beside what the plan predicts. A collective call.
+    plan: Plan
+    rows: Mapping[str, tuple[float, ...]]
+    predicted: Mapping[str, float]
+    trace: profile = field(repr=False, compare=False)
 
-        In training mode a step is a forward and a backward, else a forward alone. One call goes before that is not
-        measured. Gradients, buffers and the state of random numbers are afterwards what they were.
-
-        Times are those that torch's profiler sees: of a block from its begin to its end, with the collectives in it;
-        of a collective the call and the wait for it, and so also for a rank that is late. On a GPU they are what the
-        kernels took that were started there.
-
-        Args:
-            batch: the inputs of one call, as for `autotp.compile`; the same on every tp rank.
-            loss: from what the module returns a tensor of one element, for the backward; by default its `loss`, and
-                where it has none the sum of its first tensor that has a gradient.
-            repeats: how many steps are measured; figures are medians.
-
-        Returns: a table, when printed; `to_trace(path)` writes it for Perfetto.
-
-        Raises:
-            InputError: the batch does not fit `forward`, `repeats` is less than 1, or nothing that the module returns
-                has a gradient.
-            RankError: that is so on another rank, or the ranks' batches differ.
-        """
-        if not isinstance(repeats, int) or isinstance(repeats, bool) or repeats < 1:
-            raise InputError(f"repeats={repeats!r}: give a whole number of steps, at least 1.")
-        inputs, plan = normalise(batch), self._plan
-        blocks = _blocks(plan, self._shards.parts)
-        with self._as_before(), Marks(self._shards.parts, blocks) as marks:
-            self._step(inputs, loss, marks)
-            mine = [self._measured(inputs, loss, marks) for _ in range(repeats)]
-        wire = json.dumps([list(map(astuple, step)) for step in mine]).encode()
-        steps = [_steps(one) for one in meet(self._calls.channel, "profile", wire)]
-        return profile_of(plan, repeats, steps, self.training == (plan.objective == "training"))
-
-    def _step(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None, marks: Marks) -> None:
-        with record_function(f"{OURS}{STEP}"), torch.set_grad_enabled(self.training):
-            out = self(*inputs.args, **inputs.kwargs)  # type: ignore[operator]
-            if self.training:
-                ranks = self._source.ranks
-                of = together(ranks, "reading the loss", lambda: _loss(out, loss))
-                with record_function(f"{OURS}{TURN}"):
-                    of.backward()
-                    marks.close()
-            if self._shards.device.type == "cuda":
-                torch.cuda.synchronize(self._shards.device)
-
-    def _measured(self, inputs: Inputs, loss: Callable[[Any], Tensor] | None, marks: Marks) -> list[Span]:
-        cuda = self._shards.device.type == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]
-        with profile(activities=activities, acc_events=True) as profiler:
-            self._step(inputs, loss, marks)
-        return _spans(profiler.events() or [], cuda)
-
-    @contextlib.contextmanager
-    def _as_before(self) -> Iterator[None]:
-        """Gradients, buffers and random numbers are afterwards what they were."""
-        module: Any = self
-        grads = [(p, p.grad) for p in module.parameters()]
-        buffers = [(part, dict(part._buffers)) for part in module.modules()]
-        for p, _ in grads:
-            p.grad = None
-        try:
-            with torch.random.fork_rng():
-                yield
-        finally:
-            for p, grad in grads:
-                p.grad = grad
-            for part, tensors in buffers:
-                part._buffers.update(tensors)
+    def __str__(self) -> str:
+        lines = [f"{self.plan.model}, tp={self.plan.tp}, as measured, and as planned for {self.plan.cluster}", HEAD]
+        for name, ranks in self.rows.items():
+            planned, slowest = self.predicted.get(name), max(ranks)
+            cells = seconds(planned) if planned else "", seconds(min(ranks)), seconds(slowest)
+            lines.append(f"{name:40}{''.join(map('{:>12}'.format, cells))} (rank {ranks.index(slowest)})")
+        return "\n".join(lines)
 
 
-def _steps(wire: bytes) -> list[list[Span]]:
-    """The steps that a rank sent, each its spans."""
-    return [list(starmap(Span, step)) for step in json.loads(wire)]
+class Marks(dict[str, Any]):
+    """Names that profilers show of the blocks that run now, by direction."""
+
+    def switch(self, direction: str, path: str, *_: Any) -> None:
+        """End the pass in this direction, and begin that of the block at `path`, if any."""
+        if direction in self:
+            self.pop(direction).__exit__(None, None, None)
+        if path:
+            self[direction] = record_function(f"{OURS}{direction} {path}").__enter__()
+
+    def leave(self, path: str, _part: Any, _args: Any, outputs: Any) -> None:
+        """End a forward; the backward lasts from the gradient's arrival here to that at the block before."""
+        self.switch("forward", "")
+        for value in _graded(outputs)[:1]:
+            value.register_hook(partial(self.switch, "backward", path))
 
 
-def _loss(out: Any, function: Callable[[Any], Tensor] | None) -> Tensor:
-    if function is not None:
-        value = function(out)
-        if not isinstance(value, Tensor) or value.numel() != 1 or not value.requires_grad:
-            raise InputError("loss= gave no tensor of one element that has a gradient.")
-        return value
-    own = out.get("loss") if hasattr(out, "get") else getattr(out, "loss", None)
-    values = [own] if isinstance(own, Tensor) else compat.tree_leaves(out)
-    graded = [x for x in values if isinstance(x, Tensor) and x.requires_grad]
-    if not graded:
-        raise InputError(
-            "nothing that the module returns has a gradient. Call eval() first to measure a forward alone."
-        )
-    return graded[0].sum()
+def measure(module: Any, batch: Any) -> Profile:
+    """Measure a step on all ranks; see `ShardedModule.profile`. A collective call.
+
+    Args:
+        module: the sharded module. batch: inputs of a call.
+    """
+    inputs, plan, layer, marks = normalise(batch), module._plan, layer_of(module._plan), Marks()
+    trace = profile(acc_events=True)
+    with ExitStack() as undo:
+        for path, part in module._shards.parts.items():
+            undo.callback(part._buffers.update, dict(part._buffers))
+            if generic(path) == generic(layer.module):
+                undo.callback(part.register_forward_pre_hook(partial(marks.switch, "forward", path)).remove)
+                undo.callback(part.register_forward_hook(partial(marks.leave, path)).remove)
+        # What an optimizer will step by is not what this backward leaves.
+        for p in module.parameters():
+            undo.callback(setattr, p, "grad", p.grad)
+        module.zero_grad()
+        undo.enter_context(torch.random.fork_rng())
+        # A step that is not measured comes first: it captures and compiles what is new.
+        for context in (nullcontext(), trace):
+            with context, record_function(f"{OURS}step"):
+                outputs = module(*inputs.args, **inputs.kwargs)
+                if module.training:
+                    # The gradients that a pass leaves are not the user's, so any scalar will do.
+                    if not (graded := _graded(outputs)):
+                        raise InputError(
+                            "nothing that the module returns has a gradient. Call eval() first to measure a forward "
+                            "alone."
+                        )
+                    graded[0].sum().backward()
+                    marks.switch("backward", "")
+    wire = json.dumps(_seconds(trace.events() or [])).encode()
+    ranks = [json.loads(other) for other in meet(module._calls.channel, "profile", wire)]
+    rows = {name: tuple(map(itemgetter(name), ranks)) for name in ranks[0]}
+    predicted = {"step": plan.totals.passes}
+    for direction in ("forward", "backward"):
+        took = sum(getattr(step, direction) for step in layer.steps)
+        predicted[f"{direction} {generic(layer.module)}"] = layer.count * took
+    return Profile(plan, rows, predicted if module.training == (plan.objective == "training") else {}, trace)
 
 
-def _blocks(plan: Plan, parts: dict[str, nn.Module]) -> list[str]:
-    """Paths of the blocks that the plan's times of a layer stand for."""
-    of = plan.layer.module if plan.layer is not None else ""
-    return [path for path in parts if path and generic(path) == generic(of)]
+def _graded(values: Any) -> list[Tensor]:
+    """Tensors that have a gradient; in transformers' outputs the loss is the first."""
+    return [x for x in compat.tree_leaves(values) if isinstance(x, Tensor) and x.requires_grad]
 
 
-class Marks:
-    """What shows the profiler the blocks' passes by name; within its context, from the first call on."""
-
-    def __init__(self, parts: Mapping[str, nn.Module], blocks: Sequence[str]) -> None:
-        self.blocks = {path: parts[path] for path in blocks}
-        self.open: dict[tuple[str, str], Any] = {}
-        self.handles: list[Any] = []
-        self.back: set[str] = set()  # blocks whose backward ends with the gradient of what they are given
-
-    def __enter__(self) -> Marks:
-        for path, part in self.blocks.items():
-            self.handles.append(part.register_forward_pre_hook(partial(self._begins, path)))
-            self.handles.append(part.register_forward_hook(partial(self._ends, path)))
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self.close()
-        for handle in self.handles:
-            handle.remove()
-
-    def close(self) -> None:
-        """End the passes that nothing ends: the backward of a block whose inputs have no gradient is the last one."""
-        for key in list(self.open):
-            self.end(*key)
-
-    def begin(self, path: str, direction: str, *args: Any) -> None:
-        """A pass begins."""
-        self.open[path, direction] = record_function(f"{OURS}{direction} {path}").__enter__()
-
-    def end(self, path: str, direction: str, *args: Any) -> None:
-        """And ends."""
-        if (mark := self.open.pop((path, direction), None)) is not None:
-            mark.__exit__(None, None, None)
-
-    def _begins(self, path: str, part: nn.Module, args: tuple[Any, ...]) -> None:
-        self.begin(path, "forward")
-
-    def _ends(self, path: str, part: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        self.end(path, "forward")
-        graded = [x for x in compat.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
-        if path in self.back or not graded:
-            return
-        if not any(isinstance(x, Tensor) and x.requires_grad for x in args):
-            graded[0].register_hook(partial(self._arrives, path))
-            return
-        self.back.add(path)  # from the next call on
-        self.handles.append(part.register_full_backward_pre_hook(partial(self.begin, path, "backward")))
-        self.handles.append(part.register_full_backward_hook(partial(self.end, path, "backward")))
-
-    def _arrives(self, path: str, grad: Tensor) -> None:
-        self.begin(path, "backward")
-
-
-def _spans(events: Sequence[Any], cuda: bool) -> list[Span]:
-    """The step, the blocks and the collectives of one step, in the order of their begins."""
-    events = sorted(events, key=lambda e: e.time_range.start)
-    zero = next(e for e in events if e.name == f"{OURS}{STEP}").time_range.start
-    turn = min((e.time_range.start for e in events if e.name == f"{OURS}{TURN}"), default=math.inf)
-    spans: list[Span] = []
-    waiting: list[int] = []
-    for e in events:
-        start, took = 1e-6 * (e.time_range.start - zero), 1e-6 * (e.device_time_total if cuda else _length(e))
-        direction, _, path = e.name.removeprefix(OURS).partition(" ")
-        if direction == STEP and path == "":
-            spans.append(Span(STEP, "", start, 1e-6 * _length(e), False))
-        elif e.name.startswith(OURS) and direction in DIRECTIONS:
-            spans.append(Span(path, direction, start, took, False))
-        elif e.name in COLLECTIVES:
-            waiting.append(len(spans))
-            spans.append(Span(COLLECTIVES[e.name], DIRECTIONS[e.time_range.start >= turn], start, took, True))
-        elif e.name == WAIT and waiting:  # for the first that was begun
-            at = waiting.pop(0)
-            spans[at] = replace(spans[at], seconds=spans[at].seconds + took)
-    return spans
-
-
-def _length(event: Any) -> float:
-    return event.time_range.end - event.time_range.start
+def _seconds(events: Sequence[Any]) -> dict[str, float]:
+    """Add up what the events of a step took, by row; on a GPU that is the kernels that they started."""
+    rows: dict[str, float] = defaultdict(float)
+    kind = ""
+    for e in sorted(events, key=lambda e: e.time_range.start):
+        name = generic(e.name.removeprefix(OURS))
+        if e.name.startswith(TORCHS):  # a wait counts to the kind that was begun last
+            name = kind = next((kind for kind in COLLECTIVES if e.name.startswith(TORCHS + kind)), kind)
+        elif not e.name.startswith(OURS):
+            continue
+        rows[name] += 1e-6 * (e.device_time_total or e.time_range.elapsed_us())
+    return rows

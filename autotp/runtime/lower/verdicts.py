@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from autotp import kernels
-from autotp.driver import disk_cache
 from autotp.errors import AutoTPError
 from autotp.kernels.common import triton
 from autotp.log import log
 
 FORMAT = 1
+FOLDER = "AUTOTP_CACHE"  # names the folder of the file; 0 for none
+OFF, ON = ("0", "off", "false", "no"), ("", "1", "on", "true", "yes")
 MOST = 1 << 22  # bytes of a file that is read
 
 
@@ -112,5 +113,8 @@ def _checked(speeds: Any) -> dict[str, Any]:
 
 def path_of() -> Path | None:
     """The file in the folder that `AUTOTP_CACHE` names, by default the user's own; None where that is off."""
-    folder = disk_cache.wish() or (None if os.environ.get(disk_cache.NAME) else disk_cache.usual())
-    return None if folder is None else folder / "measured.json"
+    value = os.environ.get(FOLDER, "").strip()
+    if value.lower() in OFF:
+        return None
+    usual = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autotp")
+    return (usual if value.lower() in ON else Path(value)).expanduser() / "measured.json"
