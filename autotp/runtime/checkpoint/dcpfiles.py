@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import io
 import pathlib
 import pickle
 from collections.abc import Mapping, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -21,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from autotp.errors import StateError
@@ -29,8 +30,10 @@ from autotp.ir.files import GREATEST, opened, read_json
 
 from . import folders
 from .boxes import Box
-from .tensorfiles import Entry
+from .checked import Digests, Entry, position, write
+from .digests import BYTES, Read, as_bytes, measured
 
+TABLE = ".metadata"
 LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
 BoxPlace = tuple[str, tuple[int, ...], tuple[int, ...]]  # name, where the box starts, the whole's shape
 
@@ -41,6 +44,7 @@ class Planner(DefaultSavePlanner):
     def __init__(self, places: Mapping[str, BoxPlace]) -> None:
         super().__init__()
         self.places = dict(places)
+        self.digests: dict[str, dict[str, dict[str, str]]] = {}  # of what this rank has written
 
     def create_local_plan(self) -> SavePlan:
         """One item for each box of this rank."""
@@ -66,6 +70,15 @@ class Planner(DefaultSavePlanner):
         """The box."""
         return self.by_index[index]
 
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """The box, when it is written."""
+        tensor, index = super().resolve_data(write_item), write_item.index
+        assert isinstance(tensor, Tensor) and index.offset is not None
+        data = as_bytes(tensor)
+        digests = measured([BYTES], len(data), lambda start, stop: data[start:stop])
+        self.digests.setdefault(index.fqn, {})[position(index.offset)] = digests
+        return tensor
+
 
 class Writer(FileSystemWriter):
     """Writes into a draft of the folder, and puts it in its place once every rank has written."""
@@ -75,10 +88,19 @@ class Writer(FileSystemWriter):
         self.place, self.notes = path, notes
 
     def finish(self, metadata: Metadata, results: Any) -> None:
-        """On one rank, after all have written: the metadata, our own notes, and the commit."""
-        super().finish(metadata, results)
-        (folders.draft_of(self.place) / folders.OWN).write_text(self.notes, encoding="utf-8")
-        folders.keep_others(self.place, folders.draft_of(self.place))
+        """On one rank, after all have written: the metadata, our own notes, the digests, and the commit.
+
+        Args:
+            metadata: of all that is saved. results: of each rank what DCP says of its items, and their digests.
+        """
+        super().finish(metadata, [items for items, _ in results])
+        draft, digests = folders.draft_of(self.place), dict[str, Any]()
+        (draft / folders.OWN).write_text(self.notes, encoding="utf-8")
+        for _, of_rank in results:
+            for name, parts in of_rank.items():
+                digests.setdefault(name, {}).update(parts)
+        write(draft, digests)
+        folders.keep_others(self.place, draft)
         folders.commit(self.place)
 
 
@@ -93,14 +115,13 @@ class Files:
         try:
             _sound(self.metadata)
         except (AttributeError, TypeError, ValueError) as error:
-            raise StateError(
-                f"{path / '.metadata'} is no table of tensors: {error}. Save the checkpoint again."
-            ) from error
+            raise StateError(f"{path / TABLE} is no table of tensors: {error}. Save the checkpoint again.") from error
         self.reader.set_up_storage_reader(self.metadata, False)
         self.extra = _notes(path / folders.OWN)
         tensors = {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
         self.entries = {k: Entry(tuple(t.size), t.properties.dtype, self._file(k, t)) for k, t in tensors.items()}
-        faults = self._faults(tensors)
+        self.digests = Digests(path)
+        faults = self._faults(tensors) + self.digests.faults(path / TABLE, path / folders.OWN)
         if faults:
             raise StateError(f"{path} cannot be loaded, and nothing was:\n" + "".join(f"  {f}\n" for f in faults))
 
@@ -132,26 +153,28 @@ class Files:
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the stored tensor `name`."""
-        planner = _Reads(name, boxes, self.metadata)
+        stored: Any = self.metadata.state_dict_metadata[name]
+        targets = {b.offset: b.tensor for b in boxes}
+        wanted = [_chunk(at, t.shape) for at, t in targets.items()]
+        for item in create_read_items_for_chunk_list(name, stored, wanted):
+            at: Any = item.storage_index.offset
+            entry, data = self._part(name, item, next(c.sizes for c in stored.chunks if c.offsets == at))
+            within = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
+            box = Box(tuple(item.storage_offsets), targets[tuple(item.dest_index.offset or ())][within])
+            read: Read = lambda start, stop, data=data: data[start:stop]  # noqa: E731
+            self.digests.fill(TABLE, name, entry, box, read, at)
+
+    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, Tensor]:
+        """A stored part of a tensor: where it lies, and its bytes."""
+        record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
+        file = self.path / record.relative_path
         try:
-            self.reader.read_data(planner.create_local_plan(), planner).wait()
+            part = self.reader.part(item)
+            if (part.shape, part.dtype) != (shape, dtype):
+                raise ValueError(f"{part.dtype} {list(part.shape)} is stored there, not {dtype} {list(shape)}")
+            return Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length), as_bytes(part)
         except Exception as error:  # whatever a damaged file makes of itself
-            raise StateError(f"{self.entries[name].file}: {name} cannot be read: {error}") from error
-
-
-class _Reads(DefaultLoadPlanner):
-    def __init__(self, name: str, boxes: Sequence[Box], table: Metadata) -> None:
-        super().__init__()
-        self.name, self.metadata = name, table
-        self.targets = {torch.Size(b.offset): b.tensor for b in boxes}
-
-    def create_local_plan(self) -> LoadPlan:
-        stored: Any = self.metadata.state_dict_metadata[self.name]  # type: ignore[union-attr]
-        chunks = [_chunk(at, t.shape) for at, t in self.targets.items()]
-        return LoadPlan(create_read_items_for_chunk_list(self.name, stored, chunks))
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        return self.targets[index.offset]  # type: ignore[index]
+            raise StateError(f"{file}: {name} cannot be read: {error}") from error
 
 
 class Reader(FileSystemReader):
@@ -159,7 +182,7 @@ class Reader(FileSystemReader):
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The folder's `.metadata`."""
-        file = Path(self.path) / ".metadata"
+        file = Path(self.path) / TABLE
         try:
             with opened(file, LARGEST_TABLE, error=StateError) as stream:
                 records = Records(stream).load()
@@ -170,6 +193,15 @@ class Reader(FileSystemReader):
         if not isinstance(records, Metadata):
             raise StateError(f"{file} holds a {type(records).__name__} and no DCP metadata.")
         return records
+
+    def part(self, item: ReadItem) -> Tensor:
+        """What is stored of a tensor where an item begins, whole."""
+        record = self.storage_data[item.storage_index]
+        with self.fs.create_stream(self.fs.concat_path(self.path, record.relative_path), "rb") as file:
+            view: Any = self._slice_file(file, record)
+            stream = self.transforms.transform_load_stream(item, record.transform_descriptors or (), view)
+            stream = stream if stream.seekable() else io.BytesIO(stream.read())
+            return torch.load(stream, map_location="cpu", weights_only=True)
 
 
 class Records(pickle.Unpickler):

@@ -16,8 +16,8 @@ from autotp.errors import StateError
 
 T = TypeVar("T")
 AT_FDCWD, RENAME_EXCHANGE = -100, 2
-WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.distcp", ".metadata")
-OWN = "autotp.json"
+OWN, DIGESTS = "autotp.json", "autotp.digests.json"
+WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.json", "*.distcp", ".metadata", DIGESTS)
 
 
 def failed(path: Path, error: BaseException) -> StateError:

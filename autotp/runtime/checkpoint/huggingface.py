@@ -18,7 +18,7 @@ from autotp.runtime.shard_state import ShardState
 
 from . import adapters, folders
 from .renaming import reverted
-from .tensorfiles import INDEX
+from .tensorfiles import INDEX, record
 
 
 def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) -> None:
@@ -55,6 +55,7 @@ def save(shards: ShardState, ranks: Ranks | None, place: Path, max_file: int) ->
             index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
             (draft / ("model" + INDEX)).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         _describe(shards, draft)
+        record(draft)
         # Last: up to the rename a reader finds the checkpoint before, whole.
         folders.keep_others(place, draft)
         folders.commit(place)
@@ -74,6 +75,7 @@ def _save_adapters(shards: ShardState, ranks: Ranks | None, place: Path) -> None
     def finish() -> None:
         if writer:
             adapters.save(shards, tensors, folders.draft_of(place))
+            record(folders.draft_of(place))
             folders.keep_others(place, folders.draft_of(place))
             folders.commit(place)
 

@@ -26,9 +26,11 @@ from autotp.runtime.storage import as_dtensor
 
 from . import dcpfiles, folders, optimizers, renaming
 from .boxes import Box, boxes, whole
+from .checked import mention
 from .matching import Archive, NameMatch, TensorArchive, match
 from .tensorfiles import INDEX, TensorFiles
 
+PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -73,6 +75,8 @@ def load(
         return archive, matches, states
 
     archive, matches, states = together(ranks, "reading what the checkpoint holds", prepare)
+    if (ranks is None or ranks.rank == 0) and isinstance(archive, dcpfiles.Files) and "autotp" in archive.extra:
+        mention(archive.path)
     tensors = archive.tensors if isinstance(archive, TensorArchive) else {}
     values = {n: few(t) for n, t in tensors.items()}
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **values})
@@ -80,7 +84,9 @@ def load(
         if isinstance(module, FSDPModule):
             module.reshard()
     together(ranks, "checking the checkpoint", lambda: _check(shards, archive, matches, check_finite))
-    together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
+    replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
+    if replacements:
+        state.install(shards, replacements)
     shards.loads += weights
     if optimizer is not None and states is not None:
         together(ranks, "reading the optimizer's state", lambda: states.load(shards, optimizer, archive))
@@ -193,9 +199,10 @@ def _bits(x: Tensor) -> Tensor:
     return x.reshape(-1).view(torch.uint8)
 
 
-def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> None:
-    """Read every tensor; those that were on the meta device are put in place only when all are read."""
+def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tensor, Tensor]:
+    """Read every tensor; for those that are on the meta device, what is to stand in their places."""
     replacements: dict[Tensor, Tensor] = {}
+    written = False
     for first, keys in matches.stored.items():
         storage = shards.storage_of(first)
         tensors: list[Tensor] = (
@@ -205,9 +212,12 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> None:
             if old.is_meta:
                 replacements[old] = materialise(old, shards.device)
         now = [replacements.get(old, old) for old in tensors]
-        archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
-    if replacements:
-        state.install(shards, replacements)
+        written |= any(not old.is_meta for old in tensors)
+        try:
+            archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
+        except StateError as error:
+            raise StateError(f"{error} {PARTLY if written else 'Nothing was loaded.'}") from error
+    return replacements
 
 
 def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

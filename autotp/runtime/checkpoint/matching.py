@@ -17,7 +17,7 @@ from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
 from .boxes import Box
-from .tensorfiles import Entry
+from .checked import Entry
 
 Rename = Callable[[str], str]
 

@@ -141,6 +141,9 @@ class States:
 
         Args:
             shards: of the module whose parameters it steps. optimizer: takes the states. archive: holds the elements.
+
+        Raises:
+            StateError: one cannot be read.
         """
         filled: dict[Tensor, dict[str, Any]] = {}
         for name, storage in shards.storages.items():
@@ -151,7 +154,10 @@ class States:
                 filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
             for key in self.elements[name]:
                 new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-                archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
+                try:
+                    archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
+                except StateError as error:
+                    raise StateError(f"{error} The optimizer has the state that it had.") from error
                 for p, t in zip(parameters, new, strict=True):
                     filled[p][key] = t
         order = [p for group in optimizer.param_groups for p in group["params"]]

@@ -15,8 +15,8 @@ from autotp.runtime import state
 from autotp.runtime.shard_state import ShardState
 
 from .boxes import Box, whole
+from .checked import Entry
 from .matching import Archive
-from .tensorfiles import Entry
 
 Sources = dict[str, list[str]]  # pattern of transformers' mapping -> stored names
 

@@ -169,7 +169,8 @@ class Pending:
         return self
 
     def _write(self) -> Any:
-        return folders.writing(self.place, lambda: self.writer.write_data(self.mine, self.planner).wait())
+        items = folders.writing(self.place, lambda: self.writer.write_data(self.mine, self.planner).wait())
+        return items, self.planner.digests
 
     def done(self) -> bool:
         """Whether this rank's files are written."""

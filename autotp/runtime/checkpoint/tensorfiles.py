@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+import mmap
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from autotp.errors import StateError
 from autotp.ir.files import bounded, opened, read_json
 
 from .boxes import Box
+from .checked import Digests, Entry, position, write
+from .digests import grids, measured
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -26,17 +29,7 @@ DTYPES = {
 }  # fmt: skip
 LONGEST_HEADER = 100_000_000  # bytes; the format's own limit
 LARGEST_INDEX = 100_000_000  # bytes: of millions of names
-WINDOW = 4 << 20  # bytes of a file that are mapped at a time: mapped pages count as this process's memory
 INDEX = ".safetensors.index.json"
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A stored tensor: its shape and type, and the file that holds it."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype | str  # a str where torch has no such type
-    file: Path
 
 
 class TensorFiles:
@@ -52,6 +45,8 @@ class TensorFiles:
             self.entries = _of_folder(path, faults)
         else:
             self.entries = _header(path, faults)
+        self.digests = Digests(path if path.is_dir() else path.parent)
+        faults += self.digests.faults(*dict.fromkeys(entry.file for entry in self.entries.values()))
         if faults:
             raise StateError(
                 f"{path} cannot be loaded, and nothing was:\n"
@@ -61,30 +56,33 @@ class TensorFiles:
 
     def read(self, name: str, boxes: Sequence[Box]) -> None:
         """Fill the boxes from the stored tensor `name`."""
+        entry = self.entries[name]
         for box in boxes:
-            _fill(self.entries[name], name, box)
+            self.digests.fill(entry.file.name, name, entry, box, functools.partial(_mapped, entry))
 
 
-def _fill(entry: Entry, name: str, box: Box) -> None:
-    """One box, mapping at most about WINDOW bytes of the file at a time."""
+def record(folder: Path) -> None:
+    """Write the digests of a folder's safetensors files."""
+    tensors = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        for name, entry in _header(file, []).items():
+            assert isinstance(entry.dtype, torch.dtype)
+            ways = grids(entry.shape, entry.dtype.itemsize)
+            digests = measured(ways, entry.stop - entry.start, functools.partial(_mapped, entry))
+            tensors[name] = {position((0,) * len(entry.shape)): digests}
+    write(folder, tensors)
+
+
+def _mapped(entry: Entry, start: int, stop: int) -> Tensor:
+    """Bytes of a stored tensor; they are of the file itself as long as somebody holds this."""
+    first = (entry.start + start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     try:
-        if not entry.shape:
-            with safe_open(entry.file, "pt") as file:
-                box.tensor.copy_(file.get_tensor(name))
-            return
-        for start, stop in _windows(entry, box):
-            index = (slice(box.offset[0] + start, box.offset[0] + stop), *box.slices[1:])
-            with safe_open(entry.file, "pt") as file:
-                box.tensor[start:stop].copy_(file.get_slice(name)[index])
-    except (SafetensorError, OSError) as error:
-        raise StateError(f"{entry.file}: {name} cannot be read: {error}") from error
-
-
-def _windows(entry: Entry, box: Box) -> Iterator[tuple[int, int]]:
-    rows = box.tensor.shape[0]
-    row = math.prod(entry.shape[1:]) * box.tensor.element_size()  # columns between two of ours are mapped with them
-    step = max(1, WINDOW // max(row, 1))
-    yield from ((at, min(at + step, rows)) for at in range(0, rows, step))
+        with open(entry.file, "rb") as file:
+            size = entry.start + stop - first
+            data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
+    except (OSError, ValueError) as error:
+        raise StateError(f"{entry.file} cannot be read: {error}") from error
+    return torch.frombuffer(data, dtype=torch.uint8)[entry.start + start - first :]
 
 
 def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:
@@ -150,21 +148,27 @@ def _header(path: Path, faults: list[str]) -> dict[str, Entry]:
         bounded(table, path.name, error=StateError)
         table.pop("__metadata__", None)
         records = {name: (t["dtype"], tuple(t["shape"]), *t["data_offsets"]) for name, t in table.items()}
-        return _checked(path, records, size - 8 - length, faults)
+        return _checked(path, records, 8 + length, size - 8 - length, faults)
     except (StateError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         faults.append(f"{path.name}: the header cannot be read: {type(error).__name__}: {error}")
         return {}
 
 
-def _checked(path: Path, records: dict[str, Any], size: int, faults: list[str]) -> dict[str, Entry]:
-    """The entries of a header, where every tensor lies in the file, has its shape's bytes, and overlaps no other."""
-    end = 0
+def _checked(path: Path, records: dict[str, Any], data: int, size: int, faults: list[str]) -> dict[str, Entry]:
+    """The entries of a header, where every tensor lies in the file, has its shape's bytes, and overlaps no other.
+
+    Args:
+        path: of the file. records: of the header. data, size: where the data start, and their bytes.
+        faults: what is not so is added here.
+    """
+    end, places = 0, dict[str, tuple[int, int]]()
     for name, (kind, shape, start, stop) in sorted(records.items(), key=lambda x: (x[1][2], x[1][3])):
         itemsize = DTYPES[kind].itemsize if kind in DTYPES else 0
         numbers = (*shape, start, stop)
         if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in numbers) or stop < start:
             faults.append(f"{path.name}: {name} has shape {list(shape)} at bytes {start} to {stop}")
             continue
+        places[name] = data + start, data + stop
         if stop > size:
             faults.append(f"{path.name}: {name} ends at byte {stop} of the data, which end at {size}: cut off")
         elif itemsize and stop - start != math.prod(shape) * itemsize:
@@ -175,7 +179,7 @@ def _checked(path: Path, records: dict[str, Any], size: int, faults: list[str]) 
     if end < size:
         faults.append(f"{path.name}: {size - end} bytes belong to no tensor")
     return {
-        name: Entry(shape, DTYPES[kind] if kind in DTYPES else str(kind), path)
+        name: Entry(shape, DTYPES[kind] if kind in DTYPES else str(kind), path, *places.get(name, ()))
         for name, (kind, shape, *_) in records.items()
     }
 

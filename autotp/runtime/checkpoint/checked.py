@@ -1,0 +1,160 @@
+"""Stored tensors read into boxes while their digests are checked, and the file of a folder that holds the digests."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autotp.errors import StateError
+from autotp.ir.files import read_json
+from autotp.log import log
+
+from .boxes import Box
+from .digests import WORD, Grid, Read, Region, differing, region
+from .folders import DIGESTS, OWN
+
+FORMAT, LARGEST = 1, 1 << 30
+TABLES = ("*.safetensors", ".metadata", OWN)  # what says which bytes are which tensor's
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A stored tensor, or a part of one: its shape and type, and where it lies.
+
+    Attributes:
+        shape, dtype: a str where torch has no such type.
+        file: that holds it. start, stop: the bytes of the file, a header of its own among them.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype | str
+    file: Path
+    start: int = 0
+    stop: int = 0
+
+
+class Digests:
+    """The digests of a folder's tensors, where it has them.
+
+    Raises:
+        StateError: they cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.file = folder / DIGESTS
+        self.remedy = f"If a file was changed on purpose, delete {self.file}: nothing is checked then."
+        self.tables: Mapping[str, Any] = {}
+        self.tensors: Mapping[str, Any] = {}
+        if not self.file.exists():
+            return
+        data = read_json(self.file, LARGEST, error=StateError)
+        parts = [data.get(key) for key in ("tables", "tensors")] if isinstance(data, dict) else []
+        if not parts or data["format"] != FORMAT or not all(isinstance(x, dict) for x in parts):
+            raise StateError(f"{self.file} holds no digests of format {FORMAT}. {self.remedy}")
+        self.tables, self.tensors = parts
+
+    def faults(self, *files: Path) -> list[str]:
+        """What is wrong with the tables of these files."""
+        changed = [f.name for f in files if f.name in self.tables and _table(f) != self.tables[f.name]]
+        return [f"{name}: what it says of its tensors is not what was saved. {self.remedy}" for name in changed]
+
+    def fill(self, table: str, name: str, entry: Entry, box: Box, read: Read, at: Sequence[int] = ()) -> None:
+        """Fill a box from a stored tensor, whose bytes are checked as they are read.
+
+        Args:
+            table: the file that says where the tensor lies. With a digest of this there is one of each tensor.
+            name: of the tensor. entry: the tensor, or the part of it that begins at `at` in the whole.
+            box: in the entry. read: gives bytes of the entry.
+
+        Raises:
+            StateError: they are not what was saved. The box is filled with them by then.
+        """
+        assert isinstance(entry.dtype, torch.dtype)
+        if not box.tensor.numel():
+            return
+        shape, itemsize = entry.shape or (1,), entry.dtype.itemsize
+        box = box if entry.shape else Box((0,), box.tensor[None])
+        if table not in self.tables:
+            rows = range(box.offset[0], box.offset[0] + len(box.tensor))
+            _pour(read, Region(Grid(math.prod(shape[1:]) * itemsize, 1), rows), shape, entry.dtype, box, False)
+            return
+        try:
+            digests = self.tensors[name][position(at or (0,) * len(entry.shape))]
+            of = region(shape, itemsize, box, digests)
+            sums = _pour(read, of, shape, entry.dtype, box, True)
+            blocks = differing(of, digests[of.grid.key], sums)
+        except (KeyError, TypeError, ValueError) as error:
+            raise StateError(f"{self.file} holds no digests of {name}: {error}. {self.remedy}") from error
+        if blocks:
+            size, block = math.prod(shape) * itemsize, of.grid.row * of.grid.height
+            start, stop = entry.start + blocks[0] * block, entry.stop - max(0, size - (blocks[-1] + 1) * block)
+            raise StateError(
+                f"{entry.file} is damaged: bytes {start} to {stop}, of {name}, are not what was saved. Copy the file "
+                f"again, or load another checkpoint. {self.remedy}"
+            )
+
+
+def _pour(read: Read, of: Region, shape: Sequence[int], dtype: torch.dtype, box: Box, checked: bool) -> list[Tensor]:
+    """Fill a box, each row as soon as what is read holds it.
+
+    Args:
+        read: gives bytes. of: the region to read, with the box in it. shape, dtype: of what is stored.
+        box: in that. checked: whether sums are wanted.
+
+    Returns: the sums of the region's rows.
+    """
+    row, first = math.prod(shape[1:]) * dtype.itemsize, box.offset[0]
+    done, last, sums = first, first + len(box.tensor), list[Tensor]()
+    for start, stop in of.grid.windows(of.rows, shape[0] * row):
+        base = min(start, done * row) if done < last else start
+        data = read(base, stop)
+        if checked:
+            sums.append(of.grid.sums(data[start - base :], 1, of.columns))
+        ready = min(stop // row, last)
+        if ready > done:
+            part = data[done * row - base : ready * row - base]
+            part = part.clone() if part.storage_offset() % dtype.itemsize else part
+            rows = part.view(dtype).view(ready - done, *shape[1:])
+            box.tensor[done - first : ready - first].copy_(rows[(slice(None), *box.slices[1:])])
+            done = ready
+    return sums
+
+
+def position(at: Sequence[int]) -> str:
+    """Where a part begins in the whole, as text."""
+    return ",".join(map(str, at))
+
+
+def write(folder: Path, tensors: Mapping[str, Mapping[str, Mapping[str, str]]]) -> None:
+    """Write the file of a folder.
+
+    Args:
+        folder: with all other files. tensors: by name and position of a part its digests, as `measured` gives them.
+    """
+    tables = {f.name: _table(f) for pattern in TABLES for f in sorted(folder.glob(pattern))}
+    text = json.dumps({"format": FORMAT, "tables": tables, "tensors": tensors})
+    (folder / DIGESTS).write_text(text + "\n", encoding="utf-8")
+
+
+def _table(file: Path) -> str:
+    """The digest of a file, or of a safetensors file's header."""
+    with file.open("rb") as stream:
+        header = stream.read(WORD) if file.suffix == ".safetensors" else b""
+        content = stream.read(int.from_bytes(header, "little")) if header else stream.read()
+    return hashlib.blake2b(header + content, digest_size=16).hexdigest()
+
+
+@cache
+def mention(folder: Path) -> None:
+    """Say that a folder has no digests, once in a process."""
+    if not (folder / DIGESTS).exists():
+        log.warning("%s has no digests: damage to its files would load unnoticed. Save again to have them.", folder)
