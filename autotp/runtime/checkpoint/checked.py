@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from autotp.errors import StateError
-from autotp.ir.files import read_json
+from autotp.ir.files import opened, read_json
 from autotp.log import log
 
 from .boxes import Box
@@ -52,20 +52,19 @@ class Digests:
     def __init__(self, folder: Path) -> None:
         self.file = folder / DIGESTS
         self.remedy = f"If a file was changed on purpose, delete {self.file}: nothing is checked then."
-        self.tables: Mapping[str, Any] = {}
-        self.tensors: Mapping[str, Any] = {}
-        if not self.file.exists():
-            return
-        data = read_json(self.file, LARGEST, error=StateError)
-        parts = [data.get(key) for key in ("tables", "tensors")] if isinstance(data, dict) else []
-        if not parts or data["format"] != FORMAT or not all(isinstance(x, dict) for x in parts):
+        empty: dict[str, Any] = {"format": FORMAT, "tables": {}, "tensors": {}}
+        data = read_json(self.file, LARGEST, error=StateError) if self.file.exists() else empty
+        parts = [data.get("tables"), data.get("tensors")] if isinstance(data, dict) else [None]
+        if not all(isinstance(x, dict) for x in parts) or data.get("format") != FORMAT:
             raise StateError(f"{self.file} holds no digests of format {FORMAT}. {self.remedy}")
-        self.tables, self.tensors = parts
+        self.tables: dict[str, Any] = data["tables"]
+        self.tensors: dict[str, Any] = data["tensors"]
 
     def faults(self, *files: Path) -> list[str]:
-        """What is wrong with the tables of these files."""
-        changed = [f.name for f in files if f.name in self.tables and _table(f) != self.tables[f.name]]
-        return [f"{name}: what it says of its tensors is not what was saved. {self.remedy}" for name in changed]
+        """What is wrong with the tables of these files, so far as they are there."""
+        known = [f for f in files if f.name in self.tables and f.exists()]
+        changed = [f.name for f in known if _table(f) != self.tables[f.name]]
+        return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in changed]
 
     def fill(self, table: str, name: str, entry: Entry, box: Box, read: Read, at: Sequence[int] = ()) -> None:
         """Fill a box from a stored tensor, whose bytes are checked as they are read.
@@ -147,7 +146,7 @@ def write(folder: Path, tensors: Mapping[str, Mapping[str, Mapping[str, str]]]) 
 
 def _table(file: Path) -> str:
     """The digest of a file, or of a safetensors file's header."""
-    with file.open("rb") as stream:
+    with opened(file, error=StateError) as stream:
         header = stream.read(WORD) if file.suffix == ".safetensors" else b""
         content = stream.read(int.from_bytes(header, "little")) if header else stream.read()
     return hashlib.blake2b(header + content, digest_size=16).hexdigest()

@@ -110,7 +110,9 @@ class Files:
     shared = True  # an optimizer's state may lie beside the model's
 
     def __init__(self, path: Path) -> None:
-        self.path, self.reader = path, Reader(path)
+        self.path, self.reader, self.digests = path, Reader(path), Digests(path)
+        # Before they are read: one flipped bit can make a pickle that takes all memory.
+        self._refuse(self.digests.faults(path / TABLE, path / folders.OWN))
         self.metadata = self.reader.read_metadata()
         try:
             _sound(self.metadata)
@@ -120,10 +122,12 @@ class Files:
         self.extra = _notes(path / folders.OWN)
         tensors = {k: t for k, t in self.metadata.state_dict_metadata.items() if isinstance(t, TensorStorageMetadata)}
         self.entries = {k: Entry(tuple(t.size), t.properties.dtype, self._file(k, t)) for k, t in tensors.items()}
-        self.digests = Digests(path)
-        faults = self._faults(tensors) + self.digests.faults(path / TABLE, path / folders.OWN)
+        self._refuse(self._faults(tensors))
+
+    def _refuse(self, faults: Sequence[str]) -> None:
         if faults:
-            raise StateError(f"{path} cannot be loaded, and nothing was:\n" + "".join(f"  {f}\n" for f in faults))
+            lines = "".join(f"  {fault}\n" for fault in faults)
+            raise StateError(f"{self.path} cannot be loaded, and nothing was:\n{lines}")
 
     def _file(self, name: str, tensor: TensorStorageMetadata) -> Path:
         """The file of a tensor's first chunk, for messages."""

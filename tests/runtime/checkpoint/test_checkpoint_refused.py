@@ -243,6 +243,8 @@ def test_pickles_are_not_opened(sharded, weights, tmp_path, monkeypatch):
     refused(sharded, tmp_path, "pytorch_model.bin", trusted=True)
     sharded.save_checkpoint(tmp_path / "dcp")
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Bomb()))
+    refused(sharded, tmp_path / "dcp", ".metadata is not what was saved")
+    (tmp_path / "dcp" / "autotp.digests.json").unlink()
     for trusted in (False, True):
         refused(sharded, tmp_path / "dcp", ".metadata", "touch", trusted=trusted)
     assert not (tmp_path / "opened").exists()
@@ -263,6 +265,9 @@ def test_a_damaged_dcp_folder(sharded, tmp_path):
     file.write_bytes(whole)
     table = tmp_path / "dcp" / ".metadata"
     kept = table.read_bytes()
+    table.write_bytes(kept[:-1])
+    refused(sharded, tmp_path / "dcp", ".metadata is not what was saved")
+    (tmp_path / "dcp" / "autotp.digests.json").unlink()
     for length in (0, 10, len(kept) - 1):
         table.write_bytes(kept[:length])
         refused(sharded, tmp_path / "dcp", ".metadata cannot be read")
