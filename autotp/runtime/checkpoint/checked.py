@@ -19,7 +19,7 @@ from autotp.ir.files import opened, read_json
 from autotp.log import log
 
 from .boxes import Box
-from .digests import WORD, Grid, Read, Region, differing, region
+from .digests import WORD, Grid, Read, Region, as_bytes, differing, region
 from .folders import DIGESTS, OWN
 
 FORMAT, LARGEST = 1, 1 << 30
@@ -113,18 +113,23 @@ def _pour(read: Read, of: Region, shape: Sequence[int], dtype: torch.dtype, box:
     """
     row, first = math.prod(shape[1:]) * dtype.itemsize, box.offset[0]
     done, last, sums = first, first + len(box.tensor), list[Tensor]()
+    # A strip lies here and there in the file, so that reading it twice costs twice; in the box it is one piece.
+    of_box = of.exact and box.tensor.is_cpu and box.tensor.dtype == dtype
+    strip = Grid(of.grid.width * len(of.strips), 1)
     for start, stop in of.grid.windows(of.rows, shape[0] * row):
         base = min(start, done * row) if done < last else start
         data = read(base, stop)
-        if checked:
-            sums.append(of.grid.sums(data[start - base :], 1, of.columns))
         ready = min(stop // row, last)
         if ready > done:
             part = data[done * row - base : ready * row - base]
             part = part.clone() if part.storage_offset() % dtype.itemsize else part
-            rows = part.view(dtype).view(ready - done, *shape[1:])
-            box.tensor[done - first : ready - first].copy_(rows[(slice(None), *box.slices[1:])])
+            target = box.tensor[done - first : ready - first]
+            target.copy_(part.view(dtype).view(ready - done, *shape[1:])[(slice(None), *box.slices[1:])])
+            if checked and of_box:
+                sums.append(strip.sums(as_bytes(target)))
             done = ready
+        if checked and not of_box:  # after the copy, when all is in the processor's cache
+            sums.append(of.grid.sums(data[start - base :], 1, of.columns))
     return sums
 
 

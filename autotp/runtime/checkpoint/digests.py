@@ -96,11 +96,12 @@ def grids(shape: Sequence[int], itemsize: int) -> list[Grid]:
 
 @dataclass(frozen=True)
 class Region:
-    """Rows of a grid and strips of these, in which a box lies."""
+    """Rows of a grid and strips of these, in which a box lies; `exact` where they are the box and nothing else."""
 
     grid: Grid
     rows: range
     strips: range = range(1)
+    exact: bool = False
 
     @property
     def columns(self) -> slice:
@@ -119,14 +120,16 @@ def region(shape: Sequence[int], itemsize: int, box: Box, keys: Collection[str])
     first, last = box.offset[0] * inner[1], (box.offset[0] + box.tensor.shape[0]) * inner[1]
     out = []
     for grid in grids(shape, itemsize):
-        strips, high = range(1), grid.height * grid.row
+        strips, high, held = range(1), grid.height * grid.row, 0
         if grid.strips > 1:
             d = max(d for d in range(1, len(shape)) if inner[d] == grid.row)
             start = box.offset[d] * inner[d + 1]
             stop = start + box.tensor.shape[d] * inner[d + 1]
             strips = range(start // grid.width, math.ceil(stop / grid.width))
+            held = box.tensor.numel() * itemsize
         stop = min(math.ceil(last / high) * grid.height, math.ceil(inner[0] / grid.row))
-        out.append(Region(grid, range(first // high * grid.height, stop), strips))
+        rows = range(first // high * grid.height, stop)
+        out.append(Region(grid, rows, strips, held == len(rows) * len(strips) * grid.width))
     return min((x for x in out if x.grid.key in keys), key=lambda x: x.grid.width * len(x.rows) * len(x.strips))
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints between real ranks: saved on two, loaded on one, three and four, with the optimizer, and over dp."""
+"""Checkpoints between real ranks: saved on two, loaded on one, three and four, with the optimizer, over dp, damaged."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import autotp
 from autotp.errors import AutoTPError
-from tests.helpers.compare import gradients_differ
+from autotp.runtime.checkpoint.digests import as_bytes
+from autotp.runtime.checkpoint.folders import DIGESTS
+from tests.helpers.compare import gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, transformer
-from tests.helpers.states import same
+from tests.helpers.states import same, stepped, with_momenta
 from tests.helpers.two_axes import Contrastive, model_of
 
 SIX = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 6}
@@ -188,3 +191,60 @@ def scalar_on_meta(rank: int, world: int, group: Any) -> float:
 
 def test_scalars_of_a_meta_model_are_averaged(pool):
     assert max(pool.run(scalar_on_meta, world=4)) < 1e-9
+
+
+def flipped_on_ranks(rank: int, world: int, group: Any, folder: str) -> dict[str, tuple[str, str]]:
+    """What each rank is told of bytes that rank 1 flips in what the two have saved."""
+    sharded, optimizer = stepped(world, mesh=mesh_of(group))
+    dcp, hf = Path(folder) / "dcp", Path(folder) / "huggingface"
+    sharded.save_checkpoint(dcp, optimizer=optimizer, background=True).result()
+    sharded.save_checkpoint(hf, format="huggingface")
+    with torch.device("meta"):
+        empty = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+    empty = autotp.compile(empty, world, mesh=mesh_of(group), example_inputs=torch.randn(2, 8))
+    weight = sharded[0].weight
+    own, momentum = weight.to_local().detach(), optimizer.state[weight]["momentum_buffer"].to_local()
+    wanted, told = with_momenta(sharded, optimizer), {}
+
+    def attempt(case: str, file: Path, data: Tensor, load: Any) -> None:
+        content = file.read_bytes()
+        at = content.index(bytes(as_bytes(data).tolist())) + 5
+        dist.barrier(group)
+        if rank == 1:
+            file.write_bytes(content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :])
+        dist.barrier(group)
+        with pytest.raises(AutoTPError) as caught:
+            load()
+        told[case] = type(caught.value).__name__, str(caught.value)
+        dist.barrier(group)
+        if rank == 1:
+            file.write_bytes(content)
+        dist.barrier(group)
+
+    shard = dcp / f"__{rank}_0.distcp"
+    attempt("weight", shard, own, lambda: sharded.load_checkpoint(dcp))
+    attempt("momentum", shard, momentum, lambda: sharded.load_checkpoint(dcp, optimizer=optimizer))
+    attempt("finite", shard, own, lambda: sharded.load_checkpoint(dcp, check_finite=True))
+    whole = sharded.full_state_dict()["2.weight"]
+    attempt("huggingface", hf / "model.safetensors", whole, lambda: empty.load_checkpoint(hf))
+    assert all(p.is_meta for p in empty.parameters())
+    sharded.load_checkpoint(dcp, optimizer=optimizer)
+    same(with_momenta(sharded, optimizer), wanted)
+    empty.load_checkpoint(hf)
+    same(empty.full_state_dict(), sharded.full_state_dict())
+    return told
+
+
+def test_all_ranks_are_told(pool, tmp_path):
+    first, second = pool.run(flipped_on_ranks, str(tmp_path), world=2)
+    for case in ("weight", "momentum", "finite"):
+        (kind, text), (other, quoted) = second[case], first[case]
+        assert (kind, other) == ("StateError", "RankError") and text in quoted  # rank 0 does not read that
+        assert "__1_0.distcp is damaged: bytes " in text and f"delete {tmp_path / 'dcp' / DIGESTS}" in text
+    assert "of model.0.weight, are not what was saved" in second["weight"][1]
+    assert "The module may hold a part of it" in second["weight"][1]
+    assert "of optimizer.state.0.weight.momentum_buffer" in second["momentum"][1]
+    assert "The optimizer has the state that it had." in second["momentum"][1]
+    assert "The module may hold" not in second["finite"][1]
+    for kind, text in (first["huggingface"], second["huggingface"]):
+        assert kind == "StateError" and "of 2.weight, are not what was saved" in text and "Nothing was loaded." in text
