@@ -269,7 +269,8 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         Returns: the names that were missing or unknown where `strict=False` allows them, and what was saved as `extra`.
 
         Raises:
-            StateError: the files are damaged or do not fit; all that is wrong is listed, and nothing was loaded.
+            StateError: the files are damaged or do not fit; all that is wrong is listed, and nothing was loaded. Only
+                where bytes are not what was saved a part may have been, which the error then says.
             RankError: that is so on another rank, or the ranks see different files.
         """
         return checkpoint.load(
@@ -285,7 +286,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         """Save a checkpoint as the folder `path`, for any number of ranks. A collective call.
 
         The folder appears in one step when all is on disk. A save that is cut off anywhere leaves the previous one
-        whole, and files of it that hold no weights, such as a tokenizer's, are carried over.
+        whole, and files of it that hold no weights, such as a tokenizer's, are carried over. Digests lie beside it.
 
         Args:
             path: the folder; with several nodes on a file system that all of them see.

@@ -19,7 +19,7 @@ from autotp.ir.files import opened, read_json
 from autotp.log import log
 
 from .boxes import Box
-from .digests import WORD, Grid, Read, Region, as_bytes, differing, region
+from .digests import WORD, Grid, Read, Region, as_bytes, recorded, region
 from .folders import DIGESTS, OWN
 
 FORMAT, LARGEST = 1, 1 << 30
@@ -89,16 +89,16 @@ class Digests:
         try:
             digests = self.tensors[name][position(at or (0,) * len(entry.shape))]
             of = region(shape, itemsize, box, digests)
-            sums = _pour(read, of, shape, entry.dtype, box, True)
-            blocks = differing(of, digests[of.grid.key], sums)
+            saved = recorded(of, digests[of.grid.key])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.file} holds no digests of {name}: {error}. {self.remedy}") from error
-        if blocks:
-            size, block = math.prod(shape) * itemsize, of.grid.row * of.grid.height
-            start, stop = entry.start + blocks[0] * block, entry.stop - max(0, size - (blocks[-1] + 1) * block)
+        found = of.grid.digests(_pour(read, of, shape, entry.dtype, box, True))[:, 0]
+        if wrong := (found != saved).nonzero().flatten().tolist():
+            size, block, first = math.prod(shape) * itemsize, of.grid.height * of.grid.row, of.rows.start * of.grid.row
+            start, stop = first + wrong[0] * block, first + (wrong[-1] + 1) * block
             raise StateError(
-                f"{entry.file} is damaged: bytes {start} to {stop}, of {name}, are not what was saved. Copy the file "
-                f"again, or load another checkpoint. {self.remedy}"
+                f"{entry.file} is damaged: bytes {entry.start + start} to {entry.stop - max(0, size - stop)}, of "
+                f"{name}, are not what was saved. Copy the file again, or load another checkpoint. {self.remedy}"
             )
 
 

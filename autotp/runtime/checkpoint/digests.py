@@ -144,21 +144,20 @@ def measured(ways: Iterable[Grid], size: int, read: Read) -> dict[str, str]:
     return out
 
 
-def differing(of: Region, text: str, sums: Sequence[Tensor]) -> list[int]:
-    """The numbers of the region's blocks whose digests are not as `measured` has put them down.
+def recorded(of: Region, text: str) -> Tensor:
+    """The digests `[blocks]` of a region, of its strips together.
 
     Args:
-        of: the region. text: of its grid. sums: of the region's rows in order, over all its columns.
+        of: the region. text: of its grid, as `measured` has put it down.
 
     Raises:
-        ValueError: the text is no such digests.
+        ValueError: there are too few.
     """
-    first, found = of.rows.start // of.grid.height, of.grid.digests(sums)[:, 0]
-    saved = torch.frombuffer(bytearray.fromhex(text), dtype=torch.int64).view(-1, of.grid.strips)
-    saved = saved[first : first + len(found), of.strips.start : of.strips.stop].sum(1)
-    if len(saved) < len(found):
-        raise ValueError("there are too few")
-    return [first + i for i in (found != saved).nonzero().flatten().tolist()]
+    first, count = of.rows.start // of.grid.height, math.ceil(len(of.rows) / of.grid.height)
+    data = bytearray.fromhex(text)[first * of.grid.strips * WORD : (first + count) * of.grid.strips * WORD]
+    if len(data) != count * of.grid.strips * WORD:
+        raise ValueError(f"the text of {of.grid.key} ends too early")
+    return torch.frombuffer(data, dtype=torch.int64).view(count, -1)[:, of.strips.start : of.strips.stop].sum(1)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
