@@ -113,7 +113,7 @@ def exists(start: str, path: str) -> bool:
 
 def strangers(page: str) -> set[str]:
     """Names in code font that there are not; operators `autotp::x` are written with a dot too."""
-    found = {(start, path) for start, path, _ in NAMES.findall(page) if path not in FILES}
+    found = {(start, path) for start, path, _ in NAMES.findall(page) if path.rpartition(".")[2] not in FILES}
     missing = {(start, path) for start, path in found if not exists(start, path)}
     return {f"{start}.{path}" for start, path in missing if not hasattr(torch.ops.autotp, path)}
 

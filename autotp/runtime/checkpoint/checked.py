@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,7 +19,7 @@ from autotp.ir.files import opened, read_json
 from autotp.log import log
 
 from .boxes import Box
-from .digests import WORD, Grid, Read, Region, as_bytes, recorded, region
+from .digests import WORD, Grid, Region, Source, as_bytes, recorded, region
 from .folders import DIGESTS, OWN
 
 FORMAT, LARGEST = 1, 1 << 30
@@ -62,17 +62,17 @@ class Digests:
 
     def faults(self, *files: Path) -> list[str]:
         """What is wrong with the tables of these files, so far as they are there."""
-        known = [f for f in files if f.name in self.tables and f.exists()]
-        changed = [f.name for f in known if _table(f) != self.tables[f.name]]
-        return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in changed]
+        there = [f for f in files if f.name in self.tables and f.exists()]
+        others = [f.name for f in there if _table(f) != self.tables[f.name]]
+        return [f"{name} is not what was saved: it is damaged, or another one. {self.remedy}" for name in others]
 
-    def fill(self, table: str, name: str, entry: Entry, box: Box, read: Read, at: Sequence[int] = ()) -> None:
+    def fill(self, table: str, name: str, entry: Entry, box: Box, source: Source, at: Sequence[int] = ()) -> None:
         """Fill a box from a stored tensor, whose bytes are checked as they are read.
 
         Args:
             table: the file that says where the tensor lies. With a digest of this there is one of each tensor.
             name: of the tensor. entry: the tensor, or the part of it that begins at `at` in the whole.
-            box: in the entry. read: gives bytes of the entry.
+            box: in the entry. source: the entry's bytes.
 
         Raises:
             StateError: they are not what was saved. The box is filled with them by then.
@@ -84,7 +84,7 @@ class Digests:
         box = box if entry.shape else Box((0,), box.tensor[None])
         if table not in self.tables:
             rows = range(box.offset[0], box.offset[0] + len(box.tensor))
-            _pour(read, Region(Grid(math.prod(shape[1:]) * itemsize, 1), rows), shape, entry.dtype, box, False)
+            _pour(source, Region(Grid(math.prod(shape[1:]) * itemsize, 1), rows), shape, entry.dtype, box, False)
             return
         try:
             digests = self.tensors[name][position(at or (0,) * len(entry.shape))]
@@ -92,8 +92,8 @@ class Digests:
             saved = recorded(of, digests[of.grid.key])
         except (KeyError, TypeError, ValueError) as error:
             raise StateError(f"{self.file} holds no digests of {name}: {error}. {self.remedy}") from error
-        found = of.grid.digests(_pour(read, of, shape, entry.dtype, box, True))[:, 0]
-        if wrong := (found != saved).nonzero().flatten().tolist():
+        present = of.grid.digests(_pour(source, of, shape, entry.dtype, box, True))[:, 0]
+        if wrong := (present != saved).nonzero().flatten().tolist():
             size, block, first = math.prod(shape) * itemsize, of.grid.height * of.grid.row, of.rows.start * of.grid.row
             start, stop = first + wrong[0] * block, first + (wrong[-1] + 1) * block
             raise StateError(
@@ -102,35 +102,54 @@ class Digests:
             )
 
 
-def _pour(read: Read, of: Region, shape: Sequence[int], dtype: torch.dtype, box: Box, checked: bool) -> list[Tensor]:
+def _pour(
+    source: Source, of: Region, shape: Sequence[int], dtype: torch.dtype, box: Box, checked: bool
+) -> list[Tensor]:
     """Fill a box, each row as soon as what is read holds it.
 
     Args:
-        read: gives bytes. of: the region to read, with the box in it. shape, dtype: of what is stored.
+        source: of bytes. of: the region to read, with the box in it. shape, dtype: of what is stored.
         box: in that. checked: whether sums are wanted.
 
     Returns: the sums of the region's rows.
     """
     row, first = math.prod(shape[1:]) * dtype.itemsize, box.offset[0]
-    done, last, sums = first, first + len(box.tensor), list[Tensor]()
+    same_bytes = box.tensor.is_cpu and box.tensor.dtype == dtype
+    if same_bytes and tuple(box.tensor.shape[1:]) == tuple(shape[1:]) and box.tensor.is_contiguous():
+        parts = _straight(source, of.grid.windows(of.rows, shape[0] * row), first * row, as_bytes(box.tensor))
+        return [of.grid.sums(data, 1, of.columns) for data in parts if checked]
+    at, last, sums = first, first + len(box.tensor), list[Tensor]()
     # A strip lies here and there in the file, so that reading it twice costs twice; in the box it is one piece.
-    of_box = of.exact and box.tensor.is_cpu and box.tensor.dtype == dtype
+    of_box = of.exact and same_bytes
     strip = Grid(of.grid.width * len(of.strips), 1)
     for start, stop in of.grid.windows(of.rows, shape[0] * row):
-        base = min(start, done * row) if done < last else start
-        data = read(base, stop)
+        base = min(start, at * row) if at < last else start
+        data = source.view(base, stop)
         ready = min(stop // row, last)
-        if ready > done:
-            part = data[done * row - base : ready * row - base]
+        if ready > at:
+            part = data[at * row - base : ready * row - base]
             part = part.clone() if part.storage_offset() % dtype.itemsize else part
-            target = box.tensor[done - first : ready - first]
-            target.copy_(part.view(dtype).view(ready - done, *shape[1:])[(slice(None), *box.slices[1:])])
+            target = box.tensor[at - first : ready - first]
+            target.copy_(part.view(dtype).view(ready - at, *shape[1:])[(slice(None), *box.slices[1:])])
             if checked and of_box:
                 sums.append(strip.sums(as_bytes(target)))
-            done = ready
+            at = ready
         if checked and not of_box:  # after the copy, when all is in the processor's cache
             sums.append(of.grid.sums(data[start - base :], 1, of.columns))
     return sums
+
+
+def _straight(source: Source, windows: Iterable[tuple[int, int]], first: int, out: Tensor) -> Iterator[Tensor]:
+    """Fill bytes with those from `first` on, without a copy between; and give the bytes of each window."""
+    for start, stop in windows:
+        target = out[max(0, start - first) : max(0, stop - first)]
+        if len(target) == stop - start:
+            source.read(start, target)
+            yield target
+        else:  # a block that begins before the box or ends after it
+            data, skipped = source.view(start, stop), max(0, first - start)
+            target.copy_(data[skipped : skipped + len(target)])
+            yield data
 
 
 def position(at: Sequence[int]) -> str:

@@ -31,7 +31,7 @@ from autotp.ir.files import GREATEST, opened, read_json
 from . import folders
 from .boxes import Box
 from .checked import Digests, Entry, position, write
-from .digests import BYTES, Read, as_bytes, measured
+from .digests import BYTES, Memory, as_bytes, measured
 
 TABLE = ".metadata"
 LARGEST_TABLE, LARGEST_NOTES = 1 << 30, 100_000_000  # bytes of .metadata, and of our own notes
@@ -75,7 +75,7 @@ class Planner(DefaultSavePlanner):
         tensor, index = super().resolve_data(write_item), write_item.index
         assert isinstance(tensor, Tensor) and index.offset is not None
         data = as_bytes(tensor)
-        digests = measured([BYTES], len(data), lambda start, stop: data[start:stop])
+        digests = measured([BYTES], len(data), Memory(data))
         self.digests.setdefault(index.fqn, {})[position(index.offset)] = digests
         return tensor
 
@@ -159,16 +159,15 @@ class Files:
         """Fill the boxes from the stored tensor `name`."""
         stored: Any = self.metadata.state_dict_metadata[name]
         targets = {b.offset: b.tensor for b in boxes}
-        wanted = [_chunk(at, t.shape) for at, t in targets.items()]
-        for item in create_read_items_for_chunk_list(name, stored, wanted):
+        chunks = [_chunk(at, t.shape) for at, t in targets.items()]
+        for item in create_read_items_for_chunk_list(name, stored, chunks):
             at: Any = item.storage_index.offset
             entry, data = self._part(name, item, next(c.sizes for c in stored.chunks if c.offsets == at))
             within = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
             box = Box(tuple(item.storage_offsets), targets[tuple(item.dest_index.offset or ())][within])
-            read: Read = lambda start, stop, data=data: data[start:stop]  # noqa: E731
-            self.digests.fill(TABLE, name, entry, box, read, at)
+            self.digests.fill(TABLE, name, entry, box, data, at)
 
-    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, Tensor]:
+    def _part(self, name: str, item: ReadItem, shape: torch.Size) -> tuple[Entry, Memory]:
         """A stored part of a tensor: where it lies, and its bytes."""
         record, dtype = self.reader.storage_data[item.storage_index], self.entries[name].dtype
         file = self.path / record.relative_path
@@ -176,7 +175,9 @@ class Files:
             part = self.reader.part(item)
             if (part.shape, part.dtype) != (shape, dtype):
                 raise ValueError(f"{part.dtype} {list(part.shape)} is stored there, not {dtype} {list(shape)}")
-            return Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length), as_bytes(part)
+            return Entry(tuple(shape), dtype, file, record.offset, record.offset + record.length), Memory(
+                as_bytes(part)
+            )
         except Exception as error:  # whatever a damaged file makes of itself
             raise StateError(f"{file}: {name} cannot be read: {error}") from error
 

@@ -13,9 +13,10 @@ digests of strips side by side add up to the digest of the strip that they make 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -25,7 +26,33 @@ from .boxes import Box
 
 BLOCK, PAGE, WORD = 4 << 20, 4096, 8  # bytes
 STRIPS, NARROWEST = (16, 8, 4, 2), 256  # of a row; bytes of one
-Read = Callable[[int, int], Tensor]  # the bytes of a tensor from one place to another
+
+
+class Source(Protocol):
+    """The bytes of a stored tensor."""
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Those from one place to another, of which no more are read than are looked at."""
+        ...
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Read as many as `out` has, from `start` on."""
+        ...
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that are in memory."""
+
+    data: Tensor
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """A slice."""
+        return self.data[start:stop]
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Copy."""
+        out.copy_(self.data[start : start + len(out)])
 
 
 @dataclass(frozen=True)
@@ -120,25 +147,25 @@ def region(shape: Sequence[int], itemsize: int, box: Box, keys: Collection[str])
     first, last = box.offset[0] * inner[1], (box.offset[0] + box.tensor.shape[0]) * inner[1]
     out = []
     for grid in grids(shape, itemsize):
-        strips, high, held = range(1), grid.height * grid.row, 0
+        strips, high, of_box = range(1), grid.height * grid.row, 0
         if grid.strips > 1:
             d = max(d for d in range(1, len(shape)) if inner[d] == grid.row)
             start = box.offset[d] * inner[d + 1]
             stop = start + box.tensor.shape[d] * inner[d + 1]
             strips = range(start // grid.width, math.ceil(stop / grid.width))
-            held = box.tensor.numel() * itemsize
+            of_box = box.tensor.numel() * itemsize
         stop = min(math.ceil(last / high) * grid.height, math.ceil(inner[0] / grid.row))
         rows = range(first // high * grid.height, stop)
-        out.append(Region(grid, rows, strips, held == len(rows) * len(strips) * grid.width))
+        out.append(Region(grid, rows, strips, of_box == len(rows) * len(strips) * grid.width))
     return min((x for x in out if x.grid.key in keys), key=lambda x: x.grid.width * len(x.rows) * len(x.strips))
 
 
-def measured(ways: Iterable[Grid], size: int, read: Read) -> dict[str, str]:
+def measured(ways: Iterable[Grid], size: int, source: Source) -> dict[str, str]:
     """The digests of a tensor of `size` bytes, by grid: 16 hexadecimal digits for each block and strip."""
     out = {}
     for grid in ways:
         windows = grid.windows(range(math.ceil(size / grid.row)), size)
-        sums = [grid.sums(read(start, stop), grid.strips) for start, stop in windows]
+        sums = [grid.sums(source.view(start, stop), grid.strips) for start, stop in windows]
         digests = grid.digests(sums) if sums else torch.zeros(0)
         out[grid.key] = bytes(as_bytes(digests).tolist()).hex()
     return out

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from .matching import Archive, NameMatch, TensorArchive, match
 from .tensorfiles import INDEX, TensorFiles
 
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
+UNCHANGED = "The optimizer has the state that it had."
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
 
 
@@ -89,7 +91,8 @@ def load(
         state.install(shards, replacements)
     shards.loads += weights
     if optimizer is not None and states is not None:
-        together(ranks, "reading the optimizer's state", lambda: states.load(shards, optimizer, archive))
+        into = partial(_leaving, UNCHANGED, partial(states.load, shards, optimizer, archive))
+        together(ranks, "reading the optimizer's state", into)
     return Loaded(matches.missing, matches.unexpected, archive.extra.get("extra", {}))
 
 
@@ -202,7 +205,7 @@ def _bits(x: Tensor) -> Tensor:
 def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tensor, Tensor]:
     """Read every tensor; for those that are on the meta device, what is to stand in their places."""
     replacements: dict[Tensor, Tensor] = {}
-    written = False
+    in_place = False
     for first, keys in matches.stored.items():
         storage = shards.storage_of(first)
         tensors: list[Tensor] = (
@@ -212,12 +215,18 @@ def _read(shards: ShardState, archive: Archive, matches: NameMatch) -> dict[Tens
             if old.is_meta:
                 replacements[old] = materialise(old, shards.device)
         now = [replacements.get(old, old) for old in tensors]
-        written |= any(not old.is_meta for old in tensors)
-        try:
-            archive.read(keys[0], boxes(storage, now) if storage is not None else whole(now[0]))
-        except StateError as error:
-            raise StateError(f"{error} {PARTLY if written else 'Nothing was loaded.'}") from error
+        in_place |= any(not old.is_meta for old in tensors)
+        own = boxes(storage, now) if storage is not None else whole(now[0])
+        _leaving(PARTLY if in_place else "Nothing was loaded.", partial(archive.read, keys[0], own))
     return replacements
+
+
+def _leaving(state_after: str, read: Callable[[], None]) -> None:
+    """Read, and where that is an error say what it leaves."""
+    try:
+        read()
+    except StateError as error:
+        raise StateError(f"{error} {state_after}") from error
 
 
 def materialise(empty: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:

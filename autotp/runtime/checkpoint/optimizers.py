@@ -154,10 +154,7 @@ class States:
                 filled[p] = {k: _value(v) for k, v in self.numbers[name].items()}
             for key in self.elements[name]:
                 new = [torch.zeros_like(p, requires_grad=False) for p in parameters]
-                try:
-                    archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
-                except StateError as error:
-                    raise StateError(f"{error} The optimizer has the state that it had.") from error
+                archive.read(f"{PREFIX}{name}.{key}", boxes(storage, new))
                 for p, t in zip(parameters, new, strict=True):
                     filled[p][key] = t
         order = [p for group in optimizer.param_groups for p in group["params"]]

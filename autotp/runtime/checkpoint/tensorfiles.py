@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import mmap
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -58,7 +60,7 @@ class TensorFiles:
         """Fill the boxes from the stored tensor `name`."""
         entry = self.entries[name]
         for box in boxes:
-            self.digests.fill(entry.file.name, name, entry, box, functools.partial(_mapped, entry))
+            self.digests.fill(entry.file.name, name, entry, box, _Stored(entry))
 
 
 def record(folder: Path) -> None:
@@ -68,21 +70,39 @@ def record(folder: Path) -> None:
         for name, entry in _header(file, []).items():
             assert isinstance(entry.dtype, torch.dtype)
             ways = grids(entry.shape, entry.dtype.itemsize)
-            digests = measured(ways, entry.stop - entry.start, functools.partial(_mapped, entry))
+            digests = measured(ways, entry.stop - entry.start, _Stored(entry))
             tensors[name] = {position((0,) * len(entry.shape)): digests}
     write(folder, tensors)
 
 
-def _mapped(entry: Entry, start: int, stop: int) -> Tensor:
-    """Bytes of a stored tensor; they are of the file itself as long as somebody holds this."""
-    first = (entry.start + start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    try:
-        with open(entry.file, "rb") as file:
-            size = entry.start + stop - first
+@dataclass(frozen=True)
+class _Stored:
+    """The bytes of a tensor in a file."""
+
+    entry: Entry
+
+    def view(self, start: int, stop: int) -> Tensor:
+        """Map them; they are of the file as long as somebody holds this."""
+        first = (self.entry.start + start) // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        with self._file() as file:
+            size = self.entry.start + stop - first
             data = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_COPY, offset=first)
-    except (OSError, ValueError) as error:
-        raise StateError(f"{entry.file} cannot be read: {error}") from error
-    return torch.frombuffer(data, dtype=torch.uint8)[entry.start + start - first :]
+        return torch.frombuffer(data, dtype=torch.uint8)[self.entry.start + start - first :]
+
+    def read(self, start: int, out: Tensor) -> None:
+        """Read them."""
+        with self._file() as file:
+            file.seek(self.entry.start + start)
+            if file.readinto(out.numpy().data) != len(out):
+                raise ValueError("it ends too early")
+
+    @contextmanager
+    def _file(self) -> Iterator[BufferedReader]:
+        try:
+            with open(self.entry.file, "rb") as file:
+                yield file
+        except (OSError, ValueError) as error:
+            raise StateError(f"{self.entry.file} cannot be read: {error}") from error
 
 
 def _of_folder(folder: Path, faults: list[str]) -> dict[str, Entry]:

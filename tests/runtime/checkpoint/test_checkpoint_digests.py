@@ -18,7 +18,7 @@ from autotp.errors import AutoTPError, StateError
 from autotp.runtime.checkpoint import digests
 from autotp.runtime.checkpoint.boxes import Box
 from autotp.runtime.checkpoint.checked import Digests, Entry, position
-from autotp.runtime.checkpoint.digests import BYTES, Grid, Region, as_bytes, grids, measured, recorded
+from autotp.runtime.checkpoint.digests import BYTES, Grid, Memory, Region, as_bytes, grids, measured, recorded
 from tests.helpers.states import same, stepped, with_momenta
 
 DIGESTS = "autotp.digests.json"
@@ -29,7 +29,7 @@ def changed(before: Tensor, after: Tensor, ways: list[Grid]) -> list[list[int]]:
     out = []
     for grid in ways:
         whole = Region(grid, range(math.ceil(len(before) / grid.row)), range(grid.strips))
-        (text,) = measured([grid], len(before), lambda start, stop: before[start:stop]).values()
+        (text,) = measured([grid], len(before), Memory(before)).values()
         windows = grid.windows(whole.rows, len(after))
         found = grid.digests([grid.sums(after[start:stop]) for start, stop in windows])[:, 0]
         out.append((found != recorded(whole, text)).nonzero().flatten().tolist())
@@ -62,7 +62,7 @@ def small_blocks() -> Iterator[None]:
         yield
 
 
-class Source:
+class Stored:
     """A stored tensor whose reads are noted."""
 
     def __init__(self, tensor: Tensor, folder: Path) -> None:
@@ -70,13 +70,13 @@ class Source:
         self.entry = Entry(tuple(tensor.shape), tensor.dtype, Path("file"), 100, 100 + len(self.bytes))
         self.digests = Digests(folder)
         ways = grids(tensor.shape, tensor.dtype.itemsize)
-        own = measured(ways, len(self.bytes), lambda start, stop: self.bytes[start:stop])
+        own = measured(ways, len(self.bytes), Memory(self.bytes))
         self.digests.tables, self.digests.tensors = {"t": ""}, {"x": {position((0,) * tensor.ndim): own}}
 
     def fill(self, box: Box) -> str:
         """The error."""
         try:
-            self.digests.fill("t", "x", self.entry, box, lambda start, stop: self.bytes[start:stop])
+            self.digests.fill("t", "x", self.entry, box, Memory(self.bytes))
         except StateError as error:
             return str(error)
         assert torch.equal(box.tensor, self.tensor[box.slices].to(box.tensor.dtype))
@@ -90,7 +90,7 @@ SHAPES = [(3000,), (70, 96), (129, 33), (6, 32, 48), (2, 9000), (3, 2, 7, 64), (
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_a_flipped_byte_of_any_box_is_noticed(shape, dtype, small_blocks, tmp_path):
     drawn = random.Random(0)
-    source = Source(torch.randint(-99, 99, shape).to(dtype), tmp_path)
+    source = Stored(torch.randint(-99, 99, shape).to(dtype), tmp_path)
     for _ in range(20):
         cuts = [sorted(drawn.sample(range(n + 1), 2)) for n in shape]
         box = Box(tuple(a for a, _ in cuts), torch.empty([b - a for a, b in cuts], dtype=dtype))
@@ -109,7 +109,7 @@ def test_a_flipped_byte_of_any_box_is_noticed(shape, dtype, small_blocks, tmp_pa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])  # as it is stored; cast while it is read
 def test_a_rank_checks_its_own_columns(dtype, small_blocks, tmp_path):
-    source, summed, sums = Source(torch.randn(64, 1024), tmp_path), list[int](), Grid.sums
+    source, summed, sums = Stored(torch.randn(64, 1024), tmp_path), list[int](), Grid.sums
 
     def counted(grid: Grid, data: Tensor, parts: int = 1, columns: slice = slice(None)) -> Tensor:
         summed.append(len(data) // grid.row * len(range(grid.row // 8)[columns]))
@@ -129,7 +129,7 @@ def test_the_format_stays():
     """What this version records is read by those to come: the grids of a tensor of 12 MiB, and their last digests."""
     values = torch.arange(3 << 19).view(3, 512, 1024)
     data = as_bytes(values)
-    found = measured(grids(values.shape, 8), len(data), lambda start, stop: data[start:stop])
+    found = measured(grids(values.shape, 8), len(data), Memory(data))
     blocks = {"4096/1": (1024, 1), "4194304/16": (3, 16), "8192/16": (1536, 16)}  # rows of the last one, and strips
     assert list(found) == list(blocks)
     for key, text in found.items():
