@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autotp.errors import AutoTPError, StateError
@@ -171,3 +172,20 @@ def test_no_flipped_byte_loads_without_a_word(format, tmp_path):
     (tmp_path / "saved" / DIGESTS).unlink()
     shards = [f for f in files if f.suffix in (".distcp", ".safetensors")]
     assert flipped(sharded, optimizer, shards, 30)[1] > 5  # the negative control
+
+
+def test_a_file_that_another_program_has_written_anew(tmp_path):
+    """It is refused with what to do about it, also beside another file that is as it was."""
+    sharded, _ = stepped(1)
+    sharded.save_checkpoint(tmp_path / "saved", format="huggingface", max_file=600)
+    first, second = sorted((tmp_path / "saved").glob("*.safetensors"))
+    values = load_file(second)
+    others = {n: t + 1 for n, t in values.items()}
+    for tensors, text in ((others, f"{second} is damaged"), ({**others, "more": values["2.bias"]}, "or another one")):
+        save_file(tensors, second, {"format": "pt"})
+        with pytest.raises(StateError, match=f"(?s){text}.*changed on purpose, delete .*{DIGESTS}"):
+            sharded.load_checkpoint(tmp_path / "saved", strict=False)
+    (tmp_path / "saved" / DIGESTS).unlink()
+    sharded.load_checkpoint(tmp_path / "saved", strict=False)
+    stored = load_file(first) | others
+    same(sharded.full_state_dict(), {n: stored[n] for n in sharded.full_state_dict()})

@@ -61,7 +61,9 @@ def test_a_folder_of_adapters_is_read_by_peft_and_transformers(pool, tmp_path):
     base_model().save_pretrained(tmp_path / "base")
     folder = tmp_path / "adapters"
     wanted = pool.run(saving, str(folder), world=2)
-    assert {"adapter_config.json", "adapter_model.safetensors"} <= {p.name for p in folder.iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "autotp.digests.json"} <= {
+        p.name for p in folder.iterdir()
+    }
     assert not (folder / "model.safetensors").exists()
     names = load_file(folder / "adapter_model.safetensors")
     assert sum("lora_" in n for n in names) == 4 and sum("lm_head" in n for n in names) == 1, list(names)
