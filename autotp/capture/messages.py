@@ -57,6 +57,13 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "is captured by itself.",
     ),
     (
+        r"unhashable type: non-nested SymInt",
+        "A number that the values of a tensor tell (`x.sum(1).tolist()`) is looked up, as a key of a dict or an item "
+        "of a set that is written out, and a trace does not know it. Compare the numbers (`max(numbers)`, "
+        "`len(set(numbers)) > 1`), which is a condition of every call, or pass the number as an argument (a Python "
+        "int): each value is captured by itself.",
+    ),
+    (
         KINDS["none"],
         "Under torch.export a default that the model makes for itself is left out. Pass that argument explicitly in "
         "example_inputs and in every call (attention_mask, decoder_attention_mask, position_ids).",
