@@ -64,6 +64,12 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "int): each value is captured by itself.",
     ),
     (
+        r"Unsupported input type",
+        "An argument of the call is an object that no program takes. Pass tensors, numbers, strings, None, containers "
+        "of them, and objects that hold tensors in their attributes; leave out what the forward itself does not read, "
+        "such as a tokenizer.",
+    ),
+    (
         KINDS["none"],
         "Under torch.export a default that the model makes for itself is left out. Pass that argument explicitly in "
         "example_inputs and in every call (attention_mask, decoder_attention_mask, position_ids).",

@@ -32,10 +32,6 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 INSTEAD = "Change it in the original model, and compile that."
 
 
-class FusedError(StateError, AttributeError):
-    """A parameter that is asked for by its name, and is held under several."""
-
-
 @dataclass(frozen=True)
 class Same:
     """Stands for a value that can be told from others by its identity alone."""

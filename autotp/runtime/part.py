@@ -11,12 +11,12 @@ from torch import nn
 
 from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
-from autotp.runtime.interop.methods import refusing
+from autotp.runtime.interop.methods import AbsentError, refusing
 from autotp.runtime.interop.refusals import DDP, SET, Refused
 from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
-from .changes import TORCHS, Changes, FusedError, Watched, foreign
+from .changes import TORCHS, Changes, Watched, foreign
 from .revision import TABLES, Revision, counted
 from .storage import Storage
 
@@ -105,7 +105,7 @@ class Part(nn.Module):
             advice = "" if watched is None else watched.in_parts(self, name)
             if not advice:
                 raise
-        raise FusedError(advice)
+        raise AbsentError(advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:

@@ -14,6 +14,7 @@ from autotp.ir.graph import Capture
 from autotp.runtime.boundaries import hooked
 from autotp.runtime.call_key import signature
 from autotp.runtime.deferred import gathered
+from autotp.runtime.interop.methods import BATCHES
 from autotp.runtime.programs import Program
 
 from .arguments import Arguments
@@ -25,6 +26,27 @@ READERS = ("logits_processor", "stopping_criteria", "custom_generate")
 SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 ALONE = ("streamer",)  # arguments that a rank may have alone
+
+BY_ONE = (
+    "generate(token_healing=True) with dp: prompts are healed one by one, each by forwards of its own, and ranks of "
+    "another slice make others. Heal them with a module that is compiled without dp, and generate from those tokens."
+)
+
+
+def refuse(kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
+    """Refuse what the loops of `generate` would do with several ranks without saying so.
+
+    Args:
+        kwargs: of the call. config: the module's `generation_config`. dp: number of slices of the batch.
+
+    Raises:
+        StateError: it says what to do instead.
+    """
+    if kwargs.get("cache_implementation") == "paged":
+        raise StateError(BATCHES.format(name="generate(cache_implementation='paged')"))
+    defaults = kwargs.get("generation_config") or config
+    if dp > 1 and kwargs.get("token_healing", getattr(defaults, "token_healing", False)):
+        raise StateError(BY_ONE)
 
 
 def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
@@ -76,7 +98,8 @@ class Generates:
 
         Raises:
             RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not.
+            StateError: the original's class has no `generate`; sequences are dealt over cp, and a cache is not; or an
+                option is one that ranks cannot follow.
         """
         if self._shards.axis.name == "cp":
             raise StateError(
@@ -89,8 +112,9 @@ class Generates:
         late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
         generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late), self._calls.any)
         with self._calls.turn("generate()"):
-            options = option_texts(args, kwargs, getattr(generator, "generation_config", None))
-            self._calls.agree("generate()", options)
+            config = getattr(generator, "generation_config", None)
+            self._calls.agree("generate()", option_texts(args, kwargs, config))
+            refuse(kwargs, config, self._shards.axis.size)
             with one_generator(self._source.ranks, self._shards.device):
                 outputs = gathered(generator.generate(*args, **kwargs))
             self._calls.agree("end of generate()", {})

@@ -32,6 +32,11 @@ CHECKPOINTING = (
     "{name}() changes how layers are called, and the programs are of the layers as they were. Call it on the original "
     "model, and give that to autotp.compile."
 )
+BATCHES = (
+    "{name}: continuous batching keeps the keys and values of all requests in pages of one memory, and calls the model "
+    "from a thread of its own; a sharded module has neither. Take sharded.generate(...), with prompts of several "
+    "lengths padded on the left."
+)
 # What changes the modules that run, and does a part of that before it meets the first one that it may not; and what
 # writes without the other ranks.
 REFUSED = {
@@ -39,10 +44,28 @@ REFUSED = {
     "save_pretrained": SAVE, "gradient_checkpointing_enable": CHECKPOINTING,
 }  # fmt: skip
 
+# What libraries look for before they use it, and do without where it is not there.
+ABSENT = {
+    "generate_batch": BATCHES, "init_continuous_batching": BATCHES, "continuous_batching_context_manager": BATCHES,
+    "destroy_cached_continuous_batching_manager": BATCHES,
+}  # fmt: skip
 
-def refusing(original: type[nn.Module]) -> dict[str, Callable[..., Any]]:
-    """The methods of a class that its parts refuse, each as a function that does."""
-    return {n: _refuser(n) for n in REFUSED if callable(getattr(original, n, None))}
+
+class AbsentError(StateError, AttributeError):
+    """An attribute that the original has and the sharded module has not: it says what to take in its place."""
+
+
+def refusing(original: type[nn.Module]) -> dict[str, Any]:
+    """The methods of a class that its parts refuse, each as a function that does, and those that parts do not have."""
+    absent = {n: property(_absent(n)) for n in ABSENT if hasattr(original, n)}
+    return absent | {n: _refuser(n) for n in REFUSED if callable(getattr(original, n, None))}
+
+
+def _absent(name: str) -> Callable[[Any], Any]:
+    def read(self: Any) -> Any:
+        raise AbsentError(ABSENT[name].format(name=name)) from None
+
+    return read
 
 
 def _refuser(name: str) -> Callable[..., Any]:
@@ -71,6 +94,8 @@ class Methods:
 
     def _of_the_original(self, bare: nn.Module, name: str) -> Any:
         """A method or property of the original's class, or what the original passes on of the modules in it."""
+        if name in ABSENT and hasattr(bare, name):
+            return _absent(name)(self)
         above = getattr(type(bare), name, None)
         if isinstance(above, property):
             return above.__get__(self)

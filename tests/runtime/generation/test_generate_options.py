@@ -1,0 +1,82 @@
+"""Options of `generate()`: a tokenizer is no argument of the forward, and what ranks cannot follow is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import autotp
+from tests.helpers.compare import mesh_of
+from tests.helpers.errors import error_of
+
+IDS = torch.tensor([[5, 6, 7, 4]])  # "bcda", whose last letter begins a longer word
+WORDS = ["<pad>", "<s>", "</s>", "<unk>", *"abcdefghijklmnopqrstuvwxyz", "ab", "cd"]
+BATCHING = ["generate_batch", "init_continuous_batching", "continuous_batching_context_manager"]
+
+
+def tokenizer() -> Any:
+    """Of letters, and two pairs of them."""
+    by_letters = Tokenizer(models.BPE({word: i for i, word in enumerate(WORDS)}, [("a", "b"), ("c", "d")]))
+    by_letters.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=by_letters, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+
+
+def llama() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def tokens_of(model: Any) -> list[Tensor]:
+    """Ended by a string, and drawn after a healed prompt."""
+    torch.manual_seed(0)
+    words = {"tokenizer": tokenizer(), "max_new_tokens": 4}
+    ended = model.generate(IDS, stop_strings=["fs"], do_sample=False, **words)
+    return [ended, model.generate(IDS, token_healing=True, do_sample=True, **words)]
+
+
+def generating(rank: int, world: int, group: Any) -> tuple[list[Tensor], list[tuple[str, str]]]:
+    """Tokens of a sharded module, and what it says to options that ranks cannot follow."""
+    examples = {"input_ids": IDS.repeat(2, 1)}
+    sharded: Any = autotp.compile(llama(), example_inputs=examples, mesh=mesh_of(group), check_capture=False)
+    dp = init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+    sliced: Any = autotp.compile(llama(), dp=2, mesh=dp, example_inputs=examples, check_capture=False)
+    calls = [
+        lambda: sharded.generate(IDS, cache_implementation="paged"),
+        lambda: sliced.generate(IDS, token_healing=True, tokenizer=tokenizer()),
+    ]
+    return tokens_of(sharded), [error_of(call)[:2] for call in calls]
+
+
+def test_a_tokenizer_is_for_generate_alone(pool):
+    wanted = tokens_of(llama())
+    assert len(wanted[0][0]) < 4 + 4 and wanted[1][0, 1] == WORDS.index("cd")
+    for tokens, ((paged, way), (alone, reason)) in pool.run(generating, world=2):
+        for own, model in zip(tokens, wanted, strict=True):
+            assert torch.equal(own, model)
+        assert paged == alone == "StateError"
+        assert "Take sharded.generate(" in way and "compiled without dp" in reason
+
+
+def test_there_is_no_continuous_batching():
+    model = llama()
+    sharded: Any = autotp.compile(model, 1, example_inputs=IDS, check_capture=False)
+    for name in BATCHING:
+        assert hasattr(model, name) and not hasattr(sharded, name)
+        kind, text = error_of(lambda name=name: getattr(sharded, name))[:2]
+        assert kind == "AbsentError" and text.startswith(name) and "Take sharded.generate(" in text
+    assert not hasattr(sharded, "no_method")
+
+
+def test_a_forward_that_is_given_one_is_refused_with_the_way_out():
+    sharded: Any = autotp.compile(llama(), 1, example_inputs=IDS, check_capture=False)
+    kind, text = error_of(lambda: sharded(IDS, tokenizer=tokenizer()))[:2]
+    assert kind == "CaptureError" and "leave out what the forward itself does not read, such as a tokenizer" in text
