@@ -135,6 +135,7 @@ KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
 FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
     "torch": "create_graph foreach fullgraph fused weights_only",
     "transformers": "cache_implementation save_only_model stop_strings token_healing tokenizer tp_plan use_cache",
+    "transformers' trainer": "gradient_checkpointing offload",
     "accelerate": "parallelism_config",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",

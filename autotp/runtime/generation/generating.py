@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -60,6 +61,12 @@ def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) ->
     return {name: text for name, text in options.items() if text != "None"}
 
 
+def _takes_synced(kind: Any) -> bool:
+    """Whether the `generate` of a class may be given transformers' option, as a class's own loop may not."""
+    parameters = inspect.signature(kind.generate).parameters if hasattr(kind, "generate") else {}
+    return "synced_gpus" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
 def _text(value: Any) -> str:
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype}"
@@ -84,7 +91,7 @@ class Generates:
     _changes: Any
     _mode: Any
     _capture: Any
-    _call: Any
+    by_itself: Any
     _calls: Any
     _forward_hooks: Any
     _forward_pre_hooks: Any
@@ -106,7 +113,7 @@ class Generates:
                 "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
                 "without cp; its state dict is this one's."
             )
-        if self._shards.axis.size > 1 and len(args) <= SYNCED:
+        if self._shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(type(self._source.bare)):
             kwargs.setdefault("synced_gpus", True)
         late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
         late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
@@ -123,7 +130,7 @@ class Generates:
     def _call_of_shell(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool) -> Any:
         """A forward within `generate`; hooks on the whole module are called at it as at any other."""
         if entry or not hooked(self._forward_pre_hooks, self._forward_hooks):
-            return self._call(entry, args, kwargs, late)
+            return self.by_itself(entry, args, kwargs, late)
         return self(*args, **kwargs)
 
     @property

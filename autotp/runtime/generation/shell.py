@@ -19,7 +19,7 @@ NO_GENERATE = (
     "for others call the sharded module itself, with the cache that it gave."
 )
 
-_drawing: set[str] = set()  # groups whose ranks draw from rank 0's random numbers now
+_drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers now
 
 
 class Shell(nn.Module):
@@ -114,7 +114,7 @@ def _standing(call: Callable[..., Any], module: nn.Module, path: str) -> nn.Modu
 def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
     """Within this context every rank draws from rank 0's random numbers; those of the others go on as they were.
 
-    A context within one of the same ranks, as that of an assistant which drafts, is that one.
+    What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
     """
     if ranks is None or ranks.tp == 1 or ranks.group_name in _drawing:
         yield
@@ -122,13 +122,13 @@ def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
     cuda = device.type == "cuda"
     own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
     common: Any = broadcast(ranks, own)
-    _drawing.add(ranks.group_name)
+    _drawing.append(ranks.group_name)
     try:
         _draw_from(common, device)
         yield
     finally:
         _drawing.remove(ranks.group_name)
-        if ranks.rank:
+        if ranks.rank and not _drawing:
             _draw_from(own, device)
 
 

@@ -1,4 +1,4 @@
-"""Options of `generate()`: a tokenizer is no argument of the forward, and what ranks cannot follow is refused."""
+"""Options of `generate()`: tokenizers, drafts, and what ranks cannot follow."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ def test_a_tokenizer_is_for_generate_alone(pool):
             assert torch.equal(own, model)
         assert paged == alone == "StateError"
         assert "Take sharded.generate(" in way and "compiled without dp" in reason
+
+
+def assisted(rank: int, world: int, group: Any) -> list[Tensor]:
+    """Tokens drawn with drafts that are sharded over another group, over this one, and whole; and the next number."""
+    model, meshes = llama(), [mesh_of(group), init_device_mesh("cpu", (world,), mesh_dim_names=("tp",))]
+    main, draft = [autotp.compile(model, example_inputs=IDS, mesh=mesh, check_capture=False) for mesh in meshes]
+    out: list[Tensor] = []
+    for seed, target, drafts in ((7 + rank, main, (draft, main, model)), (7, model, [model] * 3)):
+        torch.manual_seed(seed)
+        out += [target.generate(IDS, assistant_model=x, do_sample=True, max_new_tokens=3) for x in drafts]
+        out.append(torch.rand(1))
+    return out
+
+
+def test_a_draft_that_is_sharded_draws_as_on_one_device(pool):
+    first, second = pool.run(assisted, world=2)
+    for i in range(3):
+        assert torch.equal(first[i], first[4 + i]) and torch.equal(second[i], first[4 + i])
+    assert not torch.equal(first[0], first[1]) and not torch.equal(first[1], first[2])
+    assert first[3] == first[7] != second[3]  # the other rank's own numbers go on as they were
 
 
 def test_there_is_no_continuous_batching():
