@@ -72,6 +72,10 @@ class Changes:
     revision: int = -1
     adopts: bool = False  # while a method of the original's sets attributes that the original may not have yet
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, of the whole or of a part alone: the first says itself which module that is."""
+        return vars(self) | {"whole": None}
+
     def key(self) -> Hashable:
         """What a program is for, of all this; `()` where all is as it was."""
         for value in self.values:

@@ -340,14 +340,13 @@ class ShardedModule(Finds, Generates, Exports, Profiled, Methods, OriginalInterf
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {
-            id(self._programs_made): Programs(),
-            id(self._programs_by_call): ProgramsByCall(),
-        }  # made again, on the copied parts
+        # Made again, on the copied parts.
+        memo |= {id(self._programs_made): Programs(), id(self._programs_by_call): ProgramsByCall()}
         for part in self._order:
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._turns, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        new._changes.whole = new
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)
         updates.watch(new._calls)

@@ -48,6 +48,7 @@ class Part(nn.Module):
         self._backward_ran = False
         self._storages: dict[str, Storage] = {}  # how its parameters are held, by the original's names of them
         self._due = False  # what stands in its place is to call it with a program
+        self._alone = False  # it is called by itself, perhaps by what stands in its place
         self._late = False  # a weight is no parameter: a hook makes it at this part's turn
         self.training = original.training
 
@@ -74,7 +75,15 @@ class Part(nn.Module):
                     "**kwargs)."
                 )
             watched = self.__dict__["_watched"]
-            return watched.changes.whole.by_itself(watched.path, args, kwargs)
+            if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
+                return nn.Module.forward(self, *args, **kwargs)
+            if watched.changes.whole is None:
+                raise StateError(f"this {self._original} is a copy of one part of a sharded module. Copy the whole.")
+            self.__dict__["_alone"] = True
+            try:
+                return watched.changes.whole.by_itself(watched.path, args, kwargs)
+            finally:
+                self.__dict__["_alone"] = False
         if self._backward_hooks or self._backward_pre_hooks:
             note(self, program)
         if (self._forward_pre_hooks or self._late) and program in self._turns:

@@ -280,7 +280,7 @@ class Assembler:
             module = eager.submodule(start, steps, part)
             if module is not standing[0]:
                 standing[0] = standing_for(part, module)
-            if module is part:
+            if module is part or part.__dict__["_alone"]:
                 return CALL(part, *args, program=program)
             part.__dict__["_due"] = True
             try:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 import autotp
+from autotp.errors import StateError
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.errors import error_of
 
@@ -103,6 +106,40 @@ class Forgetful(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.layer(*args)
+
+
+class Doubled(Forgetful):
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.layer(*args, **kwargs) * 2
+
+
+def test_what_stands_in_their_place_and_copies():
+    model, x = words(), torch.randn(2, 5, 8, dtype=torch.float64)
+    sharded: Any = autotp.compile(model, 1, example_inputs=IDS, check_capture=False)
+    copied = copy.deepcopy(sharded)
+    for m in (model, sharded):
+        m.blocks[0] = Doubled(m.blocks[0])
+    assert torch.equal(sharded.blocks[0](x), model.blocks[0](x))
+    assert torch.equal(sharded.blocks[0].layer(x), model.blocks[0].layer(x))
+    assert torch.equal(sharded(IDS), model(IDS))
+    with torch.no_grad():
+        copied.table.weight.zero_()
+    assert not copied.table(IDS).any() and sharded.table(IDS).all()
+    with pytest.raises(StateError, match="copy of one part"):
+        copy.deepcopy(copied.head)(x)
+    with pytest.raises(NotImplementedError, match="ModuleList"):
+        copied.blocks(x)
+
+
+class Loss(Words):
+    def forward(self, ids: Tensor | None = None, embeds: Tensor | None = None) -> Tensor:
+        return super().forward(ids, embeds).mean()
+
+
+def test_their_outputs_are_whole_whatever_is_asked_of_the_modules():
+    model = Loss()
+    sharded: Any = autotp.compile(model, 1, example_inputs=IDS, outputs="loss", check_capture=False)
+    assert torch.equal(sharded.table(IDS), model.table(IDS)) and torch.equal(sharded(IDS), model(IDS))
 
 
 def test_they_compute_what_the_originals_do(pool):

@@ -127,7 +127,7 @@ class Methods:
         if above is not None and not callable(above) and not hasattr(type(above), "__get__"):
             return above
         member = getattr(bare, name, None)  # by the class's own `__getattr__`, where it has one
-        of = member if isinstance(member, nn.Module) else getattr(member, "__self__", None)
+        of: Any = member if isinstance(member, nn.Module) else getattr(member, "__self__", None)
         path = next((path for path, m in bare.named_modules() if m is of), None)
         if path is None:
             return member if isinstance(member, types.MethodType) else None  # of the class itself
