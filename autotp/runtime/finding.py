@@ -50,7 +50,6 @@ class Finds:
     _call: Any
     _calls: Any
 
-    @torch.compiler.disable
     def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
         """Run the module at this path as a call of its own, which begins with a turn; no hooks of the whole are called.
 

@@ -74,21 +74,25 @@ class Part(nn.Module):
                     "it was given itself. Hand on both: def forward(self, *args, **kwargs): return self.layer(*args, "
                     "**kwargs)."
                 )
-            watched = self.__dict__["_watched"]
-            if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
-                return nn.Module.forward(self, *args, **kwargs)
-            if watched.changes.whole is None:
-                raise StateError(f"this {self._original} is a copy of one part of a sharded module. Copy the whole.")
-            self.__dict__["_alone"] = True
-            try:
-                return watched.changes.whole.by_itself(watched.path, args, kwargs)
-            finally:
-                self.__dict__["_alone"] = False
+            return self._by_itself(args, kwargs)
         if self._backward_hooks or self._backward_pre_hooks:
             note(self, program)
         if (self._forward_pre_hooks or self._late) and program in self._turns:
             args = self._turns[program](args)
         return self._programs[program](*args)
+
+    @torch.compiler.disable  # a function that is compiled around it goes on after it
+    def _by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watched = self.__dict__["_watched"]
+        if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
+            return nn.Module.forward(self, *args, **kwargs)
+        if watched.changes.whole is None:
+            raise StateError(f"this {self._original} is a copy of one part of a sharded module. Copy the whole.")
+        self.__dict__["_alone"] = True
+        try:
+            return watched.changes.whole.by_itself(watched.path, args, kwargs)
+        finally:
+            self.__dict__["_alone"] = False
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 

@@ -262,7 +262,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,
     "Continuous batching (`generate_batch`)": no_batching,
-    "`token_healing=True` with dp": f"{GENERATING}::test_a_tokenizer_is_for_generate_alone",
+    "`token_healing=True`, an assistant": f"{GENERATING}::test_a_tokenizer_is_for_generate_alone",
     "Caches that move between devices": None,
     "`compare=` of a call with a cache": no_compared_cache,
     '`outputs="loss"`: a module': no_generation_with_loss_alone,

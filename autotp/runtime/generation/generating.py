@@ -28,26 +28,28 @@ SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 ALONE = ("streamer",)  # arguments that a rank may have alone
 
-BY_ONE = (
-    "generate(token_healing=True) with dp: prompts are healed one by one, each by forwards of its own, and ranks of "
-    "another slice make others. Heal them with a module that is compiled without dp, and generate from those tokens."
+APART = (
+    "generate({name}=...) with dp: it takes as many forwards, of as many tokens, as the prompts of a slice want, and "
+    "ranks of another slice make others. Leave it out, or generate with a module that is compiled without dp."
 )
+BY_PROMPT = ("token_healing", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
 
 
-def refuse(kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
+def refuse(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
     """Refuse what the loops of `generate` would do with several ranks without saying so.
 
     Args:
-        kwargs: of the call. config: the module's `generation_config`. dp: number of slices of the batch.
+        args, kwargs: of the call. config: the module's `generation_config`. dp: number of slices of the batch.
 
     Raises:
         StateError: it says what to do instead.
     """
     if kwargs.get("cache_implementation") == "paged":
         raise StateError(BATCHES.format(name="generate(cache_implementation='paged')"))
-    defaults = kwargs.get("generation_config") or config
-    if dp > 1 and kwargs.get("token_healing", getattr(defaults, "token_healing", False)):
-        raise StateError(BY_ONE)
+    defaults = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or config
+    for name in BY_PROMPT if dp > 1 else ():
+        if kwargs.get(name, getattr(defaults, name, None)):
+            raise StateError(APART.format(name=name))
 
 
 def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
@@ -121,7 +123,7 @@ class Generates:
         with self._calls.turn("generate()"):
             config = getattr(generator, "generation_config", None)
             self._calls.agree("generate()", option_texts(args, kwargs, config))
-            refuse(kwargs, config, self._shards.axis.size)
+            refuse(args, kwargs, config, self._shards.axis.size)
             with one_generator(self._source.ranks, self._shards.device):
                 outputs = gathered(generator.generate(*args, **kwargs))
             self._calls.agree("end of generate()", {})
