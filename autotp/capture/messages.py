@@ -57,6 +57,19 @@ WAYS_OUT: tuple[tuple[str, str], ...] = (
         "is captured by itself.",
     ),
     (
+        r"unhashable type: non-nested SymInt",
+        "A number that the values of a tensor tell (`x.sum(1).tolist()`) is looked up, as a key of a dict or an item "
+        "of a set that is written out, and a trace does not know it. Compare the numbers (`max(numbers)`, "
+        "`len(set(numbers)) > 1`), which is a condition of every call, or pass the number as an argument (a Python "
+        "int): each value is captured by itself.",
+    ),
+    (
+        r"Unsupported input type",
+        "An argument of the call is an object that no program takes. Pass tensors, numbers, strings, None, containers "
+        "of them, and objects that hold tensors in their attributes; leave out what the forward itself does not read, "
+        "such as a tokenizer.",
+    ),
+    (
         KINDS["none"],
         "Under torch.export a default that the model makes for itself is left out. Pass that argument explicitly in "
         "example_inputs and in every call (attention_mask, decoder_attention_mask, position_ids).",

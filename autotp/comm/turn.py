@@ -106,6 +106,11 @@ def hold() -> None:
     _now.holds, _now.hook_error, _now.hook_changes = True, None, 0
 
 
+def holding() -> bool:
+    """Whether collectives are under way: a hook that begins others on one rank alone would wait for ever."""
+    return _now.holds
+
+
 def release() -> tuple[Exception | None, int]:
     """End that; the error that was kept, and the count."""
     error, _now.holds, _now.hook_error = _now.hook_error, False, None

@@ -272,6 +272,24 @@ def _tables() -> list[Any]:
     return [table for table in tables if hasattr(table, "cache_clear")]
 
 
+def gathered(root: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a function as a forward of this module whose weights torch's data parallelism gathers, beside its hooks.
+
+    Args:
+        root: the module. function: of `args` and `kwargs`.
+    """
+    state = root._get_fsdp_state()
+    if state._state_ctx.iter_forward_root is not None:  # within a forward, as of a hook
+        return function(*args, **kwargs)
+    args, kwargs = state._pre_forward(root, args, kwargs)
+    return state._post_forward(root, args, function(*args, **kwargs))
+
+
+def outermost(root: Any) -> None:
+    """Let torch's data parallelism know that the calls of this module hold those of the modules in it."""
+    root._get_fsdp_state()._lazy_init()
+
+
 def follow_types(part: Any) -> None:
     """Let torch's data parallelism forget what it gathered in a type that the parameters of this part no longer have.
 

@@ -27,7 +27,8 @@ from autotp.ir.layouts import I, Shard
 from autotp.ir.specs import INVARIANT, ShardSpec, Spec
 from autotp.passes.analysis.flows import Flow
 
-OWN = ("torch.", "autotp.")
+# The last one's, of its switch for checkpointing, lets the embedding's output need a gradient, whatever part that is.
+OWN = ("torch.", "autotp.", "transformers.modeling_utils.")
 LENGTH = struct.Struct("!q")
 
 

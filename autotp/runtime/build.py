@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,7 +20,9 @@ from autotp.driver.pipeline import apply_plan, capture_key, capture_model, solve
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, without_cache
 from autotp.ir.graph import Capture
+from autotp.ir.layouts import Layout
 from autotp.ir.precision import DELAYED
+from autotp.ir.program import Sharded
 from autotp.plans.plan import Plan
 from autotp.runtime.lower.lower import EAGER, Lowering
 
@@ -82,14 +85,17 @@ class Build:
         facts = {**versions(), "plan": digest, "wanted": str(self.request), **_parameters(model, None)}
         agree(every, "the plan", facts)
         self.compare_weights()
-        # Not of `self`: the module lives on with this function, and would keep the original's weights.
         options, outputs = self.options, self.request.outputs
-        late = outputs == "full" and callable(getattr(type(model), "generate", None))  # which reads what it needs
+        generates = callable(getattr(type(model), "generate", None))  # which reads what it needs
+
+        # Not of `self`: the module lives on with this function, and would keep the original's weights.
+        def make(program: Capture, states: Mapping[str, Layout], form: str) -> Sharded:
+            late = form == "full" and generates and program.has_states
+            return apply_plan(program, plan, options, "deferred" if late else form, states)[1]
+
         source = Source(
             bare=skeleton(model, _device(self.ranks)),
-            make=lambda c, states: apply_plan(
-                c, plan, options, "deferred" if late and c.has_states else outputs, states
-            )[1],
+            make=make,
             ranks=self.ranks,
             tp=plan.tp,
             aliases=aliases(model),
@@ -99,7 +105,8 @@ class Build:
             sample=self.check is not False,
         )
         if captured is not None:
-            source.ready.append((captured, together(every, "rewriting the graph", lambda: source.make(captured, {}))))
+            sharded = together(every, "rewriting the graph", lambda: make(captured, {}, outputs))
+            source.ready.append((captured, sharded))
         return model, plan, source
 
     def compare_weights(self) -> None:

@@ -166,7 +166,7 @@ class Calls:
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
-            self._differ(key, call.whole, call.spec, how)
+            self._differ(key, call, how)
         compare(slices, self.what)
         self.versions, self.loads = versions, self.shards.loads
         self.hooked = any(message.flags & HOOKED for message in everyone)
@@ -310,9 +310,11 @@ class Calls:
             self.digests[key] = _short(key), _short(kind)
         return self.digests[key]
 
-    def _differ(self, key: Any, flat: Sequence[Any], spec: Any, how: str) -> None:
+    def _differ(self, key: Any, call: Arguments, how: str) -> None:
         """Say in what the calls differ, on the ranks of one slice of the batch ("call") or on those of several."""
-        facts = {**mode_of(key[0], flat), **state.input_text(flat, spec, False), **self.changes.facts()}
+        flat = call.whole
+        facts = {"the module that is called": call.entry or self.name, **mode_of(key[0], flat)}
+        facts |= {**state.input_text(flat, call.spec, False), **self.changes.facts()}
         facts |= kind_of(flat) if how == "kind" else {}
         frozen = [name for name, p in self.shards.root.named_parameters() if not p.requires_grad]
         facts["frozen parameters"] = f"{len(frozen)}: {', '.join(frozen)}" if frozen else "none"

@@ -14,59 +14,18 @@ from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autotp.capture.model_key import Untold, words
 from autotp.capture.subclasses.weights import parts_of
 from autotp.errors import StateError
 
-from .revision import CONTAINERS, Revision, attributes_of, contents, counted
+from .revision import CONTAINERS, HOOKS, Revision, Same, attributes_of, contents, counted, hooks_of, token
 
 TORCHS = frozenset(nn.Module().__dict__)  # what torch itself keeps on a module; the training flag is a mode's
-PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
 LISTS = (nn.ModuleDict, nn.ModuleList, nn.Sequential)  # what is in one is run
 WITHIN = "within "  # before the name of an attribute that is the same object still
-HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 INSTEAD = "Change it in the original model, and compile that."
-
-
-class FusedError(StateError, AttributeError):
-    """A parameter that is asked for by its name, and is held under several."""
-
-
-@dataclass(frozen=True)
-class Same:
-    """Stands for a value that can be told from others by its identity alone."""
-
-    value: Any = field(hash=False, compare=False, repr=False)
-    at: int = field(repr=False)  # another in each process, so that ranks compare the rest
-
-
-def token(value: Any) -> Hashable:
-    """What says whether another value is the same."""
-    plain = isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
-    return (type(value), value) if plain else (type(value), Same(value, id(value)))
-
-
-def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
-    """What says whether a module of the skeleton has other hooks: a capture of it runs them."""
-    tables = [getattr(module, name) for name in HOOKS]
-    return tuple([_described(hook) for table in tables for hook in table.values()])
-
-
-def _described(hook: Any) -> Hashable:
-    """What a hook is in every process, with what PEFT's partial functions hold; of a closure its identity."""
-    try:
-        return repr(words(hook))
-    except Untold:
-        return token(hook)
-
-
-def comparable(key: Hashable) -> bool:
-    """Whether a key says the same in every process: none of its values is known by its identity alone."""
-    return all(map(comparable, key)) if isinstance(key, tuple) else not isinstance(key, Same)
 
 
 @dataclass
@@ -102,14 +61,20 @@ class AttributeValue:
 
 @dataclass
 class Changes:
-    """What was set on all parts of one sharded module."""
+    """What was set on all parts of one sharded module, which is `whole`."""
 
+    whole: Any = None
     parts: list[Watched] = field(default_factory=list)
     values: list[AttributeValue] = field(default_factory=list)
     last_key: Hashable = ()
     stale: bool = False
     hooks: dict[str, tuple[Hashable, ...]] = field(default_factory=dict)
     revision: int = -1
+    adopts: bool = False  # while a method of the original's sets attributes that the original may not have yet
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For a copy, of the whole or of a part alone: the first says itself which module that is."""
+        return vars(self) | {"whole": None}
 
     def key(self) -> Hashable:
         """What a program is for, of all this; `()` where all is as it was."""
@@ -154,6 +119,7 @@ class Watched:
         changes: of the whole sharded module.
         children: the parts that stand for the module's own children.
         versions: name of an attribute -> what tells its value from others.
+        adopted: names of attributes that a method of the original's has set, which it had not before.
         hooks: of the module, as it was compiled; `generate` of its class may add to them (PEFT's adapters by row).
     """
 
@@ -162,12 +128,14 @@ class Watched:
         self.children, self.versions = dict(children), {}
         vars(module).update((name, counted(vars(module)[name])) for name in HOOKS)
         self.hooks = hooks_of(module)
+        self.adopted: set[str] = set()
         changes.parts.append(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Watched:
         new = object.__new__(Watched)
         memo[id(self)] = new
         new.module, new.path, new.versions, new.hooks = self.module, self.path, dict(self.versions), self.hooks
+        new.adopted = set(self.adopted)
         new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
         return new
 
@@ -182,7 +150,7 @@ class Watched:
         """Whether the original's module has a plain attribute of this name, of its own or by its class."""
         if name in TORCHS:
             return False
-        if name in self.module.__dict__:
+        if name in self.module.__dict__ or name in self.adopted:
             return True
         attribute = getattr(type(self.module), name, None) if name not in nn.Module.__dict__ else None
         return attribute is not None and not callable(attribute) and not hasattr(type(attribute), "__get__")
@@ -224,6 +192,8 @@ class Watched:
         # A fused weight is held as `weight_part0` and on; one set under its whole name would be read by nothing.
         if advice := self.in_parts(part, name):
             raise StateError(advice)
+        if self.changes.adopts:
+            self.adopted.add(name)
         # Parameters, modules and buffers are what the program computes with: it has their shapes and splits.
         if name in self.module._parameters:
             self._parameter(part, name, value)

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import partial
 from typing import Any
 
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from autotp import compat
 from autotp.comm.ranks import agree, together
+from autotp.comm.turn import holding
 from autotp.driver.once import capture_once
 from autotp.errors import StateError
 from autotp.ir.graph import Capture, draws
@@ -17,10 +23,15 @@ from autotp.runtime.lower.reduced import accumulate_in
 
 from . import data_parallel, state
 from .call_key import form
-from .changes import comparable
 from .deferred import columns_of
 from .programs import Program, readings
+from .revision import comparable
 from .tree import Assembler
+
+WITHIN = (
+    "{entry} is called within a call of {name}, by a hook: where not all ranks did so they would wait for each other. "
+    "Keep what the hook sees, and call {entry} after that call."
+)
 
 
 class Finds:
@@ -36,7 +47,36 @@ class Finds:
     _order: Any
     _mode: Any
     _captured: Any
+    _call: Any
     _calls: Any
+
+    def by_itself(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool = False) -> Any:
+        """Run the module at this path as a call of its own, which begins with a turn; no hooks of the whole are called.
+
+        Args:
+            entry: the path. args, kwargs: of the call. late: whether outputs may be gathered where they are read.
+
+        Raises:
+            StateError: collectives of a call are under way, in which a hook calls it.
+        """
+        if holding():
+            raise StateError(WITHIN.format(entry=entry or "the module", name=self._calls.name))
+        root: Any = self
+        with self._calls.turn():
+            if not isinstance(root, FSDPModule):
+                return self._call(entry, args, kwargs, late)
+            grad = torch.is_grad_enabled()
+            if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
+                compat.outermost(root)
+                return self._call(entry, args, kwargs, late)
+            with self._calls.gathering():
+                outputs = compat.gathered(root, partial(self._run_at, entry, late), args, kwargs)
+            if not grad:
+                data_parallel.show_gradients(self._shards)
+            return outputs
+
+    def _run_at(self, entry: str, late: bool, *args: Any, **kwargs: Any) -> Any:
+        return self._call(entry, args, kwargs, late)
 
     def _find(self, call: Arguments) -> tuple[Program, list[int]]:
         """The program for a call of a new signature, and the order in which it takes the tensors. Collective."""
@@ -51,9 +91,8 @@ class Finds:
         if match is None:
             captured = self._capture_once(call)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
-            sharded = together(
-                source.ranks, "rewriting the graph", lambda: source.make(captured, self._carriers.layouts)
-            )
+            layouts, outputs = self._carriers.layouts, source.want_of(call.entry).outputs
+            sharded = together(source.ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
             self._install(captured, sharded, self._changes.key(), call.entry)
             match = self._match(call)
             if match is None:
@@ -116,7 +155,7 @@ class Finds:
         write_in_place(captured, graph)
         steps = any(leaf.kind.carried for leaf in captured.leaves)  # it goes on with a state, such as a cache
         columns = {}
-        if source.ranks is not None and captured.has_states and source.want.outputs == "full":
+        if source.ranks is not None and captured.has_states and source.want_of(entry).outputs == "full":
             columns = columns_of(captured, sharded, source.ranks)
         assembler = Assembler(self._shards.parts, graph, reads, key, constants, compiler, source.ranks)
         assembler.build(inputs, one=steps, gathers=columns)

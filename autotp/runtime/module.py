@@ -88,7 +88,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
         with self._calls.turn(), self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
-            outputs = super().__call__(*args, **kwargs)
+            outputs = nn.Module.__call__(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             data_parallel.show_gradients(self._shards)
         return outputs
@@ -174,16 +174,17 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
             module.training = part.training
         self._changes.apply(zip(bare.modules(), self._order, strict=True))
         inputs = form(source.bare.get_submodule(call.entry), call.whole, call.spec)[1]
+        request = source.want_of(call.entry)
         with entering(bare, call.entry), sizes_of_states(self._carriers.sizes):
-            captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+            captured = prepare(bare, inputs, self._shards.device, mode, request=request)
             if captured.asks_gradients and train_as(bare, self._order):  # else one program is for all that is trained
-                captured = prepare(bare, inputs, self._shards.device, mode, request=source.want)
+                captured = prepare(bare, inputs, self._shards.device, mode, request=request)
             return captured
 
     def _finish(self, program: Program, outputs: Any, inputs: list[Tensor], late: bool) -> list[Any]:
         """Write what the original writes to its buffers and inputs; the other results."""
         captured, results = program.capture, []
-        as_sharded = self._source.want.outputs == "sharded"
+        as_sharded = self._source.want_of(program.entry).outputs == "sharded"
         for i, value in enumerate(outputs if program.flat else compat.tree_leaves(outputs)):
             taker = captured.mutations.get(i)
             if isinstance(taker, str):
@@ -358,14 +359,13 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         new = self.__class__.__new__(self.__class__)
         memo[id(self)] = new
         memo |= {id(shared): shared for shared in (self._plan, self._source, self.config)}
-        memo |= {
-            id(self._programs_made): Programs(),
-            id(self._programs_by_call): ProgramsByCall(),
-        }  # made again, on the copied parts
+        # Made again, on the copied parts.
+        memo |= {id(self._programs_made): Programs(), id(self._programs_by_call): ProgramsByCall()}
         for part in self._order:
             if isinstance(part, Part):
                 memo |= {id(table): {} for table in (part._programs, part._turns, part._boundaries, part._calls_made)}
         new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        new._changes.whole = new
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)
         updates.watch(new._calls)

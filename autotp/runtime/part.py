@@ -11,12 +11,12 @@ from torch import nn
 
 from autotp.capture.subclasses.weights import plain_class
 from autotp.errors import StateError
-from autotp.runtime.interop.methods import refusing
+from autotp.runtime.interop.methods import AbsentError, in_place_of
 from autotp.runtime.interop.refusals import DDP, SET, Refused
 from autotp.runtime.interop.whole_weights import on_whole_weights
 
 from .boundaries import Boundary, after_backward, after_forward, before_backward, before_forward, is_own, note
-from .changes import TORCHS, Changes, FusedError, Watched, foreign
+from .changes import TORCHS, Changes, Watched, foreign
 from .revision import TABLES, Revision, counted
 from .storage import Storage
 
@@ -47,25 +47,52 @@ class Part(nn.Module):
         self._calls_made: dict[Any, Boundary] = {}  # likewise hooks on the backward, of those that may be to come
         self._backward_ran = False
         self._storages: dict[str, Storage] = {}  # how its parameters are held, by the original's names of them
+        self._due = False  # what stands in its place is to call it with a program
+        self._alone = False  # it is called by itself, perhaps by what stands in its place
         self._late = False  # a weight is no parameter: a hook makes it at this part's turn
         self.training = original.training
 
-    __call__ = nn.Module.__call__  # the original's class may checkpoint or count in its own; the program holds that
+    def __call__(self, *args: Any, program: Any = None, **kwargs: Any) -> Any:
+        """As torch's, whatever the original's class does in its own, which the program holds."""
+        if program is None:
+            return self.forward(*args, **kwargs)  # the hooks are called there
+        self.__dict__["_due"] = False
+        return nn.Module.__call__(self, *args, program=program, **kwargs)
+
     __getstate__: Any = object.__getstate__  # likewise what it does to copies
     __setstate__ = nn.Module.__setstate__
 
-    def forward(self, *args: Any, program: Any = None) -> Any:
-        """Run this part of `program`; called by the parent part with the values that flow in."""
-        if program not in self._programs:
-            raise StateError(
-                f"this {self._original} is a part of a sharded module and cannot be called by itself: its inputs may "
-                "be shards. Call the whole module; to run a part alone, compile that part."
-            )
+    def forward(self, *args: Any, program: Any = None, **kwargs: Any) -> Any:
+        """Run this part of `program`, called by the parent part with the values that flow in.
+
+        Without a program it is called by itself, as the original's module is: whole values, on every rank the same.
+        """
+        if program is None:
+            if self.__dict__["_due"]:
+                raise StateError(
+                    f"what stands in the place of this {self._original} called it without the keyword arguments that "
+                    "it was given itself. Hand on both: def forward(self, *args, **kwargs): return self.layer(*args, "
+                    "**kwargs)."
+                )
+            return self._by_itself(args, kwargs)
         if self._backward_hooks or self._backward_pre_hooks:
             note(self, program)
         if (self._forward_pre_hooks or self._late) and program in self._turns:
             args = self._turns[program](args)
         return self._programs[program](*args)
+
+    @torch.compiler.disable  # a function that is compiled around it goes on after it
+    def _by_itself(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        watched = self.__dict__["_watched"]
+        if type(watched.module).forward is nn.Module.forward:  # a list of modules: torch's own error
+            return nn.Module.forward(self, *args, **kwargs)
+        if watched.changes.whole is None:
+            raise StateError(f"this {self._original} is a copy of one part of a sharded module. Copy the whole.")
+        self.__dict__["_alone"] = True
+        try:
+            return watched.changes.whole.by_itself(watched.path, args, kwargs)
+        finally:
+            self.__dict__["_alone"] = False
 
     # ---- hooks -----------------------------------------------------------------------------------------------------
 
@@ -105,7 +132,7 @@ class Part(nn.Module):
             advice = "" if watched is None else watched.in_parts(self, name)
             if not advice:
                 raise
-        raise FusedError(advice)
+        raise AbsentError(advice)
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in SET:
@@ -176,7 +203,7 @@ def class_of(original: type[nn.Module]) -> type[Part]:
     meta = Standing if issubclass(Standing, kind) else type("Standing", (Standing, kind), {})
     body = {n: getattr(original, n) for n in ("__len__", "__getitem__") if hasattr(original, n)}
     body |= {n: getattr(original, n) for n in ("__module__", "__qualname__", "__doc__")} | {"_class": original}
-    body |= on_whole_weights(original) | refusing(original)
+    body |= on_whole_weights(original) | in_place_of(original)
     try:
         return meta(original.__name__, (Part, original), body)
     except TypeError:
@@ -198,7 +225,7 @@ def watch(parts: Mapping[str, nn.Module], bare: nn.Module) -> Changes:
         parts: the parts by the original's paths of modules.
         bare: the original's skeleton.
     """
-    changes = Changes()
+    changes = Changes(parts[""])
     for path, module in bare.named_modules(remove_duplicate=False):
         part = parts[path]
         if isinstance(part, Part) and "_watched" not in part.__dict__:

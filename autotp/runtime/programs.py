@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -193,7 +193,8 @@ class Source:
 
     Attributes:
         bare: the original with fake tensors; it holds no weights.
-        make: the program of a capture, under the module's plan, with states where programs before have them.
+        make: the program of a capture, under the module's plan, with states where programs before have them, and with
+            such outputs as are wanted.
         ranks: None in one plain process.
         aliases: every name of a parameter or buffer -> the first name of the same tensor.
         want: what captures are to be.
@@ -204,7 +205,7 @@ class Source:
     """
 
     bare: nn.Module
-    make: Callable[[Capture, Mapping[str, Layout]], Sharded]
+    make: Callable[[Capture, Mapping[str, Layout], str], Sharded]
     ranks: Ranks | None
     tp: int
     aliases: dict[str, str]
@@ -222,6 +223,10 @@ class Source:
             return model_key(self.bare)
         except Untold:
             return None
+
+    def want_of(self, entry: str) -> CaptureRequest:
+        """What captures of the module at this path are to be: the user asked for outputs and states of the root's."""
+        return replace(self.want, outputs="full", carried=()) if entry else self.want
 
     def places(self) -> dict[str, MeshPlace]:
         """This rank's place on each mesh axis; rank 0's in one plain process, which does not run."""

@@ -2,16 +2,18 @@
 
 The number rises when something is set on a part, hooked to it or put in its place. What all parts are like takes a walk
 through objects that no step of decoding has in its caches; with the same number as before the answer is that of before.
-Of a list, a dict or an object with attributes, which anybody may change from within, there is a copy.
+Of a list, a dict or an object with attributes, which anybody may change from within, there is a copy; what is set on a
+part is known by a token.
 """
 
 from __future__ import annotations
 
 import copy
+import enum
 import functools
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any
@@ -19,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp.capture.model_key import Untold, words
 from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shortened
 
 from .boundaries import hooked
@@ -28,6 +31,50 @@ CONTAINERS = (list, dict, set)
 WRITERS = (
     "__setitem__", "__delitem__", "__ior__", "clear", "move_to_end", "pop", "popitem", "setdefault", "update",
 )  # fmt: skip
+
+
+PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, enum.Enum)
+HOOKS = ("_forward_pre_hooks", "_forward_hooks")
+
+
+@dataclass(frozen=True)
+class Same:
+    """Stands for a value that can be told from others by its identity alone."""
+
+    value: Any = field(hash=False, compare=False, repr=False)
+    at: int = field(repr=False)  # another in each process, so that ranks compare the rest
+
+
+def token(value: Any) -> Hashable:
+    """What says whether another value is the same."""
+    plain = isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
+    if not plain and callable(value) and (text := _words(value)):
+        return type(value), text
+    return (type(value), value) if plain else (type(value), Same(value, id(value)))
+
+
+def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
+    """What says whether a module of the skeleton has other hooks: a capture of it runs them."""
+    tables = [getattr(module, name) for name in HOOKS]
+    return tuple([_described(hook) for table in tables for hook in table.values()])
+
+
+def _described(hook: Any) -> Hashable:
+    """What a hook is in every process, with what PEFT's partial functions hold; of a closure its identity."""
+    return _words(hook) or token(hook)
+
+
+def _words(value: Any) -> str:
+    """What a value is in every process, such as a function of a module; "" where that cannot be told."""
+    try:
+        return repr(words(value))
+    except Untold:
+        return ""
+
+
+def comparable(key: Hashable) -> bool:
+    """Whether a key says the same in every process: none of its values is known by its identity alone."""
+    return all(map(comparable, key)) if isinstance(key, tuple) else not isinstance(key, Same)
 
 
 class Revision:

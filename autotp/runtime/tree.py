@@ -27,6 +27,8 @@ from .reading import Place, Read, places, reader
 from .scope_tree import Scope, Stretch, apart, scopes
 from .storage import Storage
 
+CALL = nn.Module.__call__  # a part's own asks first whether a program calls it
+
 
 def _fused(storage: Storage, local: Sequence[Tensor], ranks: Ranks | None) -> Tensor:
     """The rank's slice of a parameter; None where it is left to its module's call."""
@@ -278,7 +280,13 @@ class Assembler:
             module = eager.submodule(start, steps, part)
             if module is not standing[0]:
                 standing[0] = standing_for(part, module)
-            return module(*args, program=program)
+            if module is part or part.__dict__["_alone"]:
+                return CALL(part, *args, program=program)
+            part.__dict__["_due"] = True
+            try:
+                return module(*args, program=program)
+            finally:
+                part.__dict__["_due"] = False
 
         call.__name__ = call.__qualname__ = re.sub(r"\W", "_", scope.path)
         return call

@@ -134,7 +134,8 @@ KEYWORD = re.compile(r"`([a-z_]+)=[^`=]*`")
 
 FOREIGN = {  # keywords of other programs, of a model's own call, and of operators in a graph, that pages name
     "torch": "create_graph foreach fullgraph fused weights_only",
-    "transformers": "cache_implementation save_only_model tp_plan use_cache",
+    "transformers": "cache_implementation save_only_model stop_strings token_healing tokenizer tp_plan use_cache",
+    "transformers' trainer": "gradient_checkpointing offload",
     "accelerate": "parallelism_config",
     "lightning, peft": "ckpt_path is_trainable strategy",
     "inputs": "labels targets",
@@ -206,7 +207,8 @@ def branch_fails() -> bool:
 
 
 def no_batching() -> bool:
-    return not hasattr(autotp.ShardedModule, "generate_batch")
+    model, ids = decoder()
+    return not hasattr(autotp.compile(model, 1, example_inputs=ids), "generate_batch")
 
 
 def decoder() -> tuple[Any, Tensor]:
@@ -238,6 +240,7 @@ def no_dp() -> bool:
 LISTS = {"README.md": "Not yet", "docs/guide.md": "What is not there yet", "docs/training.md": "What is not supported"}
 LISTS |= {"docs/generation.md": "What is not there"}
 INTEROP = "tests/runtime/interop"
+GENERATING = "tests/runtime/generation/test_generate_options.py"
 TRAINER = f"{INTEROP}/test_trainer.py::test_all_of_the_trainer_is_that_of_one_process"
 GRADIENTS = f"{INTEROP}/test_tools_gradients.py::test_what_is_not_supported_is_refused_with_a_sentence"
 REFUSALS = f"{INTEROP}/test_refusals.py::test_each_has_a_sentence_of_its_own"
@@ -259,6 +262,7 @@ STILL: dict[str, Callable[[], bool] | str | None] = {
     "that were not told which ranks share a batch": TRAINER,
     "`create_graph=True` is refused with dp": GRADIENTS,
     "Continuous batching (`generate_batch`)": no_batching,
+    "`token_healing=True`, an assistant": f"{GENERATING}::test_a_tokenizer_is_for_generate_alone",
     "Caches that move between devices": None,
     "`compare=` of a call with a cache": no_compared_cache,
     '`outputs="loss"`: a module': no_generation_with_loss_alone,

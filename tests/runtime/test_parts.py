@@ -141,7 +141,6 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "no bias": (lambda s: setattr(s.up, "bias", None), "bias of up .Linear.: this is NoneType"),
     "a buffer": (lambda s: setattr(s, "mean", torch.ones(3)), "mean of this Scaled: the program takes"),
     "an attribute": (lambda s: delattr(s, "activation"), "activation of this Scaled: it cannot be deleted"),
-    "a call": (lambda s: s.up(torch.ones(4, 8)), "cannot be called by itself"),
 }
 
 

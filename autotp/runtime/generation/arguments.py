@@ -149,10 +149,11 @@ class Arguments:
 
     def _walk(self) -> Reading:
         """Read the arguments whatever they are."""
-        args, kwargs, self.state_objects = self.carriers.as_tensors(self.args, self.kwargs)
+        args, kwargs, self.state_objects = self.carriers.as_tensors(self.args, self.kwargs, self.entry)
         self.flat, self.spec = compat.tree_flatten((args, kwargs))
         states = states_of(self.spec) if self.state_objects else {}
-        reading = Reading([], self.spec, states, self.carriers.named_places(self.spec), len(self.carriers.moving), {})
+        users = self.carriers.named_places(self.spec, self.entry)
+        reading = Reading([], self.spec, states, users, len(self.carriers.moving), {})
         if self.state_objects:
             shapes = {id(value): carried.shape for value, carried in self.state_objects}
             for value in (*self.args, *self.kwargs.values()):

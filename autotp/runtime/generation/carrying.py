@@ -7,7 +7,7 @@ them. A call is recognised by the object's shape and sizes; afterwards what the 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -43,7 +43,7 @@ class Carriers:
     """What a sharded module knows of the objects that it is given.
 
     Attributes:
-        names: of the positional arguments.
+        names: of the positional arguments; those of other modules' calls are asked of `bare`, the skeleton.
         rank, tp: this rank among how many.
         layouts: of the states that programs have met, by name.
         sizes: (state, dimension) -> its size where all programs left the same number there, else None.
@@ -58,7 +58,7 @@ class Carriers:
     moving: set[tuple[type, str]] = field(default_factory=set)
     sizes: dict[tuple[str, int], int | None] = field(default_factory=dict)
     state_names: tuple[str, ...] = ()
-    forward: Callable[..., Any] | None = None
+    bare: Any = None
     places: dict[Any, dict[int, str]] = field(default_factory=dict)  # of the states that were named, by structure
     cuts: dict[str, tuple[Layout | None, Cut | None]] = field(default_factory=dict)
     readings: dict[Any, Any] = field(default_factory=dict)  # how calls were read, for the next ones
@@ -67,25 +67,29 @@ class Carriers:
     def of(cls, bare: nn.Module, rank: int = 0, tp: int = 1, state_names: tuple[str, ...] = ()) -> Carriers:
         """For a module of which this is the skeleton."""
         parameters = tuple(inspect.signature(bare.forward).parameters)
-        return cls(parameters, rank, tp, state_names=state_names, forward=bare.forward)
+        return cls(parameters, rank, tp, state_names=state_names, bare=bare)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Carriers:
         return replace(
             self, layouts=dict(self.layouts), moving=set(self.moving), cuts={}, sizes=dict(self.sizes), readings={}
         )
 
-    def named_places(self, spec: Any) -> dict[int, str]:
-        """Where in a call's leaves the states lie that the user named."""
-        if not self.state_names or self.forward is None:
+    def named_places(self, spec: Any, entry: str = "") -> dict[int, str]:
+        """Where in the leaves of a call of the module at this path the states lie that the user named: the model's."""
+        if not self.state_names or entry:
             return {}
         if spec not in self.places:
-            self.places[spec] = places_of(self.forward, spec, self.state_names)
+            self.places[spec] = places_of(self.bare.forward, spec, self.state_names)
         return self.places[spec]
 
     def as_tensors(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], entry: str = ""
     ) -> tuple[tuple[Any, ...], dict[str, Any], CarriedPairs]:
-        """The arguments with every such object as its tensors, and which those are."""
+        """The arguments with every such object as its tensors, and which those are.
+
+        Args:
+            args, kwargs: of the call. entry: path of the module that is called.
+        """
         pairs: CarriedPairs = []
 
         def one(value: Any, name: str) -> Any:
@@ -95,7 +99,8 @@ class Carriers:
             return pairs[-1][1]
 
         # More arguments than names are those of `*args`.
-        names = [*self.names, *map(str, range(len(self.names), len(args)))]
+        own = inspect.signature(self.bare.get_submodule(entry).forward).parameters if entry and args else self.names
+        names = [*own, *map(str, range(len(own), len(args)))]
         positional = [one(x, name) for x, name in zip(args, names, strict=False)]
         return tuple(positional), {name: one(x, name) for name, x in kwargs.items()}, pairs
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ from autotp.ir.graph import Capture
 from autotp.runtime.boundaries import hooked
 from autotp.runtime.call_key import signature
 from autotp.runtime.deferred import gathered
+from autotp.runtime.interop.methods import BATCHES
 from autotp.runtime.programs import Program
 
 from .arguments import Arguments
@@ -26,6 +28,29 @@ SYNCED = 5  # the place of `synced_gpus` among the arguments of `generate`
 
 ALONE = ("streamer",)  # arguments that a rank may have alone
 
+APART = (
+    "generate({name}=...) with dp: it takes as many forwards, of as many tokens, as the prompts of a slice want, and "
+    "ranks of another slice make others. Leave it out, or generate with a module that is compiled without dp."
+)
+BY_PROMPT = ("token_healing", "assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens")
+
+
+def refuse(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any, dp: int) -> None:
+    """Refuse what the loops of `generate` would do with several ranks without saying so.
+
+    Args:
+        args, kwargs: of the call. config: the module's `generation_config`. dp: number of slices of the batch.
+
+    Raises:
+        StateError: it says what to do instead.
+    """
+    if kwargs.get("cache_implementation") == "paged":
+        raise StateError(BATCHES.format(name="generate(cache_implementation='paged')"))
+    defaults = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or config
+    for name in BY_PROMPT if dp > 1 else ():
+        if kwargs.get(name, getattr(defaults, name, None)):
+            raise StateError(APART.format(name=name))
+
 
 def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) -> dict[str, str]:
     """Options of `generate` in words that are the same in every process: of tensors their shape, of objects the class.
@@ -36,6 +61,12 @@ def option_texts(args: Sequence[Any], kwargs: Mapping[str, Any], config: Any) ->
     values = {**dict(enumerate(args)), **kwargs, "generation_config": kwargs.get("generation_config") or config}
     options = {f"argument {name}": _text(x) for name, x in values.items() if name not in ALONE}
     return {name: text for name, text in options.items() if text != "None"}
+
+
+def _takes_synced(kind: Any) -> bool:
+    """Whether the `generate` of a class may be given transformers' option, as a class's own loop may not."""
+    parameters = inspect.signature(kind.generate).parameters if hasattr(kind, "generate") else {}
+    return "synced_gpus" in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _text(value: Any) -> str:
@@ -62,7 +93,7 @@ class Generates:
     _changes: Any
     _mode: Any
     _capture: Any
-    _call: Any
+    by_itself: Any
     _calls: Any
     _forward_hooks: Any
     _forward_pre_hooks: Any
@@ -76,21 +107,23 @@ class Generates:
 
         Raises:
             RankError: the ranks pass other options, or one of them has left by an exception, as of its streamer.
-            StateError: the original's class has no `generate`; or sequences are dealt over cp, and a cache is not.
+            StateError: the original's class has no `generate`; sequences are dealt over cp, and a cache is not; or an
+                option is one that ranks cannot follow.
         """
         if self._shards.axis.name == "cp":
             raise StateError(
                 "generate() with cp: a cache is not dealt along the sequence. Decode with a module that is compiled "
                 "without cp; its state dict is this one's."
             )
-        if self._shards.axis.size > 1 and len(args) <= SYNCED:
+        if self._shards.axis.size > 1 and len(args) <= SYNCED and _takes_synced(type(self._source.bare)):
             kwargs.setdefault("synced_gpus", True)
         late = len(args) < 2 and not any(kwargs.get(name) is not None for name in READERS)
         late = late and not hooked(self._forward_pre_hooks, self._forward_hooks)
         generator = shell(self, self._source.bare, partial(self._call_of_shell, late=late), self._calls.any)
         with self._calls.turn("generate()"):
-            options = option_texts(args, kwargs, getattr(generator, "generation_config", None))
-            self._calls.agree("generate()", options)
+            config = getattr(generator, "generation_config", None)
+            self._calls.agree("generate()", option_texts(args, kwargs, config))
+            refuse(args, kwargs, config, self._shards.axis.size)
             with one_generator(self._source.ranks, self._shards.device):
                 outputs = gathered(generator.generate(*args, **kwargs))
             self._calls.agree("end of generate()", {})
@@ -99,7 +132,7 @@ class Generates:
     def _call_of_shell(self, entry: str, args: tuple[Any, ...], kwargs: dict[str, Any], late: bool) -> Any:
         """A forward within `generate`; hooks on the whole module are called at it as at any other."""
         if entry or not hooked(self._forward_pre_hooks, self._forward_hooks):
-            return self._call(entry, args, kwargs, late)
+            return self.by_itself(entry, args, kwargs, late)
         return self(*args, **kwargs)
 
     @property

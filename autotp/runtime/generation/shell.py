@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,7 +19,7 @@ NO_GENERATE = (
     "for others call the sharded module itself, with the cache that it gave."
 )
 
-_drawing: set[str] = set()  # groups whose ranks draw from rank 0's random numbers now
+_drawing: list[str] = []  # groups whose ranks draw from rank 0's random numbers now
 
 
 class Shell(nn.Module):
@@ -32,6 +33,7 @@ class Shell(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The sharded module's, or that of its part which this stands for."""
+        kwargs = {name: x for name, x in kwargs.items() if name not in self.__dict__["_of_generate"]}
         return self.__dict__["_call_at"](self.__dict__["_path"], args, kwargs)
 
     __call__ = nn.Module.__call__
@@ -39,6 +41,13 @@ class Shell(nn.Module):
     def get_compiled_call(self, compile_config: Any = None) -> Any:
         """The plain call: what runs is compiled by autotp or not at all."""
         return self.__call__
+
+    def _extract_generation_mode_kwargs(self, *args: Any, **kwargs: Any) -> Any:
+        """As transformers', whose loop passes to the forward what `generate` takes for itself, such as a tokenizer."""
+        options: Any = super()._extract_generation_mode_kwargs(*args, **kwargs)  # type: ignore[misc]
+        own = set(options) - set(inspect.signature(self.forward).parameters)
+        self.__dict__["_of_generate"] |= own  # of a `generate` within one, as where prompts are healed, too
+        return options
 
     def _has_unfinished_sequences(self, this_peer_finished: Any, synced_gpus: bool, device: torch.device) -> bool:
         """Whether to go on, with `synced_gpus` as long as a rank of any axis does: by a turn, which ranks can leave."""
@@ -97,7 +106,7 @@ def _standing(call: Callable[..., Any], module: nn.Module, path: str) -> nn.Modu
     except TypeError:  # a class that allows no other to derive from it
         kind = type(module)
     stand_in = kind.__new__(kind)
-    stand_in.__dict__.update(module.__dict__, _call_at=call, _path=path)
+    stand_in.__dict__.update(module.__dict__, _call_at=call, _path=path, _of_generate=set())
     return stand_in
 
 
@@ -105,7 +114,7 @@ def _standing(call: Callable[..., Any], module: nn.Module, path: str) -> nn.Modu
 def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
     """Within this context every rank draws from rank 0's random numbers; those of the others go on as they were.
 
-    A context within one of the same ranks, as that of an assistant which drafts, is that one.
+    What is drawn in a context within one, as that of an assistant which drafts, counts in the outer one.
     """
     if ranks is None or ranks.tp == 1 or ranks.group_name in _drawing:
         yield
@@ -113,13 +122,13 @@ def one_generator(ranks: Ranks | None, device: torch.device) -> Iterator[None]:
     cuda = device.type == "cuda"
     own = (torch.get_rng_state(), torch.cuda.get_rng_state(device) if cuda else None)
     common: Any = broadcast(ranks, own)
-    _drawing.add(ranks.group_name)
+    _drawing.append(ranks.group_name)
     try:
         _draw_from(common, device)
         yield
     finally:
         _drawing.remove(ranks.group_name)
-        if ranks.rank:
+        if ranks.rank and not _drawing:
             _draw_from(own, device)
 
 

@@ -15,8 +15,7 @@ from autotp.runtime.checkpoint import pretrained
 
 # Of an original that has them; what it keeps on itself, such as its generation_config, is read there anyway.
 ASKED = (
-    "device", "dtype", "can_generate", "input_modalities", "output_modalities", "main_input_name",  # by pipelines
-    "accepts_loss_kwargs", "base_model_prefix", "is_gradient_checkpointing", "_keys_to_ignore_on_save",  # by trainers
+    "device", "dtype", "can_generate",
 )  # fmt: skip
 
 

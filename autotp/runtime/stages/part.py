@@ -34,6 +34,10 @@ class StagedModule(ShardedModule):
         """Refused: stages run by a schedule."""
         raise StateError(ALONE)
 
+    def by_itself(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused, likewise of a part."""
+        raise StateError(ALONE)
+
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused likewise: no schedule has a cache."""
         raise StateError(f"generate(): {ALONE} To decode load pipe.save_checkpoint's folder into autotp.compile's.")

@@ -18,6 +18,8 @@ from tests.helpers.models import transformer
 
 IDS = torch.randint(3, 60, (2, 6), generator=torch.Generator().manual_seed(0))
 
+POSITIONS = torch.arange(6).expand(2, 6)
+
 
 class Fails:
     """A logits processor, streamer, stopping criterion or hook that fails when it is used for the nth time."""
@@ -152,13 +154,16 @@ def test_without_a_word_the_other_rank_hears_of_it_at_another_call(pool):
 def on_two_axes(rank: int, world: int, group: Any) -> dict[str, tuple[str, bool]]:
     """Likewise with dp: those of the other slice hear of it too, and of ranks that part within one slice."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    sharded: Any = autotp.compile(transformer("llama"), dp=2, mesh=mesh, example_inputs=IDS)
+    model = transformer("llama-short", hidden_size=16, intermediate_size=16, vocab_size=64, num_key_value_heads=8)
+    # What generate() calls the model with: one program, which four ranks build.
+    example = {"input_ids": IDS, "position_ids": POSITIONS, "logits_to_keep": 1, "return_dict": True}
+    sharded: Any = autotp.compile(model, dp=2, mesh=mesh, example_inputs=example, check_capture=False)
     mine = IDS[rank // 2 : rank // 2 + 1]
-    tokens = partial(sharded.generate, mine, max_new_tokens=4, do_sample=False)
+    tokens = partial(sharded.generate, mine, max_new_tokens=3, do_sample=False)
     wanted, found = tokens(), {}
     for name, call in {
         "processor": lambda: tokens(logits_processor=[Fails(2, rank == 3)]),
-        "a slice's own": lambda: sharded.full_state_dict() if rank == 1 else sharded(mine),
+        "a slice's own": lambda: sharded.full_state_dict() if rank == 1 else tokens(),
         "options": lambda: tokens(top_k=5 + (rank == 2)),
     }.items():
         text = outcome(call)
@@ -215,24 +220,3 @@ def threaded(rank: int, world: int, group: Any) -> list[str]:
 def test_calls_of_threads_queue(pool):
     first, second = pool.run(threaded, world=2)
     assert len(first) == len(second) and all("have parted" in text for text in first + second)
-
-
-def assisted(rank: int, world: int, group: Any) -> list[Tensor]:
-    """Tokens drawn with a draft of a sharded module, then without, and what the generator draws next."""
-    torch.manual_seed(rank)
-    kinds: list[Any] = [transformer("llama") for _ in range(2)]
-    for kind in kinds:
-        kind.config.use_cache = kind.generation_config.use_cache = True
-    main, draft = [autotp.compile(kind, example_inputs=IDS, mesh=mesh_of(group)) for kind in kinds]
-    torch.manual_seed(7 + rank)
-    options = {"do_sample": True, "max_new_tokens": 4}
-    out = [main.generate(IDS[:1], assistant_model=draft, **options), main.generate(IDS[:1], **options)]
-    torch.manual_seed(7)
-    out += [kinds[0].generate(IDS[:1], assistant_model=kinds[1], **options)]
-    return [*out, torch.rand(1)]
-
-
-def test_a_draft_that_is_sharded_draws_as_on_one_device(pool):
-    first, second = pool.run(assisted, world=2)
-    assert all(torch.equal(x, y) for x, y in zip(first, second, strict=True))
-    assert torch.equal(first[0], first[2])

@@ -50,7 +50,6 @@ def saving(rank: int, world: int, group: Any, folder: str) -> Any:
             error_of(lambda: sharded.add_adapter("second", peft.LoraConfig(target_modules=["q_proj"]))),
             error_of(lambda: sharded.base_model.model.model.layers.append(torch.nn.Linear(2, 2))),
             error_of(lambda: sharded.base_model.model.save_pretrained(folder)),
-            error_of(lambda: sharded.gradient_checkpointing_enable()),
         ]
         found = {"logits": sharded(input_ids=IDS).logits, "counts": sharded.get_nb_trainable_parameters()}
         return found | {"refused": refused, "adapter": sharded.active_adapters, "head": sharded.lm_head is not None}
@@ -75,7 +74,7 @@ def test_a_folder_of_adapters_is_read_by_peft_and_transformers(pool, tmp_path):
             assert found["adapter"] == ["default"] and found["head"]
             words = (
                 "merge_adapter()", "merge_adapter()", "the plan does not have", "no place in the plan",
-                "sharded.save_pretrained", "on the original model",
+                "sharded.save_pretrained",
             )  # fmt: skip
             for (error, text, _), word in zip(found["refused"], words, strict=True):
                 assert error == "StateError" and word in text, text

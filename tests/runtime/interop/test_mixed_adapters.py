@@ -36,40 +36,52 @@ def adapted() -> Any:
     return model.eval()
 
 
-def calls(model: Any, mixed_first: bool) -> dict[str, Any]:
-    """Ordinary and mixed calls, by turns."""
-    options = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+def calls(model: Any, *names: str) -> dict[str, Any]:
+    """What these calls give, in this order: ordinary ones, and such with an adapter for each row."""
+    options = {"max_new_tokens": 3, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
     ways = {
         "mixed": lambda: model.generate(input_ids=IDS, adapter_names=NAMES, **options).logits,
         "plain": lambda: model.generate(input_ids=IDS, **options).logits,
-        "turned": lambda: model.generate(input_ids=IDS, adapter_names=NAMES[::-1], **options).logits,
+        "turned": lambda: model(input_ids=IDS, adapter_names=NAMES[::-1]).logits,
         "forward": lambda: model(input_ids=IDS, adapter_names=NAMES).logits,
         "plain forward": lambda: model(input_ids=IDS).logits,
-        "mixed again": lambda: model.generate(input_ids=IDS, adapter_names=NAMES, **options).logits,
     }
     with torch.no_grad():
-        return {name: ways[name]() for name in (ways if mixed_first else list(ways)[::-1])}
+        return {name: ways[name]() for name in names}
+
+
+def same(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for name, logits in found.items():
+        torch.testing.assert_close(logits, wanted[name], rtol=1e-4, atol=1e-4)
 
 
 def mixing(rank: int, world: int, group: Any) -> list[Any]:
-    sharded: Any = autotp.compile(adapted(), example_inputs={"input_ids": IDS}, mesh=mesh_of(group))
+    example = {"input_ids": IDS}
+    sharded: Any = autotp.compile(adapted(), example_inputs=example, mesh=mesh_of(group), check_capture=False)
     # A set of strings, as PEFT makes of the names, has another order in every process that is started with torchrun.
     with patch("peft.tuners.lora.layer.set", lambda names: sorted({*names}, reverse=bool(rank)), create=True):
-        out = [calls(sharded, first) for first in (False, True)]
+        out = [calls(sharded, *names) for names in (("plain forward", "mixed"), ("mixed", "plain forward"))]
     made = len(sharded._programs_made)
-    calls(sharded, True)
+    calls(sharded, "mixed")
     return [*out, len(sharded._programs_made) - made]
 
 
 def test_each_row_gets_its_adapter_in_any_order_of_calls(pool):
-    wanted = calls(adapted(), True)
+    wanted = calls(adapted(), "mixed", "plain forward", "plain")
     assert not torch.allclose(wanted["mixed"][0], wanted["plain"][0])
-    assert not torch.allclose(wanted["mixed"][0], wanted["turned"][0])
     for *rounds, more in pool.run(mixing, world=2):
         assert more == 0  # the same adapters are the same kind of call
         for found in rounds:
-            for name, logits in wanted.items():
-                torch.testing.assert_close(found[name], logits, rtol=1e-4, atol=1e-4)
+            same(found, wanted)
+
+
+def test_decoded_tokens_get_the_adapters_of_their_call():
+    example, order = {"input_ids": IDS}, ("plain", "mixed", "turned")
+    wanted = calls(adapted(), *order, "forward")
+    assert not torch.allclose(wanted["forward"], wanted["turned"])
+    sharded: Any = autotp.compile(adapted(), 1, example_inputs=example, check_capture=False)
+    for names in (order, order[::-1]):
+        same(calls(sharded, *names), wanted)
 
 
 def refused(rank: int, world: int, group: Any) -> tuple[list[tuple[str, str, float]], Any, Any]:

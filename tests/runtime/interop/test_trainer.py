@@ -21,6 +21,7 @@ from autotp.integrations.trainer import ShardedTrainer
 from autotp.runtime.interop.shown import LOADED
 from tests.helpers.errors import error_of
 from tests.helpers.processes import own_world
+from tests.helpers.stacked import kept_bytes
 
 pytestmark = pytest.mark.ranks
 STEPS, HALF = 4, 2
@@ -228,3 +229,32 @@ def test_adapters_are_trained_and_resumed(tmp_path):
     assert found["resumed"] == found["history"]  # to the bit, from the adapters as they were at first
     files = {p.name for p in (tmp_path / "two" / f"checkpoint-{STEPS}").iterdir()}
     assert {"adapter_config.json", "adapter_model.safetensors"} <= files and "model.safetensors" not in files
+
+
+def recomputing(rank: int, folder: str, world: int) -> dict[str, Any]:
+    """Losses with the trainer's switch; what a forward keeps before and after it; and how often a layer then runs."""
+    batch = {n: torch.stack([row[n] for row in rows(2, 0)]) for n in ("input_ids", "labels")}
+    own: Any = gpt2().train() if world == 1 else autotp.compile(gpt2().train(), tp=world, example_inputs=batch)
+    kept = [kept_bytes(own, **batch)]
+    more: dict[str, Any] = {} if world == 1 else {"parallelism_config": ShardedParallelism(own)}
+    arguments = TrainingArguments(
+        output_dir=folder, max_steps=2, logging_steps=1, per_device_train_batch_size=2, learning_rate=3e-2,
+        use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no", save_only_model=True,
+        gradient_checkpointing=True, **more,
+    )  # fmt: skip
+    trainer = Trainer(model=own, args=arguments, train_dataset=rows(4, 0))  # type: ignore[arg-type]
+    trainer.train()
+    kept.append(kept_bytes(own, **batch))
+    calls: list[int] = []
+    own.transformer.h[1].ln_1.register_forward_pre_hook(lambda *_: calls.append(1))
+    own(**batch).loss.backward()
+    return {"loss": history(trainer)["loss"], "kept": kept, "calls": len(calls)}
+
+
+def test_the_trainers_checkpointing_computes_layers_again(tmp_path):
+    (one,) = own_world.run(recomputing, str(tmp_path / "one"), 1, world=1)
+    first, second = own_world.run(recomputing, str(tmp_path / "two"), 2, world=2)
+    assert first["loss"] == pytest.approx(one["loss"], abs=1e-5) and len(one["loss"]) == 2
+    for found in (first, second):
+        assert found["calls"] == one["calls"] == 2
+        assert found["kept"][1] < 0.2 * found["kept"][0] and found["kept"][1] < 1.1 * one["kept"][1], (found, one)
