@@ -1,7 +1,7 @@
 """What it costs that a load checks digests: `python -m benchmarks.digests [--write]`.
 
 Two gloo processes of one thread each load a stack of layers in the shapes of an 8B Llama's, 0.9 GB in bfloat16, from
-files that they have saved and that are in the page cache: with the digests beside the files, and as if there were none.
+files that they have saved: on the disk, or in the page cache; with the digests beside them, and as if there were none.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.helpers.performance import table, write_section
 
 HEADING = "Digests of a checkpoint"
 RANKS, BLOCKS, WIDTH, INNER, ROUNDS = 2, 4, 4096, 14336, 15
-WITHOUT = " without"
+WITHOUT, COLD = " without", ", from the disk, by the clock"
 
 
 class Block(nn.Module):
@@ -50,14 +50,24 @@ class Block(nn.Module):
 
 
 class Load:
-    """A load with digests, or as if there were none; `new`: what is loaded has no memory before."""
+    """A load with digests, or as if there were none.
 
-    def __init__(self, sharded: Any, folder: Path, digests: bool, new: bool, optimizer: Any = None) -> None:
-        self.sharded, self.folder, self.optimizer = sharded, folder, optimizer
+    Args:
+        new: what is loaded has no memory before. cold: nor have the files.
+    """
+
+    def __init__(
+        self, sharded: Any, folder: Path, digests: bool, new: bool, optimizer: Any = None, cold: bool = False
+    ) -> None:
+        self.sharded, self.folder, self.optimizer, self.cold = sharded, folder, optimizer, cold
         self.file, self.new = DIGESTS if digests else "none", new
 
     def ready(self) -> None:
-        """Give the memory back: the weights', or where an optimizer is loaded that of its states."""
+        """Give the memory back: the weights', or where an optimizer is loaded that of its states; and the page cache's."""
+        for file in filter(Path.is_file, self.folder.rglob("*") if self.cold else ()):
+            with file.open("rb") as stream:
+                os.fsync(stream.fileno())
+                os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         if self.optimizer is not None:
             self.optimizer.state.clear()
         elif self.new:
@@ -71,7 +81,7 @@ class Load:
 
 
 def measured(rounds: int, folder: str) -> dict[str, list[float]]:
-    """This rank's CPU seconds of each load, by round."""
+    """This rank's CPU seconds of each load, by round; those by the clock of what is read from the disk."""
     logging.getLogger("autotp").setLevel(logging.ERROR)
     torch.manual_seed(0)
     place, ways = Path(folder), (("", True), (WITHOUT, False))
@@ -84,6 +94,8 @@ def measured(rounds: int, folder: str) -> dict[str, list[float]]:
         for memory, new in (("a model on the meta device", True), ("weights that are there", False)):
             for end, digests in ways:
                 loads[f"{name}, {memory}{end}"] = Load(sharded, place / name, digests, new)
+        for end, digests in ways:
+            loads[name + COLD + end] = Load(sharded, place / name, digests, new=True, cold=True)
     times = interleaved(loads, rounds, before=dist.barrier)
     optimizer = torch.optim.SGD(sharded.parameters(), lr=0.1, momentum=0.9)
     for p in sharded.parameters():
@@ -93,11 +105,11 @@ def measured(rounds: int, folder: str) -> dict[str, list[float]]:
     sharded.save_checkpoint(place / "DCP", optimizer=optimizer)
     loads = {f"DCP, with momenta{end}": Load(sharded, place / "DCP", digests, True, optimizer) for end, digests in ways}
     times |= interleaved(loads, rounds, before=dist.barrier)
-    return {name: each.cpu for name, each in times.items()}
+    return {name: each.wall if COLD in name else each.cpu for name, each in times.items()}
 
 
 def run(rounds: int) -> dict[str, Record]:
-    """By load: medians over the rounds, of the CPU seconds of both ranks and of their ratios."""
+    """By load: medians over the rounds, of the seconds of both ranks and of their ratios."""
     with tempfile.TemporaryDirectory() as folder:
         everyone = on_ranks(functools.partial(measured, rounds, folder), RANKS)
     sums: dict[str, list[float]] = {}
@@ -124,9 +136,10 @@ def page(record: Mapping[str, Any]) -> str:
     ]
     head = ["loaded", "without, s", "with, s", "ratio", "least of one less least of the other, s"]
     return f"""\
-`{record["command"]}`: CPU seconds of {RANKS} gloo ranks of one thread each, which load a stack of layers in the shapes
-of an 8B Llama's, 0.9 GB in bfloat16, from files in the page cache; with the [digests](checkpoints.md#digests) that were
-saved, and as if there were none. Medians over {record["rounds"]} rounds, in which all take turns. {record["cores"]}
+`{record["command"]}`: seconds of {RANKS} gloo ranks of one thread each, together, which load a stack of layers in the
+shapes of an 8B Llama's, 0.9 GB in bfloat16; with the [digests](checkpoints.md#digests) that were saved, and as if there
+were none. CPU seconds from files in the page cache, where a load is little but a copy in memory, and seconds by the clock
+from files that the page cache has dropped. Medians over {record["rounds"]} rounds, in which all take turns. {record["cores"]}
 cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load average
 {record["load_before"]} before.
 
