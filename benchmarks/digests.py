@@ -63,7 +63,7 @@ class Load:
         self.file, self.new = DIGESTS if digests else "none", new
 
     def ready(self) -> None:
-        """Give the memory back: the weights', or where an optimizer is loaded that of its states; and the page cache's."""
+        """Give the memory back: the weights', or where an optimizer is loaded that of its states; and the files'."""
         for file in filter(Path.is_file, self.folder.rglob("*") if self.cold else ()):
             with file.open("rb") as stream:
                 os.fsync(stream.fileno())
@@ -138,10 +138,10 @@ def page(record: Mapping[str, Any]) -> str:
     return f"""\
 `{record["command"]}`: seconds of {RANKS} gloo ranks of one thread each, together, which load a stack of layers in the
 shapes of an 8B Llama's, 0.9 GB in bfloat16; with the [digests](checkpoints.md#digests) that were saved, and as if there
-were none. CPU seconds from files in the page cache, where a load is little but a copy in memory, and seconds by the clock
-from files that the page cache has dropped. Medians over {record["rounds"]} rounds, in which all take turns. {record["cores"]}
-cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load average
-{record["load_before"]} before.
+were none. CPU seconds from files in the page cache, where a load is little but a copy in memory, and seconds by the
+clock from files that the page cache has dropped. Medians over {record["rounds"]} rounds, in which all take turns.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load
+average {record["load_before"]} before.
 
 {table(head, rows)}"""
 
