@@ -140,8 +140,8 @@ def page(record: Mapping[str, Any]) -> str:
 shapes of an 8B Llama's, 0.9 GB in bfloat16; with the [digests](checkpoints.md#digests) that were saved, and as if there
 were none. CPU seconds from files in the page cache, where a load is little but a copy in memory, and seconds by the
 clock from files that the page cache has dropped. Medians over {record["rounds"]} rounds, in which all take turns.
-{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]}, load
-average {record["load_before"]} before.
+{record["cores"]} cores of {record["machine"]}; torch {record["torch"]}, Python {record["python"]}, {record["date"]},
+load average {record["load_before"]} before.
 
 {table(head, rows)}"""
 
