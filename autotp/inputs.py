@@ -212,6 +212,20 @@ def without_cache(model: nn.Module, inputs: Inputs, running: bool = False) -> tu
     return _replace(signature, inputs, "use_cache", False), f"captured without the key/value cache ({why})"
 
 
+def with_cache(model: nn.Module, inputs: Inputs) -> Inputs | None:
+    """The same inputs with the key/value cache switched on; None where `forward` takes no `use_cache`.
+
+    Args:
+        model: whose config says of a forward with `**kwargs` whether it knows a cache. inputs: of one call.
+    """
+    signature = inspect.signature(model.forward)
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    known = takes_any and any(hasattr(c, "use_cache") for c in _configs(getattr(model, "config", None), ()))
+    if "use_cache" not in signature.parameters and not known:
+        return None
+    return _replace(signature, inputs, "use_cache", True)
+
+
 def _replace(signature: inspect.Signature, inputs: Inputs, name: str, value: object) -> Inputs:
     """`inputs` with one argument set; it stays positional where it was given so."""
     names = list(signature.parameters)

@@ -1,63 +1,135 @@
-"""What a rank holds of the states that a program carries from call to call: keys and values, recurrent states."""
+"""What a rank holds of a cache: keys and values, recurrent states, whatever a program leaves for the next call."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, fx
 
-from autotp.ir.graph import placed_outputs, resolve, tensors
-from autotp.ir.op import sizes
+from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensors
+from autotp.ir.layouts import Size
+from autotp.ir.op import Op, aten, sizes
+from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned
 
-from .prices import nbytes, sizer
+from .prices import lengths, nbytes, sizer
+
+Hints = Mapping[Any, int]
 
 
 @dataclass(frozen=True)
 class Cache:
-    """Bytes of states on the fullest rank.
+    """Bytes on the fullest rank.
 
     Attributes:
-        bytes: as they are after the call. values: what the program leaves of each.
+        bytes: as they are after the call.
         token: by which they grow with each token of a sequence; `sequence`: of those that do not grow, for each
             sequence.
     """
 
-    bytes: float
-    token: float
-    sequence: float
-    values: dict[str, fx.Node]
+    bytes: float = 0.0
+    token: float = 0.0
+    sequence: float = 0.0
+
+    def __add__(self, other: Cache) -> Cache:
+        return Cache(self.bytes + other.bytes, self.token + other.token, self.sequence + other.sequence)
 
 
-def cache_of(planned: Planned, hints: Mapping[Any, int]) -> Cache | None:
-    """The states of a planned program, with these sizes for symbols; None where it carries nothing."""
-    if not planned.states:
+def cache_of(
+    planned: Planned, hints: Hints, times: Mapping[int, int] | None = None, plain: Collection[int] = ()
+) -> Cache | None:
+    """What a planned program leaves for the next call; None where it carries nothing.
+
+    Args:
+        planned: the program with its decisions. hints: sizes for symbols.
+        times: position of an output -> for how many it stands; those that are left out for themselves.
+        plain: positions of further outputs that come back in the next call, and are held whole.
+    """
+    if not planned.states and not plain:
         return None
-    program, hint = planned.program, sizer(hints)
+    program, spoken, cache = planned.program, _spoken(planned.program, plain), Cache()
     before = {x.name: x.node for x in program.leaves if x.kind.carried}
-    after = {program.becomes(i): node for i, node in placed_outputs(program)}
-    total = token = sequence = 0.0
+    after = {program.becomes(i): (i, node) for i, node in placed_outputs(program)}
     for name, layout in planned.states.items():
-        ends = [_value(n) for n in (before.get(name), after.get(name)) if n is not None]
-        val = ends[-1]
-        part = nbytes(val, hint) * layout.share(planned.tp, hint)
-        total += part
-        shape = [hint(s) for s in sizes(val)]
-        each = part / max(shape[0], 1) if len(shape) > 1 else part
-        grows = growing(ends)
-        token, sequence = (token, sequence + each) if grows is None else (token + each / max(shape[grows], 1), sequence)
-    return Cache(total, token, sequence, {n: x for n, x in after.items() if n is not None})
+        position, node = after.get(name, (-1, None))
+        ends = [_value(n) for n in (before.get(name), node) if n is not None]
+        share = layout.share(planned.tp, sizer(hints)) * (times or {}).get(position, 1)
+        cache += _held(ends, share, spoken, hints)
+    for position, node in placed_outputs(program):
+        if position in plain:
+            cache += _held([_value(node)], (times or {}).get(position, 1), spoken, hints)
+    return cache
 
 
-def growing(ends: list[Tensor]) -> int | None:
-    """The dimension along which a state grows: of any size, or of another one after the call than before; not the
-    first, the batch's."""
-    for d, each in enumerate(zip(*(sizes(v) for v in ends), strict=True)):
-        if d > 0 and (not isinstance(each[0], int) or len(set(each)) > 1):
-            return d
+def _held(ends: list[Tensor], share: float, spoken: set[Any], hints: Hints) -> Cache:
+    """A part of a state, of which there are the values before the call and after it, or one of these."""
+    hint = sizer(hints)
+    part, shape = nbytes(ends[-1], hint) * share, sizes(ends[-1])
+    each, rows = (part / max(hint(shape[0]), 1) if len(shape) > 1 else part), _rows(ends, spoken, hints)
+    if not shape:
+        return Cache(part)
+    return Cache(part, 0.0, each) if rows is None else Cache(part, each * rows, 0.0)
+
+
+def guessed(parts: Iterable[GraphPart], planned: Planned, hints: Hints) -> Cache:
+    """Keys and values of every attention as they enter it, for a model that has no cache to look at.
+
+    Args:
+        parts: the named parts of the graph. planned: with its decisions. hints: sizes for symbols.
+    """
+    return Cache(sum(_entering(part, planned, hints) for part in parts))
+
+
+def _entering(part: GraphPart, planned: Planned, hints: Hints) -> float:
+    """Bytes of an attention's keys and values on a rank; an encoder's are not cached."""
+    if part.heads is None or _sees_all(planned.ops[part.heads.at[0]]):
+        return 0.0
+    node, slot, _ = part.heads.kv_at
+    maker, index = resolve(planned.ops[node].slots[slot])
+    hint, share = sizer(hints), planned.decisions[node].ins[slot].share(planned.tp, sizer(hints))
+    values = hint(part.heads.value) / hint(part.heads.width)
+    return (1 + values) * nbytes(tensors(maker)[index], hint) * share
+
+
+def _sees_all(op: Op) -> bool:
+    """Whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
+    if getattr(op.target, "overloadpacket", None) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
+        return False
+    mask = op.args["attn_mask"]
+    sides = mask.meta["val"] if mask is not None else None
+    flat = sides is None or 0 in sides.stride()[-2:] or 1 in sides.shape[-2:]  # the same for all queries, or all keys
+    return flat and op.ins[0][-2] == op.ins[1][-2]
+
+
+def _spoken(program: Capture, plain: Collection[int]) -> set[Any]:
+    """The lengths of the sequences that further tokens go to: those of the first output that has any. A cache of what
+    an encoder gave does not grow."""
+    symbols = lengths(program)
+    for position, node in placed_outputs(program):
+        sides = set().union(*(_symbols(s) for s in shape_of(node)[1:]))
+        if program.becomes(position) is None and position not in plain and sides & symbols:
+            return sides & symbols
+    return symbols
+
+
+def _rows(ends: list[Tensor], spoken: set[Any], hints: Hints) -> float | None:
+    """The part of a state by which it grows with a token: along a dimension that a call makes longer, or where it
+    begins one with the length of what is said; not the first, the batch's. None where it does not."""
+    hint = sizer(hints)
+    for each in list(zip(*(sizes(v) for v in ends), strict=True))[1:]:
+        own = _symbols(each[-1]) if len(ends) > 1 else _symbols(each[-1]) & spoken
+        if own:
+            more = sizer({**hints, **{s: 2 * hints[s] for s in own}})(each[-1]) - hint(each[-1])
+            return more / sum(hints[s] for s in own) / max(hint(each[-1]), 1)
+        if len(set(each)) > 1:
+            return 1 / max(hint(each[-1]), 1)
     return None
+
+
+def _symbols(size: Size) -> set[Any]:
+    return set() if isinstance(size, int) else set(size.free_symbols)
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -20,32 +20,25 @@ from autotp.comm import conversions
 from autotp.ir.graph import Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Layout
 from autotp.ir.marks import mark
-from autotp.ir.op import Op, aten
-from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path, moved_to
 
-from .cache import cache_of
+from .cache import Cache
 from .objective import TRAINING, Objective
-from .prices import nbytes, sizer
+from .prices import NO_PARTS, lengths, nbytes, sizer
 from .rank_memory import Memory
 from .saved_tensors import Saved, saved_by
 
 Hints = Mapping[Any, int]
 
 
-def measure(
-    planned: Planned, sharded: Sharded, parts: Iterable[GraphPart], objective: Objective, hints: Hints, cached: Hints
-) -> Memory:
+def measure(planned: Planned, sharded: Sharded, objective: Objective, hints: Hints, cache: Cache) -> Memory:
     """The memory of a planned and rewritten model.
 
     Args:
         planned: the graph with its decisions; `sharded`: the program of one rank.
-        parts: the named parts of the graph: the attentions among them keep a cache.
-        objective: what the plan is for.
-        hints: sizes to count with; `cached`: those of the cache, the same but for decoding.
+        objective: what the plan is for. hints: sizes to count with. cache: what a rank holds of one.
     """
-    kept_states = cache_of(planned, hints)
     line = _Line(planned, sharded, objective, hints)
     parameters = buffers = gradients = states = 0.0
     for leaf in planned.program.leaves:
@@ -62,19 +55,15 @@ def measure(
         gradients += own if budget > own else 0.0
         states += max(budget - 2 * own, 0.0)
     activations, most, node, phase = line.peak()
-    guessed = kept_states is None and not objective.training
-    cache = 0.0
-    if guessed:
-        cache = sum(_cache(part, planned, line, cached) for part in parts)
     return Memory(
         parameters=parameters,
         buffers=buffers,
         gradients=gradients,
         states=states,
         activations=activations,
-        cache=cache if kept_states is None else kept_states.bytes,
-        cache_token=0.0 if kept_states is None else kept_states.token,
-        cache_sequence=0.0 if kept_states is None else kept_states.sequence,
+        cache=cache.bytes,
+        cache_token=cache.token,
+        cache_sequence=cache.sequence,
         working=most - activations,
         phase=phase,
         at=_place(node),
@@ -124,26 +113,6 @@ def inputs_of(
         yield [(x, line.size(v, sharded.layouts[x])) for x, v in values if v[0] in planned.grads]
 
 
-def _cache(part: GraphPart, planned: Planned, line: _Line, hints: Hints) -> float:
-    """Bytes of an attention's keys on a rank, and of as many values; an encoder's are not cached."""
-    if part.heads is None or _sees_all(planned.ops[part.heads.at[0]]):
-        return 0.0
-    node, slot, _ = part.heads.kv_at
-    key = resolve(planned.ops[node].slots[slot])
-    val = tensors(key[0])[key[1]]
-    return 2 * nbytes(val, sizer(hints)) * line.share(planned.decisions[node].ins[slot])
-
-
-def _sees_all(op: Op) -> bool:
-    """Whether it is a fused attention in which every token sees every other: no mask of pairs of tokens."""
-    if getattr(op.target, "overloadpacket", None) is not aten.scaled_dot_product_attention or op.args["is_causal"]:
-        return False
-    mask = op.args["attn_mask"]
-    sides = mask.meta["val"] if mask is not None else None
-    flat = sides is None or 0 in sides.stride()[-2:] or 1 in sides.shape[-2:]  # the same for all queries, or all keys
-    return flat and op.ins[0][-2] == op.ins[1][-2]
-
-
 def _place(node: fx.Node | None) -> str:
     if node is None:
         return ""
@@ -169,6 +138,8 @@ class _Line:
     def __init__(self, planned: Planned, sharded: Sharded, objective: Objective, hints: Hints) -> None:
         self.planned, self.sharded, self.hint, self.training = planned, sharded, sizer(hints), objective.training
         self.example = sizer(planned.program.hints)
+        tokens = lengths(planned.program)
+        self.whole = sizer({**hints, **{s: planned.program.hints[s] for s in tokens}})
         self.nodes = list(sharded.graph.nodes)
         self.order = {n: i for i, n in enumerate(self.nodes)}
         self.steady = {leaf.node for leaf in planned.program.leaves if leaf.kind.steady}
@@ -192,7 +163,9 @@ class _Line:
         """Bytes that a rank holds of a value; equal values of equal blocks are counted once."""
         key = self.planned.same.get(value[0], value[0]), value[1], layout
         if key not in self.sizes:
-            self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hint) * self.share(layout)
+            past = self.planned.past
+            parts = NO_PARTS if value in past.kept else past.values.get(value, NO_PARTS)
+            self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hint, parts, self.whole) * self.share(layout)
         return self.sizes[key]
 
     def saved(self, node: fx.Node) -> Saved:
@@ -212,7 +185,7 @@ class _Line:
             if kind.primitive is None and kind.pre is kind.post:
                 source = node.args[0]  # type: ignore[assignment]
         elif old in self.planned.ops:
-            slot = dict(self.saved(old).views).get(index)
+            slot = 0 if (old, index) in self.planned.past.copies else dict(self.saved(old).views).get(index)
             source = self.operand(old, slot) if slot is not None else None
         return self.base.get(source, node) if source is not None else node
 

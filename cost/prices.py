@@ -16,6 +16,7 @@ from autotp.ir.graph import Capture, Leaf, resolve, shape_of, size_hint, tensors
 from autotp.ir.layouts import I, Layout, R, Size
 from autotp.ir.marks import BatchConversion, mark, write
 from autotp.ir.op import Factor, Op, aten, sizes
+from autotp.ir.program import Parts, Past
 from autotp.ir.wire import ARITHMETIC, argmax_share, sent_as
 
 from . import Cluster, call_seconds, collective_bytes, node_flops, op_cost, peak_share
@@ -28,6 +29,7 @@ FREE = {aten.reshape, aten.flatten, aten.contiguous, aten.to}  # usually views, 
 
 BACKWARD = 2  # times the forward's arithmetic and bytes
 RESCUE = 1000  # times its seconds: what gathering a weight costs, so that it is never the cheaper of two ways
+NO_PARTS: Parts = {}
 LOOKUPS = {aten.embedding, aten.index_select, aten.gather, aten.index}
 
 
@@ -55,6 +57,7 @@ class Prices:
         keepers: say what is kept for the backward.
         surcharge: of the mesh axis that is planned for, if it has one.
         cached: nodes whose values hold what a call began with, which no rank gathers.
+        past: what decoding reads of earlier tokens.
         gathers_weights: a weight may be gathered, at `RESCUE` times the price: for a program of a plan that was made
             for another one, where no other way is left.
     """
@@ -70,6 +73,7 @@ class Prices:
     surcharge: Surcharge | None = None
     cached: set[fx.Node] = field(default_factory=set)
     gathers_weights: bool = False
+    past: Past = field(default_factory=Past)
 
     def __post_init__(self) -> None:
         self._bytes: dict[int, tuple[float, Tensor]] = {}  # by identity, which lasts as long as the value is held
@@ -83,7 +87,8 @@ class Prices:
         seconds = {s for leaf in self.program.inputs for s in shape_of(leaf.node)[1:2]}
         self.second_sizes = {s for s in seconds if not isinstance(s, int) or s > 1}  # one token cannot be dealt out
         self.hints = self._hints()
-        self.hint = sizer(self.hints)
+        self.hint, self.whole = sizer(self.hints), sizer(self.program.hints)
+        self._read: dict[fx.Node, list[float]] = {}
         self.outputs = {resolve(n)[0] for n in self.program.graph.output_node().all_input_nodes}
         self.weights = {n for n, leaf in self.leaves.items() if leaf.kind.weight}
         for n in self.program.graph.nodes:  # and what is made of one weight alone: transposed, cast
@@ -127,33 +132,27 @@ class Prices:
         return Cost(parameter_bytes=part, budget_bytes=with_states, optimizer=optimizer)
 
     def flops(self, node: fx.Node) -> float:
-        """Floating-point operations of the whole operator, forward; decoding does one row's part of them."""
+        """Floating-point operations of the whole operator, forward; decoding does one row's part of them, and all on
+        what a cache holds."""
         flops = mark(node).flops
         if flops is None:
             write(node, flops=(flops := node_flops(node)))
         if not self.guesses or not flops:
             return flops
+        if node in self.past.steps:
+            return flops * self.past.steps[node]
         lengths = self.tokens & {x for s in shape_of(node) for x in getattr(s, "free_symbols", ())}
         return flops / math.prod(self.program.hints[x] for x in lengths)
 
-    def _longer(self, op: Op) -> dict[int, float]:
-        """Operands that decoding reads of a whole sequence, keys and values of the cache, and how much longer that is.
-
-        They are those of the fused attention, and second operands of products with scores, whose shape has the length
-        twice.
-        """
-        if not self.guesses or len(op.slots) < 2:
-            return {}
-        fused = getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention
-        often = []
-        for shape in (*op.ins, *op.outs):
-            often.append(sum(bool(self.tokens & getattr(s, "free_symbols", set())) for s in shape))
-        product = 2 in often and often[1] == 1 and self.flops(op.node)
-        slots = range(1, len(op.slots)) if fused else (1,)
-        whole, longer = self.program.hints, {}
-        for i in slots if fused or product else ():
-            longer[i] = max(size_hint(s, whole) / size_hint(s, self.hints) for s in op.ins[i])
-        return longer
+    def _sides(self, op: Op) -> list[float]:
+        """Bytes of the whole of each operand and result, as far as a step reads or writes them."""
+        if op.node not in self._read:
+            vals = [*(s.meta["val"] for s in op.slots), *tensors(op.node)]
+            long = self.past.sides.get(op.node, [{}] * len(vals))
+            times = [self.past.copies.get(resolve(x), 1.0) for x in op.slots] + [1.0] * len(vals)
+            sides = zip(vals, long, times, strict=False)
+            self._read[op.node] = [nbytes(v, self.hint, parts, self.whole) / n for v, parts, n in sides]
+        return self._read[op.node]
 
     def operator(self, op: Op, ins: tuple[Layout, ...], outs: tuple[Layout, ...], split: Factor | None) -> Cost:
         """What one rank's call with this factor split costs, with the activations that it saves for the backward.
@@ -174,10 +173,7 @@ class Prices:
             return NOTHING
         if (over := mark(op.node).batch) is not None:
             return Cost(communication=self._across(op, over, self.share(outs[0])))
-        vals = [*(s.meta["val"] for s in op.slots), *results]
-        longer = self._longer(op)
-        sides = enumerate(zip(vals, [*ins, *outs], strict=False))
-        sides = [self.bytes(v) * longer.get(i, 1.0) * self.share(x) for i, (v, x) in sides]
+        sides = [size * self.share(x) for size, x in zip(self._sides(op), [*ins, *outs], strict=False)]
         if getattr(op.target, "overloadpacket", None) in LOOKUPS:
             sides[0] = min(sides[0], sides[-1])  # of a table, the rows that are asked for
         nbytes = sum(sides)
@@ -331,12 +327,18 @@ def sizer(hints: Mapping[Any, int]) -> Callable[[Size], int]:
     return cache(lambda size: size_hint(size, hints))
 
 
-def nbytes(val: Tensor, hint: Callable[[Size], int]) -> float:
-    """Bytes of the whole value with these sizes for its symbols."""
-    count = val.element_size()
-    for s in sizes(val):
-        count *= hint(s)
-    return float(count)
+def nbytes(
+    val: Tensor, hint: Callable[[Size], int], parts: Parts = NO_PARTS, whole: Callable[[Size], int] | None = None
+) -> float:
+    """Bytes of the whole value.
+
+    Args:
+        hint: sizes for its symbols. parts: dimensions that have a part of what they have with the sizes of `whole`.
+    """
+    count = float(val.element_size())
+    for d, s in enumerate(sizes(val)):
+        count *= parts[d] * whole(s) if whole is not None and d in parts else hint(s)
+    return count
 
 
 def is_free(op: Op) -> bool:

@@ -13,11 +13,11 @@ class Memory:
         parameters, buffers: of the rank's parts; buffers with the constants of the graph.
         gradients, states: of parameters, and the optimizer's (`Objective.optimizer`); 0 for inference.
         activations: what autograd keeps from the forward for the backward; 0 for inference.
-        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: keys
-            and values of every attention, for as many tokens as the example inputs have, but of one in which every
-            token sees every other (a fused one; others count).
-        cache_token: by which what it carries grows with each token of a sequence; `cache_sequence`: the part that does
-            not grow, for each sequence.
+        cache: what the program carries to the next call. Of a program that carries nothing, and is for inference: what
+            the model's own call that begins a cache leaves of the example inputs; of a model that has none to ask for,
+            keys and values as they enter every attention, but one in which every token sees every other.
+        cache_token: by which the cache grows with each token of a sequence; `cache_sequence`: the part that does not
+            grow, for each sequence.
         working: what lives at the fullest moment beside all that.
         peak: the sum; `phase`: "forward" or "backward", `at`: module and operator of the fullest moment.
         optimizer: whose states these are.

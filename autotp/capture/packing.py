@@ -33,7 +33,7 @@ def pack(captured: Capture) -> bytes:
     large = [n for n, x in captured.constants.items() if isinstance(x, Tensor) and _holds(x) > LARGEST]
     if large:
         raise Unpackable(f"the constant {large[0]} holds {_holds(captured.constants[large[0]])} numbers")
-    rest = {f.name: getattr(captured, f.name) for f in fields(captured) if f.name not in ("graph", "origin")}
+    rest = {f.name: getattr(captured, f.name) for f in fields(captured) if f.name not in ("graph", "origin", "begun")}
     rest["leaves"] = [(x.node.name, x.kind, x.name) for x in captured.leaves]
     rest["symbols"] = [(symbol, node.name, dim) for symbol, (node, dim) in captured.symbols.items()]
     names = [node.name for node in captured.graph.nodes]

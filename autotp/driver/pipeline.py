@@ -19,6 +19,7 @@ from autotp.capture.selfcheck import Trial
 from autotp.capture.stand_in import trial_of
 from autotp.capture.subclasses.weights import plain_weights
 from autotp.comm.ranks import Ranks
+from autotp.cost.cache import Cache, cache_of
 from autotp.cost.decode import check_lengths
 from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs, bind, for_model, normalise, without_cache
@@ -30,6 +31,7 @@ from autotp.log import dump, log, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.decide import decide
+from autotp.passes.shard.past import Kept, kept_values
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
@@ -40,6 +42,7 @@ from autotp.plans.describe.regathering import with_regathering
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
 
+from .begun_cache import BegunCache, begun_cache
 from .modes import Mode, mode_of
 from .options import DEFAULT_CAPTURE, CaptureRequest, Options
 from .schedule import schedule
@@ -48,6 +51,8 @@ GATHERED = (
     "what is carried from call to call is gathered in every call: another program of the plan splits it as an operator "
     "of this one cannot read it"
 )
+
+GUESSED = "the cache is a guess, keys and values as they enter the attentions: a call with one cannot be captured ({})"
 
 
 def example(model: nn.Module, example: Any, axis: Axis = ALONE, ranks: Ranks | None = None) -> Inputs | None:
@@ -210,18 +215,39 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
         captured: it stays as it is. notes: for the plan, of the capture. options: of the plan. name: the model's.
     """
     check_lengths(captured, options.objective)
+    begun, odd = _begun(captured, options)
     captured = _ready(captured, options.tp)
+    kept = None if begun is None else kept_values(captured, begun.program, begun.like)
     with stage("plan"):
-        builder = _builder(captured, options)
+        builder = _builder(captured, options, kept=kept)
         planned = decide(builder)
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
-    all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else [])]
-    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes)
+    all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else []), *odd]
+    held = None if begun is None else _held(begun, planned, options)
+    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, held)
     plan = described(plan, planned, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), builder=builder)
     return Staged(plan, planned, sharded, builder)
+
+
+def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list[str]]:
+    """The call that begins the model's own cache, where the program carries none, and a note where it is not known."""
+    if options.objective.training or captured.has_states or options.batch.name == "cp":
+        return None, []
+    begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.size)))
+    return (begun, []) if isinstance(begun, BegunCache) else (None, [] if begun is None else [GUESSED.format(begun)])
+
+
+def _held(begun: BegunCache, planned: Planned, options: Options) -> Cache:
+    """What a rank holds of a cache under a plan."""
+    if not begun.program.has_states and not begun.plain:
+        return Cache()
+    weights = [x for x in planned.program.leaves if x.kind.weight]
+    placements = {x.name: planned.decisions[x.node].outs[0] for x in weights}
+    builder = _builder(_ready(begun.program, options.tp), replace(options, pins={}), placements)
+    return cache_of(decide(builder), begun.program.hints, begun.times, begun.plain) or Cache()
 
 
 def apply_plan(
@@ -319,7 +345,7 @@ def _check_rules(planned: Planned) -> None:
 
 def _builder(
     captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
-    states: Mapping[str, Layout] | None = None,
+    states: Mapping[str, Layout] | None = None, kept: Kept | None = None,
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
@@ -333,6 +359,7 @@ def _builder(
         memory,
         states or {},
         band=options.band,
+        kept=kept,
     )
 
 

@@ -69,6 +69,7 @@ class Capture:
     notes: list[str] = field(default_factory=list)
     conditions: Conditions | None = None  # what must hold of the values of the inputs
     origin: tuple[Any, Any] | None = None  # the skeleton that was captured, and the example inputs
+    begun: Any = None  # what its call that begins a cache was captured as, once that was asked (`driver/begun_cache`)
     error: float = float("nan")  # largest relative difference from the model, where it was compared
     unproved: str = ""  # why it was not
     carried: dict[int, str] = field(default_factory=dict)  # position of the graph's output -> state that it becomes

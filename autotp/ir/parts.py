@@ -14,11 +14,12 @@ HeadDims = tuple[fx.Node, int, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Heads:
-    """Head counts of an attention, the width of a query head, and where query and kv heads can be seen in the graph."""
+    """Head counts of an attention, widths of a query's and a value's head, and where query and kv heads are seen."""
 
     count: Size
     kv: Size
     width: Size
+    value: Size
     at: HeadDims
     kv_at: HeadDims
 

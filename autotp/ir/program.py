@@ -17,6 +17,29 @@ from .op import Op, Rule
 EndsTable = tuple[tuple[Value, ...], ...]
 
 
+Parts = Mapping[int, float]  # dimension -> which part of the sequence is there
+
+
+@dataclass
+class Past:
+    """Values of earlier tokens, as a step of decoding reads them in a program of whole sequences.
+
+    Attributes:
+        values: what is as long as the cache, with the dimensions along which it is. kept: those of them that a cache
+            holds.
+        sides: the same for every operand and result of an operator that reads some. steps: the part of its arithmetic
+            on whole sequences that one step does.
+        copies: values that repeat others, as of keys one for every head of the query, and how often: they are read as
+            what they repeat (`passes/optimise/cached_attention.py`).
+    """
+
+    values: dict[Value, Parts] = field(default_factory=dict)
+    kept: frozenset[Value] = frozenset()
+    sides: dict[fx.Node, list[Parts]] = field(default_factory=dict)
+    steps: dict[fx.Node, float] = field(default_factory=dict)
+    copies: dict[Value, float] = field(default_factory=dict)
+
+
 @dataclass
 class Planned:
     """A captured graph with a decision for every node."""
@@ -31,6 +54,7 @@ class Planned:
     solution: Solution | None = None
     states: dict[str, Layout] = field(default_factory=dict)  # of what the program carries: Replicate, or Shard
     ends: EndsTable = ()  # what `Groups.ends` numbers
+    past: Past = field(default_factory=Past)
 
 
 class MeshPlace(NamedTuple):

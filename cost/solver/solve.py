@@ -225,6 +225,8 @@ def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
+    if all(len(item.choices) == 1 for item in problem.items if any(c.parameter_bytes for c in item.choices)):
+        return sum(item.choices[0].parameter_bytes * item.count for item in problem.items)
     x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold
     # all norms and every small projection whole. A table that splits would too, so each kind has a slack of its own.

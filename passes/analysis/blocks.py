@@ -157,7 +157,7 @@ class _Finder:
             if fewer is not None:
                 at = tuple(d for d, m in enumerate(flow.ops[n].ins[0]) if m == fewer)[:1]
                 kv, kv_at = fewer, (n, 0, at)
-        return Heads(count, kv, width, (scores, 0, dims[0]), kv_at)
+        return Heads(count, kv, width, value, (scores, 0, dims[0]), kv_at)
 
     def _view(self, node: fx.Node) -> bool:
         return node in self.flow.ops and len(self.flow.ops[node].slots) == 1 and len(self.flow.ops[node].outs) == 1

@@ -12,6 +12,7 @@ from torch import fx
 
 from autotp import compat
 from autotp.ir.graph import Capture, tensors
+from autotp.ir.leaves import CONSTANT
 from autotp.ir.marks import mark
 from autotp.ir.op import sizes
 from autotp.ir.scopes import module_path
@@ -19,6 +20,7 @@ from autotp.ir.scopes import module_path
 from .lists import items
 
 LISTS = -1  # in place of a depth
+NUMBER = re.compile(r"\d+$")  # of a constant: torch counts them over the whole model
 INDEXED = re.compile(r"(^|\.)\d+(@\d+)?$")  # the model itself may be the list
 
 
@@ -32,7 +34,7 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         grads: nodes whose values carry gradients.
         marks: node -> what sets it apart from its equals.
     """
-    names = {leaf.node: leaf.name for leaf in program.leaves}
+    names = {x.node: NUMBER.sub("", x.name) if x.kind is CONSTANT else x.name for x in program.leaves}
     marked = marks or {}
 
     @cache
@@ -76,7 +78,7 @@ def _signature(
     """A value equal for equal blocks, and the block's nodes and leaves in the order of the signature."""
     place = {n: i for i, n in enumerate(nodes)}
     outside: dict[fx.Node, int] = {}
-    leaves: list[fx.Node] = []
+    leaves: dict[fx.Node, int] = {}
 
     def encode(x: Any) -> Any:
         if not isinstance(x, fx.Node):
@@ -85,12 +87,10 @@ def _signature(
             return ("node", place[x])
         name = names.get(x, "")
         if name.startswith(path.split("@")[0] + "."):
-            if x not in leaves:
-                leaves.append(x)
-            return ("leaf", name[len(path.split("@")[0]) :], shape(x))
+            return ("leaf", name[len(path.split("@")[0]) :], leaves.setdefault(x, len(leaves)), shape(x))
         return ("outside", outside.setdefault(x, len(outside)), shape(x))
 
     rows = tuple(
         (n.target, tuple(map(encode, compat.tree_leaves((n.args, n.kwargs)))), shape(n), mark(n).no_grad) for n in nodes
     )
-    return rows, nodes + leaves
+    return rows, [*nodes, *leaves]

@@ -34,7 +34,7 @@ def decide(builder: Builder) -> Planned:
         decisions[builder.program.graph.output_node()] = Decision(builder.goals(), ())
     return Planned(
         builder.program, builder.tp, decisions, builder.ops, builder.rules, builder.same, builder.grads, solution,
-        decided(builder.carried_items, problem, solution.choices), builder.ends,
+        decided(builder.carried_items, problem, solution.choices), builder.ends, builder.past,
     )  # fmt: skip
 
 

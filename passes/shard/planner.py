@@ -33,12 +33,14 @@ from autotp.ir.graph import (
 )  # fmt: skip
 from autotp.ir.layouts import Distribution, I, Layout, Partition, R, Shard, dealt_by
 from autotp.ir.op import Op, sizes
+from autotp.ir.program import Past
 from autotp.passes.analysis.fold import fold
 from autotp.text import listed
 
 from .axis import TENSOR, AxisRules
 from .beside import Savings
 from .ends import ends_table
+from .past import Kept, past_of
 from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
 from .states import CarriedItem, States
@@ -62,6 +64,7 @@ class Builder:
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
     band: float | None = None  # of the least seconds; None: only seconds count
+    kept: Kept | None = None  # what the model's own cache holds of the program's values, where it is known
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -81,6 +84,7 @@ class Builder:
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         marks |= placed_apart(self.leaves, self.pinned, alike)
+        marks |= {node: repr(parts) for (node, _), parts in (self.kept or {}).items()}  # of a window fewer are read
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         if sequence:  # what leaves the model may be gathered, and it alone
             marks = {n: "output" for _, n in placed_outputs(self.program)} | marks
@@ -90,9 +94,11 @@ class Builder:
         self.ends = ends_table(self.calls, self.ops, self.rules, self.same)
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
+        decoded = self.objective.name == "decode" and not past
+        self.past = past_of(self.program, self.calls, self.ops, self.rules, self.kept) if decoded else Past()
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
-            Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(),
+            Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(), past=self.past,
         )  # fmt: skip
 
     def value(self, node: fx.Node) -> Value:

@@ -174,8 +174,7 @@ class States:
         """Nodes whose values hold what a call began with: what only moves a state, and what is left of it."""
         nodes = set(self.leaves.values())
         for node in self.program.graph.nodes:
-            name = short_name(node.target).removeprefix("aten.").split(".")[0]
-            if node.op == "call_function" and name in MOVES and any(i in nodes for i in node.all_input_nodes):
+            if moves(node) and any(i in nodes for i in node.all_input_nodes):
                 nodes.add(node)
         return nodes | {resolve(node)[0] for name, node in self.results.items() if name in self.leaves}
 
@@ -193,6 +192,11 @@ def decided(items: Sequence[CarriedItem], problem: Problem, choices: Sequence[in
         layout = (*choice.ins, *choice.outs)[0]
         layouts |= dict.fromkeys(names, layout if layout.sharded_dim is not None else R)
     return layouts
+
+
+def moves(node: fx.Node) -> bool:
+    """Whether an operator only moves what it is given."""
+    return node.op == "call_function" and short_name(node.target).removeprefix("aten.").split(".")[0] in MOVES
 
 
 def same_of(same: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:

@@ -28,12 +28,12 @@ def test_a_cache_holds_the_keys_and_values_of_a_ranks_heads(tp, objective):
     assert staged("llama", tp).plan.memory.cache == 0
 
 
-@pytest.mark.parametrize(("kv", "more"), [(4, 2), (2, 1)])
-def test_a_cache_of_fewer_heads_than_ranks_is_not_split_further(kv, more):
-    """Two heads over two ranks are one each; so they are over four ranks, two of which have the same one."""
+@pytest.mark.parametrize(("kv", "most"), [(4, 0.5), (2, 2)])
+def test_a_cache_of_fewer_heads_than_ranks_is_not_split_further(kv, most):
+    """Two heads over two ranks are one each; over four ranks the fullest has one of them still, or all."""
     model = transformer("llama", num_key_value_heads=kv)
     two, four = (p.memory.cache for p in sweep(model, [2, 4], objective="decode", check_capture=False).plans.values())
-    assert two / four == more
+    assert min(1, most) <= four / two <= most
 
 
 @pytest.mark.parametrize(("causal", "masked"), [(False, ""), (True, ""), (False, "keys"), (False, "pairs")])
@@ -67,15 +67,17 @@ def test_inference_counts_a_forward_and_decoding_one_token():
     assert prefill.memory.working > decode.memory.working
 
 
-@pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_decoding_reads_the_whole_cache(attention):
-    """Twice the length takes longer by at least the time to read the keys and values that are more."""
+@pytest.mark.parametrize(("attention", "times"), [("sdpa", 1), ("eager", 2.5)])
+def test_decoding_reads_the_whole_cache(attention, times):
+    """Twice the length takes longer by the time to read the keys and values that are more: as they are kept, and not
+    once for each of the two heads of queries that share them. An eager attention reads and writes its scores besides.
+    """
     sizes = {"max_position_embeddings": 2**22, "num_hidden_layers": 1}
     model = transformer("llama", attn_implementation=attention, **sizes).to("meta")
     options: dict[str, Any] = {"objective": "decode", "check_capture": False}
     plans = [make_plan(model, 1, example_inputs=inputs_of(model, length=n), **options) for n in (2**21, 2**22)]
     more, longer = (plans[1].memory.cache - plans[0].memory.cache), plans[1].totals.seconds - plans[0].totals.seconds
-    assert 1 <= longer / (more / Cluster.preset("h100").memory_bandwidth) < 3
+    assert 1 - 1e-9 <= longer / (more / Cluster.preset("h100").memory_bandwidth) <= times + 1e-9
 
 
 def test_decoding_needs_a_length():

@@ -10,6 +10,7 @@ from functools import cache
 
 import pytest
 
+from autotp.cost.solver.integer_program import IntegerProgram
 from autotp.cost.solver.problem import Choice, Item, Problem, Use, conversions
 from autotp.cost.solver.solve import SLACK, Infeasible, solve
 from autotp.errors import PlanError
@@ -141,6 +142,19 @@ def test_a_large_table_that_splits_leaves_no_room_to_hold_weights_whole():
     for kind, choice in (("tables", 1), ("weights", 0)):
         items = [Item("weight", whole, [], [("w", 0)]), Item("table", halves, [], [("t", 0)], kind=kind)]
         assert solve(Problem(items, [], lambda *_: None)).choices[0] == choice, kind
+
+
+def test_parameters_that_leave_no_choice_are_not_minimised(monkeypatch):
+    """As in every further program of a plan, where the search would walk over whatever does not count."""
+    asked = []
+    minimise = IntegerProgram.minimise
+    monkeypatch.setattr(IntegerProgram, "minimise", lambda *a, **k: asked.append(a) or minimise(*a, **k))
+    both = [Choice((), (R,), parameter_bytes=20.0), Choice((), (LAYOUTS[3],), parameter_bytes=10.0)]
+    for choices, searches in ((both[:1], 1), (both, 2)):
+        asked.clear()
+        solution = solve(Problem([Item("weight", choices, [], [("w", 0)], 3)], [], lambda *_: None))
+        assert len(asked) == searches
+        assert solution.least_parameter_bytes == solution.parameter_bytes == 3 * choices[-1].parameter_bytes
 
 
 def price(problem: Problem, chosen: tuple[int, ...]) -> float:

@@ -1,10 +1,15 @@
-"""A module that takes its cache as tensors and returns it, as nobody's library wrote it."""
+"""A module that takes its cache as tensors and returns it, as nobody's library wrote it; and what a cache holds."""
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from autotp.ir.carried import describe
 
 WIDTH, HEADS, KV, SIZE = 16, 4, 2, 4
 CARRIED = {1: "past_k", 2: "past_v"}
@@ -53,3 +58,19 @@ def past(length: int, kv: int = KV, batch: int = 2) -> tuple[Tensor, Tensor]:
 def tokens(length: int, batch: int = 2) -> Tensor:
     """So many new tokens."""
     return torch.randn(batch, length, WIDTH, generator=torch.Generator().manual_seed(length + 1))
+
+
+def kept_bytes(model: Any, inputs: Mapping[str, Any], count: int) -> int:
+    """Bytes of the tensors in the cache with which `generate()` ends, after so many tokens; 0 where there is none.
+
+    Args:
+        model: unsharded, or a sharded module, whose object holds this rank's part. inputs: the prompts.
+    """
+    given = {name: x.clone() if isinstance(x, Tensor) else x for name, x in inputs.items()}
+    asked = {"max_new_tokens": count, "min_new_tokens": count, "do_sample": False, "num_beams": 1, "use_cache": True}
+    with torch.no_grad():
+        outputs = model.generate(**given, **asked, return_dict_in_generate=True)
+    names = ("past_key_values", "cache_params", "state")
+    held = next((x for x in (getattr(outputs, name, None) for name in names) if x is not None), ())
+    tensors = [x for x in describe(held, "cache").tensors if isinstance(x, Tensor)]
+    return sum(x.numel() * x.element_size() for x in tensors)

@@ -81,6 +81,36 @@ def test_equal_blocks_within_equal_blocks_decide_once():
     assert autotp.verify(Nested(2, 3), 2, X)
 
 
+class Begun(nn.Module):
+    """Layers that put what they make behind literals, as a cache does that was empty: one for each of so many parts."""
+
+    def __init__(self, *literals: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.ModuleList([nn.Linear(WIDTH, WIDTH)]) for _ in literals])
+        for layer, count in zip(self.layers, literals, strict=True):
+            layer.forward = lambda x, layer=layer, count=count: self._layer(layer, x, count)  # type: ignore[method-assign]
+
+    @staticmethod
+    def _layer(layer: Any, x: Tensor, count: int) -> Tensor:
+        empty = [torch.tensor([]) for _ in range(count)] * (2 // count)
+        halves = layer[0](x).chunk(2, -1)
+        return torch.cat([torch.cat(pair, 1) for pair in zip(empty, halves, strict=True)], -1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_literals_do_not_tell_equal_blocks_apart():
+    """Torch numbers them over the whole model. How many there are in a block does tell it apart."""
+    few = decided(Begun(2, 2))
+    assert decided(Begun(2, 2, 2)) == few
+    assert decided(Begun(2, 1, 2)) > few
+    assert autotp.verify(Begun(2, 1, 2), 2, X)
+
+
 @pytest.mark.parametrize("order", [(0, 1, 0), (0, 1, 1, 0)])
 def test_items_that_are_called_again_are_no_blocks(order):
     program, _ = capture_model(Lists(2, order), Inputs(X), torch.device("cpu"), check=False)

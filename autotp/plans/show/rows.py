@@ -229,9 +229,10 @@ def all_whole(plan: Plan) -> str:
 
 
 def cache(plan: Plan) -> str:
-    """What is carried from call to call: how many tensors, how they lie, and what a rank holds of them."""
-    if not plan.states:
-        return ""
+    """What is carried from call to call: how many tensors, how they lie, and what a rank holds of them.
+
+    Of a cache that calls of another kind have, what a rank holds is known alone.
+    """
     counts = Counter(_placement(x, plan.tp) for x in plan.states.values())
     tensors = []
     for placed, n in counts.items():

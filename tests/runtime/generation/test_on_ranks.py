@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 import autotp
 from autotp.errors import AutoTPError
-from tests.helpers.carried import CARRIED, Attention, tokens
+from tests.helpers.carried import CARRIED, Attention, kept_bytes, tokens
 from tests.helpers.compare import mesh_of
 from tests.helpers.processes.pool import WorkerError
 
@@ -96,3 +96,26 @@ def test_a_state_of_another_batch_is_named():
         said = refused(lambda: model(tokens(1, batch=3), k, v))
     assert said.startswith("InputError: past_k holds 2 sequences (dimension 0) and the input") and "has 3" in said
     assert "begin a new one" in said
+
+
+LATENT: dict[str, Any] = {
+    "num_attention_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 8, "q_lora_rank": 8, "v_head_dim": 8,
+    "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "intermediate_size": 32, "first_k_dense_replace": 1,
+    "num_hidden_layers": 1, "hidden_size": 16, "vocab_size": 32, "pad_token_id": 0,
+}  # fmt: skip
+
+
+def held(rank: int, world: int, group: Any) -> tuple[int, float, bool]:
+    torch.manual_seed(0)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config(**LATENT)).eval()
+    ids = torch.arange(4, 24).view(2, 10)
+    options: dict[str, Any] = {"mesh": mesh_of(group), "objective": "decode", "check_capture": False}
+    sharded: Any = autotp.compile(model, example_inputs={"input_ids": ids}, **options)
+    dealt = sharded.plan.placements["model.layers.0.self_attn.kv_b_proj.weight"].sharded_dim == 0
+    return kept_bytes(sharded, {"input_ids": ids}, 1), sharded.plan.memory.cache, dealt
+
+
+def test_a_rank_holds_what_the_plan_counts(pool):
+    """Of a latent all, though the heads that are made of it are dealt out."""
+    size = 2 * 10 * (8 + 4) * 4  # sequences, tokens, numbers, bytes
+    assert pool.run(held, world=2) == [(size, size, True)] * 2

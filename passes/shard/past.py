@@ -1,0 +1,214 @@
+"""What a step of decoding reads of earlier tokens, in a program of whole sequences that is priced for one new token.
+
+Such a program carries no cache. Which values the model keeps is known from its own call that begins a cache
+(`kept_values`); where it is not, they are taken to be what enters an attention. What is computed from them is as long
+as the cache, in every step, and all else is one token.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from autotp.cost import node_flops
+from autotp.cost.prices import is_free, lengths, sizer
+from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
+from autotp.ir.layouts import Size
+from autotp.ir.op import Op, Rule, aten, expression, sizes
+from autotp.ir.program import Parts, Past
+from autotp.ir.scopes import block_of, module_path
+
+from .states import moves
+
+Kept = Mapping[Value, Parts]
+Numbers = dict[Hashable, int]  # equal computations within equal blocks have one number
+
+
+# ---- which values a cache keeps --------------------------------------------------------------------------------------
+
+
+def kept_values(program: Capture, begun: Capture, like: Mapping[str, str]) -> dict[Value, Parts] | None:
+    """The values of a program that the model keeps in a cache, of one for each token; None where some are not found.
+
+    A value is known again by what its repeated block computes it from: outside of the blocks, as in masks, calls with
+    a cache and without one differ.
+
+    Args:
+        program: of a call without a cache. begun: of the call that begins one, for inputs of the same sizes.
+        like: path of a block of the first -> path of one of the second that is of its kind, where it is another.
+    """
+    numbers: Numbers = {}
+    values: dict[Hashable, list[Value]] = defaultdict(list)
+    for (maker, index), number in _numbered(program, numbers, like):
+        values[number].append((maker, index))
+    own = dict(_numbered(begun, numbers, {}))
+    symbols, hint, theirs = lengths(program), sizer(program.hints), sizer(begun.hints)
+    kept: dict[Value, Parts] = {}
+    for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
+        state = resolve(node)
+        source, length = _source(state, own, values), sizes(tensors(state[0])[state[1]])
+        if source is None and any(_symbols(s) & lengths(begun) for s in length):
+            return None
+        held = [theirs(s) for s in length]
+        for value in values[own[source]] if source is not None else ():
+            shape = sizes(tensors(value[0])[value[1]])
+            grown = [d for d, s in enumerate(shape) if _symbols(s) & symbols]
+            alike = len(held) == len(shape)  # what is kept of a window is less than what is there
+            parts = {d: held[d] / max(hint(shape[d]), 1) if alike else 1.0 for d in grown}
+            if parts:
+                kept[value] = parts
+    return kept
+
+
+def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Hashable, Any]) -> Value | None:
+    """What a state keeps: the first value behind it, through what only moves, that the other program computes too."""
+    todo, visited = [state], {state}
+    while todo:
+        value = todo.pop(0)
+        if numbers.get(value) in values:
+            return value
+        fresh = [x for x in map(resolve, value[0].all_input_nodes) if x not in visited] if moves(value[0]) else []
+        visited |= {*fresh}
+        todo += fresh
+    return None
+
+
+def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> Iterator[tuple[Value, Hashable]]:
+    """The values that repeated blocks compute, each with its block and the number of its computation within it."""
+    names = {leaf.node: leaf.name for leaf in program.leaves}
+    hint = sizer(program.hints)
+    blocks = {n: _block(n) for n in program.graph.nodes}
+    number_of: dict[fx.Node, int] = {}
+
+    def operand(x: fx.Node, block: str) -> str:
+        val, name = x.meta.get("val"), names.get(x, "")
+        if isinstance(val, int | torch.SymInt):
+            return repr(hint(expression(val)))
+        if x in number_of and blocks[x] == block:
+            return f"%{number_of[x]}"
+        own = name.removeprefix(block) if block and name.startswith(f"{block}.") else ""
+        return f"{own} {[([hint(s) for s in sizes(v)], v.dtype) for v in tensors(x)]}"
+
+    for node in program.graph.nodes:
+        if node.op != "call_function":
+            continue
+        block = blocks[node]
+        arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda x, at=block: operand(x, at))
+        key = short_name(node.target), repr(arguments)
+        number_of[node] = numbers.setdefault(key, len(numbers))
+        if block:
+            yield from (((node, i), (like.get(block, block), number_of[node], i)) for i in range(len(tensors(node))))
+
+
+def _block(node: fx.Node) -> str:
+    """The outermost repeated block that an operator is in."""
+    path = module_path(node)
+    return block_of(path[-1]) if path else ""
+
+
+# ---- what follows from them ------------------------------------------------------------------------------------------
+
+
+def past_of(
+    program: Capture, calls: Sequence[fx.Node], ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None],
+    kept: Kept | None,
+) -> Past:  # fmt: skip
+    """What the operators of a program read of earlier tokens.
+
+    Args:
+        program: of whole sequences. calls: its operators, in order; `ops`, `rules`: of each.
+        kept: values that a cache keeps, with the parts of their lengths that it does; None where that is not known.
+    """
+    past, symbols = Past(dict(kept or {})), lengths(program)
+    if not symbols:
+        return past
+    reader = _Reader(past, symbols, program.hints)
+    for node in calls:
+        if kept is None:
+            reader.enter(ops[node])
+        reader.read(ops[node], rules[node])
+    past.kept = frozenset({*(kept or {}), *reader.entered})
+    return past
+
+
+class _Reader:
+    """Walks over a program, and notes what is as long as the cache."""
+
+    def __init__(self, past: Past, symbols: set[Any], hints: Mapping[Any, int]) -> None:
+        self.past, self.symbols, self.entered = past, symbols, set[Value]()
+        self.whole, self.one = sizer(hints), sizer({**hints, **dict.fromkeys(symbols, 1)})
+
+    def enter(self, op: Op) -> None:
+        """Take what enters an attention for kept."""
+        for value in self._entering(op, [resolve(x) for x in op.slots]):
+            grown = [d for d, s in enumerate(sizes(tensors(value[0])[value[1]])) if self._long(s)]
+            if grown and value not in self.past.values:
+                self.past.values[value] = dict.fromkeys(grown, 1.0)
+                self.entered.add(value)
+
+    def read(self, op: Op, rule: Rule | None) -> None:
+        """Note what an operator reads, and what its results are then."""
+        operands = [resolve(x) for x in op.slots]
+        sides: list[dict[int, float]] = [dict(self.past.values.get(v, {})) for v in operands]
+        if not any(sides):
+            return
+        sides += [{} for _ in op.outs]
+        self.past.steps[op.node] = self._loops(op, rule, sides)
+        self.past.sides[op.node] = list(sides)
+        for i, side in enumerate(sides[len(operands) :]):
+            if side:
+                self.past.values[op.node, i] = side
+        self._repeats(op, sides)
+
+    def _loops(self, op: Op, rule: Rule | None, sides: list[dict[int, float]]) -> float:
+        """Have every operand and result of a loop over what is kept be as long; the part of all loops that is run.
+
+        Loops that no rule splits are read off dimensions: of a causal attention those over queries and over keys.
+        """
+        steps, operands, split = 1.0, len(op.slots), set[tuple[int, int]]()
+        for factor in rule.factors if rule is not None else ():
+            if not self._long(factor.size):
+                continue
+            carried = [(i, c.dim) for i, c in enumerate((*factor.ins, *factor.outs)) if c is not None]
+            split |= {*carried}
+            read = [sides[i][d] for i, d in carried if i < operands and d in sides[i]]
+            steps *= max(read) if read else self._one_of(factor.size)
+            for i, d in carried if read else ():
+                sides[i][d] = max(read)
+        whole = {(i, d): part for i, side in enumerate(sides) for d, part in side.items() if (i, d) not in split}
+        alone = [s for d, s in enumerate(op.outs[0]) if self._long(s) and (operands, d) not in split] if op.outs else []
+        return steps * max(whole.values(), default=1.0) * math.prod(map(self._one_of, alone))
+
+    def _one_of(self, size: Size) -> float:
+        """The part of a loop over all tokens that one token's is."""
+        return self.one(size) / max(self.whole(size), 1)
+
+    def _long(self, size: Size) -> bool:
+        return bool(_symbols(size) & self.symbols)
+
+    def _entering(self, op: Op, operands: list[Value]) -> list[Value]:
+        """Keys and values of an attention: of a fused one, and second operands of products whose shapes have the length
+        twice."""
+        if getattr(op.target, "overloadpacket", None) is aten.scaled_dot_product_attention:
+            return operands[1:3]
+        often = [sum(map(self._long, shape)) for shape in (*op.ins, *op.outs)]
+        product = len(operands) > 1 and 2 in often and often[1] == 1 and node_flops(op.node) > 0
+        return operands[1:2] if product else []
+
+    def _repeats(self, op: Op, sides: Sequence[Parts]) -> None:
+        """Note a view that holds every number of its operand several times."""
+        if len(op.slots) != 1 or len(op.outs) != 1 or not is_free(op) or not sides[0]:
+            return
+        before, after = (math.prod(map(self.whole, shape)) for shape in (op.ins[0], op.outs[0]))
+        times = self.past.copies.get(resolve(op.slots[0]), 1.0) * after / max(before, 1)
+        if times > 1:
+            self.past.copies[op.node, 0] = times
+
+
+def _symbols(size: Size) -> set[Any]:
+    return set() if isinstance(size, int) else set(size.free_symbols)
