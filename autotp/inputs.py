@@ -220,8 +220,8 @@ def with_cache(model: nn.Module, inputs: Inputs) -> Inputs | None:
     """
     signature = inspect.signature(model.forward)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    known = takes_any and any(hasattr(c, "use_cache") for c in _configs(getattr(model, "config", None), ()))
-    if "use_cache" not in signature.parameters and not known:
+    has_cache = takes_any and any(hasattr(c, "use_cache") for c in _configs(getattr(model, "config", None), ()))
+    if "use_cache" not in signature.parameters and not has_cache:
         return None
     return _replace(signature, inputs, "use_cache", True)
 

@@ -56,14 +56,14 @@ def cache_of(
         position, node = after.get(name, (-1, None))
         ends = [_value(n) for n in (before.get(name), node) if n is not None]
         share = layout.share(planned.tp, sizer(hints)) * (times or {}).get(position, 1)
-        cache += _held(ends, share, spoken, hints)
+        cache += _state(ends, share, spoken, hints)
     for position, node in placed_outputs(program):
         if position in plain:
-            cache += _held([_value(node)], (times or {}).get(position, 1), spoken, hints)
+            cache += _state([_value(node)], (times or {}).get(position, 1), spoken, hints)
     return cache
 
 
-def _held(ends: list[Tensor], share: float, spoken: set[Any], hints: Hints) -> Cache:
+def _state(ends: list[Tensor], share: float, spoken: set[Any], hints: Hints) -> Cache:
     """A part of a state, of which there are the values before the call and after it, or one of these."""
     hint = sizer(hints)
     part, shape = nbytes(ends[-1], hint) * share, sizes(ends[-1])

@@ -164,7 +164,7 @@ class _Line:
         key = self.planned.same.get(value[0], value[0]), value[1], layout
         if key not in self.sizes:
             past = self.planned.past
-            parts = NO_PARTS if value in past.kept else past.values.get(value, NO_PARTS)
+            parts = NO_PARTS if value in past.stored else past.values.get(value, NO_PARTS)
             self.sizes[key] = nbytes(tensors(value[0])[value[1]], self.hint, parts, self.whole) * self.share(layout)
         return self.sizes[key]
 

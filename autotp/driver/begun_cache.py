@@ -106,8 +106,8 @@ def _times(program: Capture, stacks: Stacks, lengths: Mapping[str, int]) -> dict
     times = {}
     for position, node in placed_outputs(program):
         path = module_path(resolve(node)[0])
-        places = {name: place_in(name, path[-1]) if path else None for name in stacks}
-        times[position] = math.prod(_blocks(stacks[name], i, lengths[name]) for name, i in places.items())
+        blocks = [_blocks(of, place_in(name, path[-1]), lengths[name]) for name, of in stacks.items() if path]
+        times[position] = math.prod(blocks)
     return times
 
 
@@ -121,4 +121,6 @@ def _outputs(program: Capture) -> dict[str, int]:
     positions = {i for i, _ in enumerate(compat.tree_leaves(program.graph.output_node().args))}
     results = compat.tree_unflatten(sorted(positions - program.mutations.keys()), program.out_spec)
     leaves = compat.named_leaves(results.outputs if isinstance(results, Returned) else results)
-    return {"[0]" if name == "0" else name: position for name, position in leaves.items()}  # one alone is the first
+    if "0" in leaves:  # one alone is the first
+        leaves["[0]"] = leaves.pop("0")
+    return leaves

@@ -31,7 +31,7 @@ from autotp.log import dump, log, stage, uncollected
 from autotp.passes.base import run_passes
 from autotp.passes.shard.batch_program import two_examples
 from autotp.passes.shard.decide import decide
-from autotp.passes.shard.past import Kept, kept_values
+from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
@@ -217,16 +217,16 @@ def plan_stages(captured: Capture, notes: list[str], options: Options, name: str
     check_lengths(captured, options.objective)
     begun, odd = _begun(captured, options)
     captured = _ready(captured, options.tp)
-    kept = None if begun is None else kept_values(captured, begun.program, begun.like)
+    parts = None if begun is None else cache_parts(captured, begun.program, begun.like)
     with stage("plan"):
-        builder = _builder(captured, options, kept=kept)
+        builder = _builder(captured, options, parts=parts)
         planned = decide(builder)
     sharded = _sharded(planned, builder)
     shapes = tuple(f"{x.name}: {_shape(x.node)}" for x in captured.inputs)
     gathers = builder.states.leaves and not builder.prices.cached
     all_notes = [*notes, *without_rule(planned), *few_groups(planned), *([GATHERED] if gathers else []), *odd]
-    held = None if begun is None else _held(begun, planned, options)
-    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, held)
+    cache = None if begun is None else _cache(begun, planned, options)
+    plan = describe(planned, sharded, builder, name, options.objective.name, shapes, all_notes, cache)
     plan = described(plan, planned, builder, options.batch)
     plan = replace(with_regathering(plan, planned, sharded, builder), builder=builder)
     return Staged(plan, planned, sharded, builder)
@@ -237,10 +237,12 @@ def _begun(captured: Capture, options: Options) -> tuple[BegunCache | None, list
     if options.objective.training or captured.has_states or options.batch.name == "cp":
         return None, []
     begun = begun_cache(captured, partial(prepare, request=CaptureRequest(dp=options.batch.size)))
-    return (begun, []) if isinstance(begun, BegunCache) else (None, [] if begun is None else [GUESSED.format(begun)])
+    if isinstance(begun, BegunCache):
+        return begun, []
+    return None, [] if begun is None else [GUESSED.format(begun)]
 
 
-def _held(begun: BegunCache, planned: Planned, options: Options) -> Cache:
+def _cache(begun: BegunCache, planned: Planned, options: Options) -> Cache:
     """What a rank holds of a cache under a plan."""
     if not begun.program.has_states and not begun.plain:
         return Cache()
@@ -345,7 +347,7 @@ def _check_rules(planned: Planned) -> None:
 
 def _builder(
     captured: Capture, options: Options, placements: Mapping[str, Layout] | None = None,
-    states: Mapping[str, Layout] | None = None, kept: Kept | None = None,
+    states: Mapping[str, Layout] | None = None, parts: CacheParts | None = None,
 ) -> Builder:  # fmt: skip
     memory = None if placements else options.memory  # the plan has kept it already
     return Builder(
@@ -359,7 +361,7 @@ def _builder(
         memory,
         states or {},
         band=options.band,
-        kept=kept,
+        cache_parts=parts,
     )
 
 

@@ -25,7 +25,7 @@ class Past:
     """Values of earlier tokens, as a step of decoding reads them in a program of whole sequences.
 
     Attributes:
-        values: what is as long as the cache, with the dimensions along which it is. kept: those of them that a cache
+        values: what is as long as the cache, with the dimensions along which it is. stored: those of them that a cache
             holds.
         sides: the same for every operand and result of an operator that reads some. steps: the part of its arithmetic
             on whole sequences that one step does.
@@ -34,7 +34,7 @@ class Past:
     """
 
     values: dict[Value, Parts] = field(default_factory=dict)
-    kept: frozenset[Value] = frozenset()
+    stored: frozenset[Value] = frozenset()
     sides: dict[fx.Node, list[Parts]] = field(default_factory=dict)
     steps: dict[fx.Node, float] = field(default_factory=dict)
     copies: dict[Value, float] = field(default_factory=dict)

@@ -74,7 +74,7 @@ class Part(nn.Module):
                     "it was given itself. Hand on both: def forward(self, *args, **kwargs): return self.layer(*args, "
                     "**kwargs)."
                 )
-            return self._by_itself(args, kwargs)
+            return self._by_itself(args, kwargs)  # pyright: ignore[reportCallIssue]
         if self._backward_hooks or self._backward_pre_hooks:
             note(self, program)
         if (self._forward_pre_hooks or self._late) and program in self._turns:

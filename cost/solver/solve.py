@@ -221,11 +221,16 @@ def _largest(problem: Problem, picks: list[list[int]], x: np.ndarray) -> str:
     return lines
 
 
+def _holds(item: Item) -> bool:
+    """Whether a choice of the item holds parameters."""
+    return any(choice.parameter_bytes for choice in item.choices)
+
+
 def _parameters(problem: Problem, program: IntegerProgram, picks: list[list[int]], slack: float) -> float:
     """The least bytes of parameters on a rank; adds the rows that keep the plan within `slack` of them."""
     if not any(program.parameter_bytes.values()):
         return 0.0
-    if all(len(item.choices) == 1 for item in problem.items if any(c.parameter_bytes for c in item.choices)):
+    if all(len(item.choices) == 1 for item in problem.items if _holds(item)):
         return sum(item.choices[0].parameter_bytes * item.count for item in problem.items)
     x, least, *_ = _minimise(program, program.parameter_bytes, "fewest parameters per rank")
     # Items with one choice take no part in the slack: a large table that no rule can split would leave room to hold

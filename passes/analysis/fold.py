@@ -34,7 +34,8 @@ def fold(program: Capture, grads: set[fx.Node], marks: Mapping[fx.Node, str] | N
         grads: nodes whose values carry gradients.
         marks: node -> what sets it apart from its equals.
     """
-    names = {x.node: NUMBER.sub("", x.name) if x.kind is CONSTANT else x.name for x in program.leaves}
+    names = {x.node: x.name for x in program.leaves}
+    names |= {x.node: NUMBER.sub("", x.name) for x in program.leaves if x.kind is CONSTANT}
     marked = marks or {}
 
     @cache

@@ -1,7 +1,7 @@
 """What a step of decoding reads of earlier tokens, in a program of whole sequences that is priced for one new token.
 
 Such a program carries no cache. Which values the model keeps is known from its own call that begins a cache
-(`kept_values`); where it is not, they are taken to be what enters an attention. What is computed from them is as long
+(`cache_parts`); where it is not, they are taken to be what enters an attention. What is computed from them is as long
 as the cache, in every step, and all else is one token.
 """
 
@@ -25,14 +25,14 @@ from autotp.ir.scopes import block_of, module_path
 
 from .states import moves
 
-Kept = Mapping[Value, Parts]
+CacheParts = Mapping[Value, Parts]
 Numbers = dict[Hashable, int]  # equal computations within equal blocks have one number
 
 
 # ---- which values a cache keeps --------------------------------------------------------------------------------------
 
 
-def kept_values(program: Capture, begun: Capture, like: Mapping[str, str]) -> dict[Value, Parts] | None:
+def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> dict[Value, Parts] | None:
     """The values of a program that the model keeps in a cache, of one for each token; None where some are not found.
 
     A value is known again by what its repeated block computes it from: outside of the blocks, as in masks, calls with
@@ -48,21 +48,23 @@ def kept_values(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
         values[number].append((maker, index))
     own = dict(_numbered(begun, numbers, {}))
     symbols, hint, theirs = lengths(program), sizer(program.hints), sizer(begun.hints)
-    kept: dict[Value, Parts] = {}
+    parts_of: dict[Value, Parts] = {}
     for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
         state = resolve(node)
         source, length = _source(state, own, values), sizes(tensors(state[0])[state[1]])
         if source is None and any(_symbols(s) & lengths(begun) for s in length):
             return None
-        held = [theirs(s) for s in length]
+        state_sizes = [theirs(s) for s in length]
         for value in values[own[source]] if source is not None else ():
             shape = sizes(tensors(value[0])[value[1]])
             grown = [d for d, s in enumerate(shape) if _symbols(s) & symbols]
-            alike = len(held) == len(shape)  # what is kept of a window is less than what is there
-            parts = {d: held[d] / max(hint(shape[d]), 1) if alike else 1.0 for d in grown}
+            alike = len(state_sizes) == len(shape)  # what is kept of a window is less than what is there
+            parts = dict.fromkeys(grown, 1.0)
+            if alike:
+                parts = {d: state_sizes[d] / max(hint(shape[d]), 1) for d in grown}
             if parts:
-                kept[value] = parts
-    return kept
+                parts_of[value] = parts
+    return parts_of
 
 
 def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Hashable, Any]) -> Value | None:
@@ -72,9 +74,10 @@ def _source(state: Value, numbers: Mapping[Value, Hashable], values: Mapping[Has
         value = todo.pop(0)
         if numbers.get(value) in values:
             return value
-        fresh = [x for x in map(resolve, value[0].all_input_nodes) if x not in visited] if moves(value[0]) else []
-        visited |= {*fresh}
-        todo += fresh
+        if moves(value[0]):
+            fresh = [x for x in map(resolve, value[0].all_input_nodes) if x not in visited]
+            visited |= {*fresh}
+            todo += fresh
     return None
 
 
@@ -85,19 +88,25 @@ def _numbered(program: Capture, numbers: Numbers, like: Mapping[str, str]) -> It
     blocks = {n: _block(n) for n in program.graph.nodes}
     number_of: dict[fx.Node, int] = {}
 
+    def shape(value: Any) -> list[int]:
+        return [hint(s) for s in sizes(value)]
+
     def operand(x: fx.Node, block: str) -> str:
         val, name = x.meta.get("val"), names.get(x, "")
+        # Symbols have other names in each capture, and the same sizes.
         if isinstance(val, int | torch.SymInt):
             return repr(hint(expression(val)))
+        # Of what comes from outside of the block, as masks do, the shape counts alone: it differs where a cache begins.
         if x in number_of and blocks[x] == block:
             return f"%{number_of[x]}"
         own = name.removeprefix(block) if block and name.startswith(f"{block}.") else ""
-        return f"{own} {[([hint(s) for s in sizes(v)], v.dtype) for v in tensors(x)]}"
+        return f"{own} {[(shape(v), v.dtype) for v in tensors(x)]}"
 
     for node in program.graph.nodes:
         if node.op != "call_function":
             continue
         block = blocks[node]
+        # Equal computations have one number whatever block they are in, and values are told apart by their blocks.
         arguments = fx.map_arg((node.args, dict(node.kwargs)), lambda x, at=block: operand(x, at))
         key = short_name(node.target), repr(arguments)
         number_of[node] = numbers.setdefault(key, len(numbers))
@@ -116,23 +125,23 @@ def _block(node: fx.Node) -> str:
 
 def past_of(
     program: Capture, calls: Sequence[fx.Node], ops: Mapping[fx.Node, Op], rules: Mapping[fx.Node, Rule | None],
-    kept: Kept | None,
+    parts: CacheParts | None,
 ) -> Past:  # fmt: skip
     """What the operators of a program read of earlier tokens.
 
     Args:
         program: of whole sequences. calls: its operators, in order; `ops`, `rules`: of each.
-        kept: values that a cache keeps, with the parts of their lengths that it does; None where that is not known.
+        parts: values that a cache keeps, with the parts of their lengths that it does; None where that is not known.
     """
-    past, symbols = Past(dict(kept or {})), lengths(program)
+    past, symbols = Past(dict(parts or {})), lengths(program)
     if not symbols:
         return past
     reader = _Reader(past, symbols, program.hints)
     for node in calls:
-        if kept is None:
+        if parts is None:
             reader.enter(ops[node])
         reader.read(ops[node], rules[node])
-    past.kept = frozenset({*(kept or {}), *reader.entered})
+    past.stored = frozenset({*(parts or {}), *reader.entered})
     return past
 
 
@@ -180,9 +189,12 @@ class _Reader:
             steps *= max(read) if read else self._one_of(factor.size)
             for i, d in carried if read else ():
                 sides[i][d] = max(read)
-        whole = {(i, d): part for i, side in enumerate(sides) for d, part in side.items() if (i, d) not in split}
-        alone = [s for d, s in enumerate(op.outs[0]) if self._long(s) and (operands, d) not in split] if op.outs else []
-        return steps * max(whole.values(), default=1.0) * math.prod(map(self._one_of, alone))
+        whole: list[float] = []
+        for i, side in enumerate(sides):
+            whole += [part for d, part in side.items() if (i, d) not in split]
+        result = op.outs[0] if op.outs else ()
+        alone = [s for d, s in enumerate(result) if self._long(s) and (operands, d) not in split]
+        return steps * max(whole, default=1.0) * math.prod(map(self._one_of, alone))
 
     def _one_of(self, size: Size) -> float:
         """The part of a loop over all tokens that one token's is."""

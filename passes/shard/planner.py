@@ -40,7 +40,7 @@ from autotp.text import listed
 from .axis import TENSOR, AxisRules
 from .beside import Savings
 from .ends import ends_table
-from .past import Kept, past_of
+from .past import CacheParts, past_of
 from .pins import Dims, check_neighbours, placed_apart
 from .pins import find as find_pins
 from .states import CarriedItem, States
@@ -64,7 +64,7 @@ class Builder:
     carried: Mapping[str, Layout] = field(default_factory=dict)  # layouts of states that are decided
     axis: AxisRules = TENSOR
     band: float | None = None  # of the least seconds; None: only seconds count
-    kept: Kept | None = None  # what the model's own cache holds of the program's values, where it is known
+    cache_parts: CacheParts | None = None  # what the model's own cache holds of the program's values, where it is known
 
     def __post_init__(self) -> None:
         self.grads = differentiable(self.program)
@@ -84,7 +84,8 @@ class Builder:
         marks = self.user.marks(self.leaves)
         marks |= States(self.program, self.tp, {}, self.grads, self.carried).marks()
         marks |= placed_apart(self.leaves, self.pinned, alike)
-        marks |= {node: repr(parts) for (node, _), parts in (self.kept or {}).items()}  # of a window fewer are read
+        of_cache = (self.cache_parts or {}).items()
+        marks |= {node: repr(parts) for (node, _), parts in of_cache}  # of a window fewer are read
         sequence = self.sequence if self.user.sequence is None else self.user.sequence
         if sequence:  # what leaves the model may be gathered, and it alone
             marks = {n: "output" for _, n in placed_outputs(self.program)} | marks
@@ -95,7 +96,7 @@ class Builder:
         numbers: dict[ValueId, int] = {(self.same[row[0][0]], row[0][1]): k for k, row in enumerate(self.ends)}
         self.candidates = Candidates(self.tp, self.axis.fills, numbers)
         decoded = self.objective.name == "decode" and not past
-        self.past = past_of(self.program, self.calls, self.ops, self.rules, self.kept) if decoded else Past()
+        self.past = past_of(self.program, self.calls, self.ops, self.rules, self.cache_parts) if decoded else Past()
         self.prices = Prices(
             self.program, self.tp, self.cluster, self.grads, self.leaves, sequence, self.objective,
             Keepers(self.ops, self.same, self.grads), self.axis.surcharge, self.states.cached(), past=self.past,

@@ -35,7 +35,7 @@ from .sent import priced, sends_of
 
 def describe(
     planned: Planned, sharded: Sharded, builder: Builder, model_name: str, objective: str, inputs: tuple[str, ...],
-    notes: Sequence[str], held: Cache | None = None,
+    notes: Sequence[str], own_cache: Cache | None = None,
 ) -> Plan:  # fmt: skip
     """The plan of a solved and rewritten graph.
 
@@ -43,7 +43,7 @@ def describe(
         planned: the decisions; `sharded`: the program of one rank, in which the collectives are counted.
         builder: made the problem, and prices it.
         model_name: class name of the model; `objective`, `inputs`, `notes`: as the plan holds them.
-        held: the cache that the model makes by itself, where that is known.
+        own_cache: the cache that the model makes by itself, where that is known.
     """
     operators = {n: (op, planned.rules[n]) for n, op in planned.ops.items()}
     parts = find_blocks(planned.program, planned.same, operators)
@@ -52,7 +52,7 @@ def describe(
     walker = _Collectives(planned, builder, parts)
     collectives = tuple(walker.walk(sharded))
     steps = Steps(planned, builder, parts, walker.block, lambda n: walker.place(n, sharded))
-    cache = cache_of(planned, builder.prices.hints) or held
+    cache = cache_of(planned, builder.prices.hints) or own_cache
     if cache is None:
         cache = Cache() if builder.objective.training else guessed(parts, planned, planned.program.hints)
     memory = measure(planned, sharded, builder.objective, builder.prices.hints, cache)
