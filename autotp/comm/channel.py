@@ -15,6 +15,7 @@ import socket
 import struct
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -122,6 +123,7 @@ class Channel:
         doing: what this rank is about to do or does, in words; since when; and in which thread.
         running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
+        around: channels of more axes, which have all its ranks and others beside them.
     """
 
     def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link], asks: Peers) -> None:
@@ -130,9 +132,15 @@ class Channel:
         self.running = False
         self.modules = 0
         self.group, self.axes = "", "tp"
+        self.around: weakref.WeakSet[Channel] = weakref.WeakSet()
         self.ask: Callable[[Sequence[int]], dict[int, str]] = lambda ranks: {}
         for link in links.values():
             link.channels += 1
+
+    @property
+    def others(self) -> set[int]:
+        """The other ranks, by their numbers in the world."""
+        return {link.rank for link in self.links.values()}
 
     @property
     def absent(self) -> set[int]:

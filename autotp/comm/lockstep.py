@@ -44,6 +44,7 @@ CAUSES = (
     "With dp this holds for all ranks, but for lengths and values of the inputs; each passes as many examples."
 )
 
+recoveries: list[Callable[[], None]] = []  # called where a backward has failed
 _open: weakref.WeakKeyDictionary[Any, Channel] = weakref.WeakKeyDictionary()
 _by_name: dict[str, Channel] = {}
 _by_rank: dict[int, Link] = {}  # by the other one's rank in the world
@@ -72,6 +73,11 @@ def channel_of(group: ProcessGroup, rank: int, size: int, device: torch.device, 
             turns, asks = peers
             channel = Channel(rank, size, timeout, _links(group, turns, size), asks)
             waiting.watch(channel)
+        for other in _open.values():
+            if channel.others < other.others:
+                channel.around.add(other)
+            elif other.others < channel.others:
+                other.around.add(channel)
         _open[group] = _by_name[group.group_name] = channel
         channel.group, channel.axes = group.group_name, axes
         weakref.finalize(group, channel.close)
@@ -228,9 +234,11 @@ def whole_backward() -> Iterator[None]:
     with Turn("a backward") if compat.graph_task() < 0 else nullcontext():
         try:
             yield
-        except RuntimeError as error:
+        except BaseException as error:
+            for recover in recoveries:
+                recover()
             under_way = [channel for channel in list(_open.values()) if channel.running]
-            if under_way and not isinstance(error, RankError):
+            if under_way and isinstance(error, RuntimeError) and not isinstance(error, RankError):
                 lost(error, max(under_way, key=lambda channel: channel.doing[1]).group)
             raise
 

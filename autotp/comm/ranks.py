@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import functools
 import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -23,7 +24,7 @@ from autotp._version import __version__
 from autotp.errors import InputError, RankError
 
 from .channel import Channel
-from .lockstep import channel_of, meet
+from .lockstep import channel_of, lost, meet
 from .wording import by_value, rank_list
 
 T = TypeVar("T")
@@ -229,7 +230,7 @@ def broadcast(ranks: Ranks | None, obj: T) -> T:
         return obj
     meet(ranks.channel, "broadcast of an object")
     box = [obj]
-    with compat.without_modes():  # of a dry run, say: what ranks tell each other is no part of the program
+    with _telling(ranks):
         dist.broadcast_object_list(box, group=ranks.group, group_src=0)
     return box[0]
 
@@ -242,9 +243,20 @@ def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
     """
     meet(ranks.channel, what)
     everyone: list[Any] = [None] * ranks.tp
-    with compat.without_modes():
+    with _telling(ranks):
         dist.all_gather_object(everyone, obj, group=ranks.group)
     return everyone
+
+
+@contextlib.contextmanager
+def _telling(ranks: Ranks) -> Iterator[None]:
+    """Around collectives of objects: they are no part of a program (of a dry run, say), and errors name who is gone."""
+    try:
+        with compat.without_modes():
+            yield
+    except RuntimeError as error:
+        lost(error, ranks.group_name)
+        raise
 
 
 def versions() -> dict[str, str]:

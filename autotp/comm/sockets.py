@@ -21,6 +21,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from autotp.errors import RankError
+
 ROLES = 2  # turns, and questions with their answers
 LIMIT = 10.0  # seconds that making a connection may take
 HELLO = struct.Struct("!32sIB")  # the secret, the rank that connects, the role
@@ -101,7 +103,10 @@ def _prepare(peer: socket.socket) -> None:
 
 def _gathered(group: ProcessGroup, size: int, mine: object) -> list[Any]:
     everyone: list[Any] = [None] * size
-    dist.all_gather_object(everyone, mine, group=group)
+    try:
+        dist.all_gather_object(everyone, mine, group=group)
+    except RuntimeError as error:  # of communication: nobody can be asked yet who it is
+        raise RankError(f"The {size} ranks cannot meet: one has ended, or does not come. {error}") from error
     return everyone
 
 

@@ -34,7 +34,7 @@ class _UnderWay:
         self.lock, self.depth = threading.RLock(), 0
         self.channels: dict[Channel, None] = {}
         self.holds = False
-        self.hook_error: Exception | None = None
+        self.hook_error: BaseException | None = None
         self.hook_changes = 0
 
 
@@ -85,7 +85,7 @@ def call_hook(hook: Callable[..., Any], *args: Any) -> Any:
         before = _versions(args)
         try:
             result = hook(*args)
-        except Exception as error:
+        except BaseException as error:  # Ctrl-C in it too: the other ranks are amid the same collectives
             _now.hook_error = error
             return None
         _now.hook_changes += result is not None or _versions(args) != before
@@ -111,15 +111,16 @@ def holding() -> bool:
     return _now.holds
 
 
-def release() -> tuple[Exception | None, int]:
+def release() -> tuple[BaseException | None, int]:
     """End that; the error that was kept, and the count."""
     error, _now.holds, _now.hook_error = _now.hook_error, False, None
     return error, _now.hook_changes
 
 
 def _leave(text: str) -> None:
-    """Tell the other ranks, but those that left at the same place."""
-    links = {id(link): link for channel in _now.channels for link in channel.links.values()}
+    """Tell the other ranks, but those that left at the same place; also those that wait with other tp groups by now."""
+    channels = [each for channel in _now.channels for each in (channel, *channel.around)]
+    links = {id(link): link for channel in channels for link in channel.links.values()}
     for link in links.values():
         if link.departure != link.turn:
             link.send(LEAVES, text.encode()[:CAUSE])

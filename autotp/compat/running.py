@@ -290,14 +290,40 @@ def outermost(root: Any) -> None:
     root._get_fsdp_state()._lazy_init()
 
 
+def reset_iteration(root: Any) -> None:
+    """Let torch's data parallelism forget a forward or backward that failed: what it gathered is stale by the next."""
+    if hasattr(root, "reset_iter_state"):  # torch 2.13
+        root.reset_iter_state()
+        return
+    context = root._get_fsdp_state()._state_ctx
+    for state in context.all_states:
+        state._training_state = type(state._training_state).IDLE
+        for group in _parameter_groups(state):
+            group._training_state = type(group._training_state).IDLE
+            group._to_sharded()
+    context.iter_forward_root, context.post_backward_final_callback_queued = None, False
+
+
+def drop_gradients(part: Any) -> None:
+    """Drop gradients that torch's data parallelism has not summed yet, because backwards were not to."""
+    for group in _parameter_groups(part._get_fsdp_state()):
+        for p in group.fsdp_params:
+            p.unsharded_accumulated_grad = None
+            if hasattr(p, "_unsharded_param"):
+                p._unsharded_param.grad = None
+
+
+def _parameter_groups(state: Any) -> list[Any]:
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, up to torch 2.11
+    return [group for group in groups if group is not None]
+
+
 def follow_types(part: Any) -> None:
     """Let torch's data parallelism forget what it gathered in a type that the parameters of this part no longer have.
 
     It takes note of types at the first forward; `Module.to` changes them without its knowledge.
     """
-    state = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # one, up to torch 2.11
-    for group in filter(None, groups):
+    for group in _parameter_groups(part._get_fsdp_state()):
         # Before the first forward no type is noted.
         stale = [p for p in group.fsdp_params if getattr(p, "orig_dtype", None) not in (None, p.sharded_param.dtype)]
         for p in stale:

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 
 from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, end_hooks, lost, meet
@@ -34,7 +35,7 @@ from .boundaries import compare_hooks
 from .changes import Changes
 from .data_parallel import follow_types
 from .programs import Program
-from .revision import Inventory
+from .revision import Inventory, WriteCount
 from .said import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
 from .samples import NOTHING, alike, sampled
 from .shard_state import ShardState
@@ -67,9 +68,10 @@ class Calls:
         hooked: whether a hook of the user's may fail on some rank in the present call.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
-        versions: of all weights at the call before; None where that is not known. loads: of weights, by then.
-        before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them.
-        updates: how many steps of optimizers were taken on them; None where nobody asks.
+        written: how often weights were, by the call before, or by a load after it.
+        before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them;
+            `kept` counts writes to them.
+        updates: how many steps of optimizers were taken on them since then; None where nobody asks.
     """
 
     shards: ShardState
@@ -80,15 +82,19 @@ class Calls:
     copy: str = ""
     place: int = 1
     number: int = 0
-    versions: int | None = None
-    loads: int = 0
+    written: int = 0
     hooked: bool = False
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
     updates: int | None = None
+    kept: WriteCount | None = None
 
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
+        self.shards.counter = self
+        if not self.copy:  # the tensors of a copy are not all there yet
+            self.settle()
+        _ = self.own  # there from now on, as the other: to make one is a collective that no turn comes before
         if self.channel is not None:
             self.channel.modules += self.copy == ""
             self.place = self.channel.modules
@@ -127,7 +133,8 @@ class Calls:
     def gathering(self) -> Iterator[None]:
         """Around a forward whose weights are gathered before it, by hooks of torch's `fully_shard`."""
         follow_types(self.shards)
-        self.before_gathering = self.before_gathering or [*self.shards.pieces()]
+        if not self.before_gathering:
+            self.settle()
         meet(self.channel, f"forward, call {self.number + 1} of {self.copy}{self.name}")
         try:
             yield
@@ -149,8 +156,8 @@ class Calls:
         self.number += 1
         if channel is None:
             return program is None, None
-        trained, versions = self.inventory.parameter_state()
-        writes = self.writes(versions)
+        trained, written = self.inventory.trained(), self.count()
+        writes = (written - self.written) % WRAP
         flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
         exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
         own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
@@ -161,14 +168,14 @@ class Calls:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.versions, self.loads, self.hooked = versions, self.shards.loads, bool(flags & HOOKED)
+            self.written, self.hooked = written, bool(flags & HOOKED)
             return program is None, _random_source([own]) if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, call, how)
         compare(slices, self.what)
-        self.versions, self.loads = versions, self.shards.loads
+        self.written = written
         self.hooked = any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
@@ -185,19 +192,28 @@ class Calls:
             if not alike(samples):
                 raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
-    def writes(self, versions: int) -> int:
-        """How often weights were written since the call before, by the sum of their versions."""
-        before = self.versions if self.loads == self.shards.loads else None  # a load ends what was written apart
-        return 0 if before is None else (versions - before) % WRAP
+    def count(self) -> int:
+        """How often weights were written, by now; with dp those that the rank keeps, and not what is gathered of them."""
+        return self.kept.number() if self.kept is not None else self.inventory.writes
+
+    def writes(self) -> int:
+        """How often weights were written since the call before, or since a load after it."""
+        return (self.count() - self.written) % WRAP
+
+    def settle(self) -> None:
+        """Forget what was written by now: the ranks have the same weights, as after a load."""
+        if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
+            self.before_gathering = [*self.shards.pieces()]
+            self.kept = WriteCount([piece for piece, _ in self.before_gathering])
+        self.written, self.updates = self.count(), None if self.updates is None else 0
 
     @contextlib.contextmanager
     def conversion(self, to: str) -> Iterator[None]:
         """Around a conversion of all weights to a type and device, and from weights that were written as often."""
         with self.turn("conversion"):
-            writes = self.writes(self.inventory.parameter_state()[1])
-            self.agree("a conversion", {"to": to, "writes to weights": str(writes)})
+            self.agree("a conversion", {"to": to, "writes to weights": str(self.writes())})
             yield
-            self.versions, self.loads = self.inventory.parameter_state()[1], self.shards.loads
+            self.settle()
 
     def running(self) -> AbstractContextManager[None]:
         """While the program runs: with hooks on some rank all ranks hear at its end of an error of one. Collective."""
@@ -270,10 +286,13 @@ class Calls:
             lost(error, self.shards.ranks.planners.group_name)
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
-        """Within this context all tp ranks do this with the module. A collective call."""
+    def together(self, what: str, reads: bool = False) -> Iterator[None]:
+        """Within this context all tp ranks do this with the module; `reads` weights, written alike. A collective call."""
         with self.turn(what):
-            meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}")
+            facts = {"writes to weights": str(self.writes())} if reads else {}
+            digests = meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}", _short(facts))
+            if len(set(digests)) > 1:
+                agree(self.shards.ranks, f"the state before {what}", facts)
             try:
                 yield
             finally:

@@ -11,7 +11,7 @@ import copy
 import enum
 import types
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from torch import Tensor, nn
@@ -95,8 +95,10 @@ class Changes:
         texts = {f"hooks of {path}": str(hooks) for path, hooks in self.hooks.items()}
         for watched in self.parts:
             for name, value in watched.versions.items():
-                same = isinstance(value, tuple) and isinstance(value[1], Same)
-                texts[f"attribute {watched.path}.{name}".replace(" .", " ")] = value[0].__name__ if same else str(value)
+                text = str(value)
+                if isinstance(value, tuple) and isinstance(value[1], Same):
+                    text = f"{value[0].__name__}, the {value[1].number}. that was set"
+                texts[f"attribute {watched.path}.{name}".replace(" .", " ")] = text
         return texts
 
     def apply(self, modules: Iterable[tuple[nn.Module, nn.Module]]) -> None:
@@ -118,7 +120,8 @@ class Watched:
         path: its name in the original.
         changes: of the whole sharded module.
         children: the parts that stand for the module's own children.
-        versions: name of an attribute -> what tells its value from others.
+        versions: name of an attribute -> what tells its value from others. had: likewise all values that it was set to,
+            of those that are known by their identity: ranks compare their places.
         adopted: names of attributes that a method of the original's has set, which it had not before.
         hooks: of the module, as it was compiled; `generate` of its class may add to them (PEFT's adapters by row).
     """
@@ -126,6 +129,7 @@ class Watched:
     def __init__(self, module: nn.Module, path: str, changes: Changes, children: Mapping[str, nn.Module]) -> None:
         self.module, self.path, self.changes = module, path, changes
         self.children, self.versions = dict(children), {}
+        self.had: dict[str, list[Any]] = {}
         vars(module).update((name, counted(vars(module)[name])) for name in HOOKS)
         self.hooks = hooks_of(module)
         self.adopted: set[str] = set()
@@ -136,6 +140,7 @@ class Watched:
         memo[id(self)] = new
         new.module, new.path, new.versions, new.hooks = self.module, self.path, dict(self.versions), self.hooks
         new.adopted = set(self.adopted)
+        new.had = {name: [*values] for name, values in self.had.items()}
         new.changes, new.children = copy.deepcopy(self.changes, memo), copy.deepcopy(self.children, memo)
         return new
 
@@ -208,12 +213,21 @@ class Watched:
             if token(value) == token(was):
                 self.versions.pop(name, None)
             else:
-                self.versions[name] = token(value)
+                self.versions[name] = self.numbered(name, token(value))
             # Changes within are counted for the object that stood here; its successor starts with none.
             self.versions.pop(WITHIN + name, None)
             self.changes.values = [x for x in self.changes.values if (x.watched, x.name) != (self, name)]
             self.changes.stale = True
             self.lend(name, value)
+
+    def numbered(self, name: str, value: Any) -> Hashable:
+        """The token of a value; of one that is known by its identity, with its place among those that were set."""
+        if not isinstance(value[1], Same):
+            return value
+        earlier = self.had.setdefault(name, [])
+        if value not in earlier:
+            earlier.append(value)
+        return value[0], replace(value[1], number=1 + earlier.index(value))
 
     def delete(self, part: nn.Module, name: str) -> None:
         """Refuse to delete what the program needs; a parameter's name may be taken over by a hook."""

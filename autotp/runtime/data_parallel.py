@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -18,11 +19,15 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from autotp import compat
+from autotp.comm.lockstep import recoveries
 from autotp.comm.ranks import Ranks
 from autotp.errors import StateError
 
 from .reading import Read
 from .shard_state import ShardState
+
+
+_roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 
 def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | None = None) -> None:
@@ -48,6 +53,9 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     policy = {} if reduces is None else {"mp_policy": MixedPrecisionPolicy(reduce_dtype=reduces)}
     for part in _units(shards):
         apply(part, mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
+    _roots.add(shards.root)
+    if _recover_all not in recoveries:
+        recoveries.append(_recover_all)
 
 
 def show_gradients(shards: ShardState) -> None:
@@ -58,6 +66,30 @@ def show_gradients(shards: ShardState) -> None:
     for part in _units(shards) if shards.axis.size > 1 else ():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+@contextlib.contextmanager
+def recovering(shards: ShardState) -> Iterator[None]:
+    """Around a forward: where it fails, the module is given its own parameters, as they are before one."""
+    try:
+        yield
+    except BaseException:
+        if isinstance(shards.root, FSDPModule):
+            compat.reset_iteration(shards.root)
+        raise
+
+
+def drop_gradients(shards: ShardState) -> None:
+    """Drop gradients of backwards in `no_sync` that none after them has summed."""
+    for part in _units(shards) if shards.axis.size > 1 else ():
+        if isinstance(part, FSDPModule):
+            compat.drop_gradients(part)
+
+
+def _recover_all() -> None:
+    """After a backward that failed, of whichever module."""
+    for root in list(_roots):
+        compat.reset_iteration(root)
 
 
 def follow_types(shards: ShardState) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from autotp import compat
-from autotp.comm.ranks import agree, together
+from autotp.comm.ranks import agree, from_all, together
 from autotp.comm.turn import holding
 from autotp.driver.once import capture_once
 from autotp.errors import StateError
@@ -69,7 +69,7 @@ class Finds:
             if not grad and not self._shards.axis.fully_shard:  # weights are whole over the axis
                 compat.outermost(root)
                 return self._call(entry, args, kwargs, late)
-            with self._calls.gathering():
+            with data_parallel.recovering(self._shards), self._calls.gathering():
                 outputs = compat.gathered(root, partial(self._run_at, entry, late), args, kwargs)
             if not grad:
                 data_parallel.show_gradients(self._shards)
@@ -88,7 +88,9 @@ class Finds:
         facts = {**state.input_text(call.whole, call.spec, values), **self._changes.facts()}
         agree(source.ranks, "the inputs of this call", facts)
         match = together(source.ranks, "reading the inputs", lambda: self._match(call))
-        if match is None:
+        # What a rank knows is its own: an attribute that was set to an equal object is another value to it.
+        ranks, anew = source.ranks, match is None
+        if anew if ranks is None else any(from_all(ranks, anew, "a program for the call")):
             captured = self._capture_once(call)
             agree(source.ranks, "the model for this call", {"graph": captured.digest()})
             layouts, outputs = self._carriers.layouts, source.want_of(call.entry).outputs

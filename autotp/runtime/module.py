@@ -46,6 +46,8 @@ from .shard_state import ShardState
 from .storage import Storage
 from .tree import whole
 
+PROBES = (torch.float32, torch.bfloat16)  # by two types a conversion to one of them is told from one to a device alone
+
 
 class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refusals, Part):
     """A model sharded over the tp ranks; made by `autotp.compile` or `autotp.parallelize`.
@@ -81,13 +83,15 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
+        self._calls.settle()  # with dp others stand for the parameters now
         self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """`forward` with its hooks, of which those of `fully_shard` gather weights: ranks are together before them."""
-        with self._calls.turn(), self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext():
+        gathering = self._calls.gathering() if isinstance(self, FSDPModule) else nullcontext()
+        with data_parallel.recovering(self._shards), self._calls.turn(), gathering:
             outputs = nn.Module.__call__(self, *args, **kwargs)
         if not torch.is_grad_enabled():
             data_parallel.show_gradients(self._shards)
@@ -212,12 +216,17 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         """
         return data_parallel.no_sync(self._shards)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch's; with dp also gradients of backwards in `no_sync` that are not summed yet."""
+        super().zero_grad(set_to_none)
+        data_parallel.drop_gradients(self._shards)
+
     def full_state_dict(self, live: bool = False) -> dict[str, Tensor]:
         """Every parameter and persistent buffer, whole, under the original's names, as copies (collective).
 
         With `live` what is whole on this rank is the module's own tensor, which costs no memory and changes with it.
         """
-        with self._calls.together("full_state_dict"):
+        with self._calls.together("full_state_dict", reads=True):
             return state.full_state(self._shards, live)
 
     def full_grad_dict(self, live: bool = False) -> dict[str, Tensor]:
@@ -228,8 +237,9 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """`to`, `float`, `bfloat16` and the like: on all ranks to the same, for what follows is compared by type."""
-        example = fn(torch.empty(0, device=self._shards.device))
-        with self._calls.conversion(f"{example.dtype} on {example.device.type}"):
+        examples = [fn(torch.empty(0, dtype=kind, device=self._shards.device)) for kind in PROBES]
+        kinds = ", ".join(str(example.dtype) for example in examples)
+        with self._calls.conversion(f"{kinds} on {examples[0].device.type}"):
             return super()._apply(fn, recurse)
 
     @Turn("state_dict()")
@@ -368,6 +378,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         new._changes.whole = new
         for program in self._programs_made:
             new._install(program.capture, program.sharded, program.changes, program.entry)
+        new._calls.settle()
         updates.watch(new._calls)
         rehearsal.watch(new._shards)
         return new

@@ -21,8 +21,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autotp import compat
 from autotp.capture.model_key import Untold, words
 from autotp.driver.modes import TRAINING, Mode, mode_with, parameters_of, shortened
+from autotp.runtime.interop import data_writes
+from autotp.runtime.interop.data_writes import DataWrites
 
 from .boundaries import hooked
 
@@ -43,14 +46,26 @@ class Same:
 
     value: Any = field(hash=False, compare=False, repr=False)
     at: int = field(repr=False)  # another in each process, so that ranks compare the rest
+    number: int = field(default=0, hash=False, compare=False)  # among the values that an attribute has had
 
 
 def token(value: Any) -> Hashable:
-    """What says whether another value is the same."""
-    plain = isinstance(value, PLAIN) or (isinstance(value, tuple) and all(isinstance(v, PLAIN) for v in value))
-    if not plain and callable(value) and (text := _words(value)):
+    """What says whether another value is the same; of a container, whether it has the same plain values in it."""
+    if isinstance(value, PLAIN):
+        return type(value), value
+    if callable(value) and (text := _words(value)):
         return type(value), text
-    return (type(value), value) if plain else (type(value), Same(value, id(value)))
+    inner = [*value.items()] if isinstance(value, dict) else value
+    if type(value) in (tuple, list, dict, set) and (items := [*map(_plain, inner)]) and None not in items:
+        # Of strings each process has another order.
+        return type(value), tuple(sorted(items) if isinstance(value, set) else items)
+    return type(value), Same(value, id(value))
+
+
+def _plain(value: Any) -> str | None:
+    """A plain value, or a pair of them, as text; None for others."""
+    pair = value if isinstance(value, tuple) else (value,)
+    return repr([(type(v).__name__, v) for v in pair]) if all(isinstance(v, PLAIN) for v in pair) else None
 
 
 def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
@@ -124,6 +139,31 @@ def counted(table: dict[Any, Any]) -> dict[Any, Any]:
 
 
 @dataclass
+class WriteCount:
+    """How often tensors were written: themselves, by this rank's parts (`to_local()`), or by their `.data`.
+
+    Attributes:
+        tensors: plain ones or DTensors.
+    """
+
+    tensors: Sequence[Tensor]
+    _revision: int = -1
+    _counted: list[Tensor] = field(default_factory=list)
+    _data_writes: list[DataWrites] = field(default_factory=list)
+
+    def number(self) -> int:
+        """The sum over all, which a write makes larger."""
+        if self._revision != data_writes.tables.revision:
+            parts, self._revision = list(map(compat.part_of, self.tensors)), data_writes.tables.revision
+            self._counted, self._data_writes = [*self.tensors, *parts], data_writes.entries_of(parts)
+        try:
+            versions = sum(map(VERSION, self._counted))
+        except RuntimeError:  # tensors of inference count no versions
+            versions = sum([t._version for t in self._counted if not t.is_inference()])
+        return versions + sum([entry.number for entry in self._data_writes])
+
+
+@dataclass
 class Inventory:
     """What the parts of a module hold and which mode they are in, listed again where the revision is another.
 
@@ -135,6 +175,7 @@ class Inventory:
     _revision: int = -1
     _training: Any = None
     _parameters: list[nn.Parameter] = field(default_factory=list)
+    _count: WriteCount = field(default_factory=lambda: WriteCount(()))
     _hooked: tuple[bool, bool] = (False, False)
 
     def _list(self) -> None:
@@ -143,6 +184,7 @@ class Inventory:
             self._hooked = forward, any(hooked(part._backward_pre_hooks, part._backward_hooks) for part in self.parts)
             self._training = shortened(list(map(TRAINING, self.parts)))
             self._parameters, self._revision = parameters_of(self.parts), Revision.number
+            self._count = WriteCount(self._parameters)
 
     @property
     def parameters(self) -> list[nn.Parameter]:
@@ -156,16 +198,15 @@ class Inventory:
         self._list()
         return self._hooked
 
-    def parameter_state(self) -> tuple[int, int]:
-        """Which parameters are trained, as a number, and how often all were written."""
-        parameters = self.parameters
-        try:
-            versions = sum(map(VERSION, parameters))
-        except RuntimeError:  # tensors of inference count no versions
-            versions = sum([p._version for p in parameters if not p.is_inference()])
-        if not torch.is_grad_enabled():
-            return 0, versions
-        return zlib.crc32(bytes([p.requires_grad for p in parameters])), versions
+    def trained(self) -> int:
+        """Which parameters are trained, as a number; 0 where nothing is graded."""
+        return zlib.crc32(bytes([p.requires_grad for p in self.parameters])) if torch.is_grad_enabled() else 0
+
+    @property
+    def writes(self) -> int:
+        """How often parameters were written."""
+        self._list()
+        return self._count.number()
 
     def mode(self, device: torch.device) -> Mode:
         """What a capture is made for now. Types and gradients are the tensors' own, and asked each time."""

@@ -37,7 +37,7 @@ class ShardState:
         units: with dp: first name of a parameter -> path of the module in whose group it is gathered or summed.
         summing: whether gradients are summed over dp in this backward.
         elsewhere: names in the original's state dict of what other stages of a pipeline hold.
-        loads: how often weights were loaded, on all ranks alike.
+        counter: of the module's calls, counts writes to the weights.
     """
 
     bare: nn.Module
@@ -52,7 +52,7 @@ class ShardState:
     units: dict[str, str] = field(default_factory=dict)
     summing: bool = True
     elsewhere: frozenset[str] = frozenset()
-    loads: int = 0
+    counter: Any = None
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +87,21 @@ class ShardState:
                 if piece is not None:
                     yield piece, not isinstance(storage.layout, Shard)
 
+    def loaded(self) -> None:
+        """Note that weights were loaded, on all ranks alike: that ends what was written apart."""
+        if self.counter is not None:
+            self.counter.settle()
+
+    def agree_on_writes(self, what: str) -> None:
+        """Refuse weights that were written on some ranks only, before they are read. A collective call.
+
+        Raises:
+            RankError: with how often each rank has written them.
+        """
+        if self.counter is not None:
+            self.counter.agree(what, {"writes to weights": str(self.counter.writes())})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardState:
         """Modules and their tensors are copied; the ranks and what is known of the original are shared."""
         parts, holders, units = copy.deepcopy((self.parts, self.holders, self.units), memo)
-        return replace(self, parts=parts, holders=holders, units=units)
+        return replace(self, parts=parts, holders=holders, units=units, counter=None)

@@ -215,7 +215,7 @@ def load(shards: ShardState, tensors: Mapping[str, Any], strict: bool) -> Any:
     agree(every, "the values of the state dict (a few of each tensor are compared)", values)
     for name, first in loaded.items():
         _load_one(shards, name, first, tensors[name])
-    shards.loads += 1
+    shards.loaded()
     return compat.IncompatibleKeys(missing, unexpected)
 
 

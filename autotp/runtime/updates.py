@@ -11,6 +11,7 @@ import functools
 import struct
 import weakref
 import zlib
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +21,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from autotp import compat
+from autotp.comm.channel import Channel
 from autotp.comm.lockstep import CAUSES, meet
 from autotp.comm.ranks import agree
+from autotp.comm.turn import Turn
 from autotp.comm.wording import by_value
 from autotp.errors import RankError
 
@@ -48,16 +51,37 @@ def _hook() -> None:
     register_optimizer_step_pre_hook(_before)
 
 
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Called before every step of every optimizer."""
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+    """Called before every step of every optimizer; gives its arguments, where its closure is to be held too."""
+    channels: list[Channel] = []
     if not torch.compiler.is_compiling():
         for calls in list(_calls_by_id.values()):
             # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
             if (updated := _of(optimizer, calls)) and calls.channel is not None:
                 _compare(optimizer, calls, updated)
+                channels.append(calls.channel)
             if updated and calls.updates is not None:
                 overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
                 calls.updates += overflow is None or not overflow.item()
+    given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
+    if not channels or not callable(given):
+        return None
+    held = _held(type(optimizer).__name__, channels, given)
+    return (args, {**kwargs, "closure": held}) if "closure" in kwargs else ((args[0], held, *args[2:]), kwargs)
+
+
+def _held(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) -> Callable[[], Any]:
+    """A closure that all ranks hear of where it fails on one: what the optimizer does next may be a collective."""
+
+    @functools.wraps(closure)
+    def run() -> Any:
+        with Turn(f"the closure of a step of {name}", *channels):
+            result = closure()
+            for channel in channels:
+                meet(channel, f"end of the closure of a step of {name}")
+            return result
+
+    return run
 
 
 def _of(optimizer: Optimizer, calls: Calls) -> list[tuple[Tensor, bool]]:

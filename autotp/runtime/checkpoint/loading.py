@@ -34,6 +34,7 @@ from .tensorfiles import INDEX, TensorFiles
 PARTLY = "The module may hold a part of it by now: load it again, whole, before you use the module."
 UNCHANGED = "The optimizer has the state that it had."
 PICKLES = (".bin", ".pt", ".pth", ".ckpt")
+NOTES = 200  # characters of what was saved beside weights that ranks compare
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,11 @@ def load(
     if (ranks is None or ranks.rank == 0) and isinstance(archive, dcpfiles.Files) and "autotp" in archive.extra:
         mention(archive.path)
     tensors = archive.tensors if isinstance(archive, TensorArchive) else {}
-    values = {n: few(t) for n, t in tensors.items()}
-    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **values})
+    # Two folders of one model have the same names and shapes: they differ by what they are called, or by their notes.
+    facts = {"name": "" if tensors else Path(archive.path).name, "notes": str(archive.extra.get("extra", {}))[:NOTES]}
+    facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
+    facts |= {n: few(t) for n, t in tensors.items()}
+    agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **facts})
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -89,7 +93,8 @@ def load(
     replacements = together(ranks, "reading the tensors", lambda: _read(shards, archive, matches))
     if replacements:
         state.install(shards, replacements)
-    shards.loads += weights
+    if weights:
+        shards.loaded()
     if optimizer is not None and states is not None:
         into = partial(_leaving, UNCHANGED, partial(states.load, shards, optimizer, archive))
         together(ranks, "reading the optimizer's state", into)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Mapping
@@ -10,13 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from autotp._version import __version__
-from autotp.comm.ranks import Ranks, broadcast, from_all, together
+from autotp.comm.ranks import Ranks, agree, broadcast, from_all, together
 from autotp.comm.turn import Turn
 from autotp.errors import InputError, StateError
 from autotp.runtime import state
@@ -27,6 +27,7 @@ from .boxes import Box, boxes, whole
 from .dcpfiles import BoxPlace, Planner, Writer
 
 FORMATS = ("dcp", "huggingface")
+SHORT = 80  # characters of a note in a message
 _thread = ThreadPoolExecutor(1, "autotp-checkpoint")  # writes in the background
 _saving: set[Path] = set()  # folders that are written in the background
 
@@ -59,6 +60,9 @@ def save(
     place = Path(os.path.abspath(path))
     ranks = shards.ranks.planners if shards.ranks is not None else None
     together(ranks, "looking at the module", lambda: _ready(shards, place))
+    facts = {"path": str(place), "format": format, "background": str(background), "max_file": str(max_file)}
+    agree(ranks, "the options of a save", {**facts, "optimizer": str(optimizer is not None)})
+    shards.agree_on_writes("a save")
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -73,6 +77,7 @@ def save(
         of_stages = from_all(ranks, own, "what is saved")
         own["optimizer"] = optimizers.joined([one.get("optimizer") for one in of_stages])
     notes = together(ranks, "reading the state", lambda: _as_json(own))
+    agree(ranks, "what is saved beside the weights", {n: _in_short(x) for n, x in own.items() if x is not None})
     together(ranks, "making the folder", lambda: _begin(place) if first else None)
     with folders.dropped_on_failure(place, first):
         pending = _dcp(ranks, place, tensors, notes, background)
@@ -129,6 +134,12 @@ def _as_json(notes: Mapping[str, Any]) -> str:
         raise StateError(f"extra= is saved as JSON, and cannot be: {error}.") from error
 
 
+def _in_short(note: Any) -> str:
+    """The same text for the same note: its beginning, and a digest of all."""
+    text = json.dumps(note)
+    return text if len(text) <= SHORT else f"{text[:SHORT]}... ({hashlib.sha256(text.encode()).hexdigest()[:12]})"
+
+
 def _dcp(ranks: Ranks | None, place: Path, tensors: Tensors, notes: str, background: bool) -> Pending:
     staged: dict[str, torch.Tensor] = {}
     places: dict[str, BoxPlace] = {}
@@ -150,7 +161,7 @@ class Pending:
         self.first = ranks is None or ranks.rank == 0
         self.write_future: Future[Any] | None = None
         self.finished = False
-        plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)))
+        plans = _gather(ranks, together(ranks, "planning the save", lambda: self._plan(staged)), "plans of the save")
         global_plan = together(
             ranks, "planning the save", lambda: planner.create_global_plan(plans) if self.first else None
         )
@@ -190,7 +201,7 @@ class Pending:
         write = self.write_future.result if self.write_future is not None else self._write
         try:
             with folders.dropped_on_failure(self.place, self.first):
-                results: Any = _gather(self.ranks, together(self.ranks, "writing", write))
+                results: Any = _gather(self.ranks, together(self.ranks, "writing", write), "results of the save")
                 together(self.ranks, "putting the checkpoint in its place", lambda: self._finish(results))
         finally:
             _saving.discard(self.place)
@@ -200,10 +211,6 @@ class Pending:
             folders.writing(self.place, lambda: self.writer.finish(self.metadata, results))  # type: ignore[arg-type]
 
 
-def _gather(ranks: Ranks | None, mine: Any) -> list[Any]:
+def _gather(ranks: Ranks | None, mine: Any, what: str) -> list[Any]:
     """What every rank has, by rank."""
-    if ranks is None:
-        return [mine]
-    objects: list[Any] = [None] * ranks.tp
-    dist.all_gather_object(objects, mine, group=ranks.group)
-    return objects
+    return [mine] if ranks is None else from_all(ranks, mine, what)

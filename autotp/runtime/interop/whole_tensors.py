@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from autotp import compat
 from autotp.errors import StateError
 
-from . import windows
+from . import data_writes, windows
 from .ours import ours
 
 aten: Any = torch.ops.aten
@@ -165,15 +165,25 @@ def _handle(operator: Any, handler: Callable[..., Any]) -> None:
 
 
 def _handle_data() -> None:
-    """`tensor.data = value`: torch's setter exchanges the outer tensor alone, and the local one has the values."""
+    """`tensor.data = value`: torch's setter exchanges the outer tensor alone, and the local one has the values.
+
+    What is written to that of a parameter, and assignments, are counted.
+    """
+
+    def get(self: Any) -> Any:
+        counts = isinstance(self, nn.Parameter) and ours(self)
+        return data_writes.alias_of(self, _data.__get__) if counts else _data.__get__(self)
 
     def put(self: Any, value: Tensor) -> None:
         if ours(self):
+            before = compat.local_of(self)
             _become(self, _assign(self, value))
+            if isinstance(self, nn.Parameter):
+                data_writes.assigned(self, before)
         else:
             _data.__set__(self, value)
 
-    DTensor.data = property(_data.__get__, put)  # type: ignore[assignment]
+    DTensor.data = property(get, put)  # type: ignore[assignment]
 
 
 def _handle_trunc_normal() -> None:

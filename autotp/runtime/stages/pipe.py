@@ -81,7 +81,7 @@ class Pipe:
         self.plan, self.module, self.staging = plan, module, staging
         self._modes, self._grid, self._sums, self._example, self._loss = modes, grid, sums, example, loss
         self._schedules: WeakKeyDictionary[Any, tuple[int, list[Stage]]] = WeakKeyDictionary()
-        module._calls.updates = self._loads = 0  # of weights, since the step before
+        module._calls.updates = 0
 
     @property
     def stages(self) -> dict[int, Stage]:
@@ -196,17 +196,17 @@ class Pipe:
         ranks = self.module._source.ranks
         assert ranks is not None
         what = f"{what}, call {calls.number + 1} of {calls.name} in {grid.stages} stages"
-        shards, lane = self.module._shards, ranks.batch.rank if ranks.batch is not None else 0
-        updates = min(calls.updates or 0, 1) if self._loads == shards.loads else 0  # a load ends what was apart
+        lane = ranks.batch.rank if ranks.batch is not None else 0
+        updates = min(calls.updates or 0, 1)
         if not any(p.requires_grad for p in self.parameters()):
             updates = UNTRAINED
-        values = values_of(shards, tied if calls.values else ())
+        values = values_of(self.module._shards, tied if calls.values else ())
         mine = StepMessage(
             lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), batch, self._sample([target]), values
         )
         everyone = [StepMessage.read(message) for message in meet(grid.world.channel, what, mine.packed())]
         compare(everyone, tied, grid.last, what)
-        calls.number, calls.updates, self._loads = calls.number + 1, 0, shards.loads
+        calls.number, calls.updates = calls.number + 1, 0
         return any(m.hooked for m in everyone)
 
     def _base(self, microbatches: int) -> dict[str, Tensor]:
@@ -309,7 +309,7 @@ class Pipe:
             source, optimizer, options: see `ShardedModule.load_checkpoint`.
         """
         loaded = checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
-        self.module._shards.loads += 1
+        self.module._shards.loaded()
         return loaded
 
     def _everywhere(self) -> Any:
