@@ -193,7 +193,7 @@ class Calls:
                 raise RankError(f"The ranks do not have the same sequences in {self.what}. {SEQUENCES}")
 
     def count(self) -> int:
-        """How often weights were written, by now; with dp those that the rank keeps, and not what is gathered of them."""
+        """How often weights were written by now; with dp those that the rank keeps, not what is gathered of them."""
         return self.kept.number() if self.kept is not None else self.inventory.writes
 
     def writes(self) -> int:
@@ -287,7 +287,7 @@ class Calls:
 
     @contextlib.contextmanager
     def together(self, what: str, reads: bool = False) -> Iterator[None]:
-        """Within this context all tp ranks do this with the module; `reads` weights, written alike. A collective call."""
+        """Within this context all tp ranks do this; it `reads` weights, written alike. A collective call."""
         with self.turn(what):
             facts = {"writes to weights": str(self.writes())} if reads else {}
             digests = meet(self.own, f"{what} of {self.copy}{self.name}, after call {self.number}", _short(facts))

@@ -26,7 +26,6 @@ from autotp.errors import StateError
 from .reading import Read
 from .shard_state import ShardState
 
-
 _roots: weakref.WeakSet[Any] = weakref.WeakSet()  # modules that torch's data parallelism has been given
 
 

@@ -97,10 +97,8 @@ class Finds:
             sharded = together(source.ranks, "rewriting the graph", lambda: source.make(captured, layouts, outputs))
             self._install(captured, sharded, self._changes.key(), call.entry)
             match = self._match(call)
-            if match is None:
-                raise StateError(
-                    "a program was captured for these inputs and does not accept them; please report this."
-                )
+        if match is None:
+            raise StateError("a program was captured for these inputs and does not accept them; please report this.")
         return match
 
     def _capture_once(self, call: Arguments) -> Capture:

@@ -55,17 +55,18 @@ def token(value: Any) -> Hashable:
         return type(value), value
     if callable(value) and (text := _words(value)):
         return type(value), text
-    inner = [*value.items()] if isinstance(value, dict) else value
-    if type(value) in (tuple, list, dict, set) and (items := [*map(_plain, inner)]) and None not in items:
-        # Of strings each process has another order.
-        return type(value), tuple(sorted(items) if isinstance(value, set) else items)
+    if type(value) in (tuple, list, dict, set):
+        within: Any = value
+        items = [*map(_plain, within.items() if isinstance(value, dict) else within)]
+        if items and "" not in items:  # of a set of strings each process has another order
+            return type(value), tuple(sorted(items) if isinstance(value, set) else items)
     return type(value), Same(value, id(value))
 
 
-def _plain(value: Any) -> str | None:
-    """A plain value, or a pair of them, as text; None for others."""
+def _plain(value: Any) -> str:
+    """A plain value, or a pair of them, as text; "" for others."""
     pair = value if isinstance(value, tuple) else (value,)
-    return repr([(type(v).__name__, v) for v in pair]) if all(isinstance(v, PLAIN) for v in pair) else None
+    return repr([(type(v).__name__, v) for v in pair]) if all(isinstance(v, PLAIN) for v in pair) else ""
 
 
 def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:

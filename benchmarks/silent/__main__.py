@@ -1,8 +1,8 @@
 """What becomes of a call where one rank parts from the others: `make silent`, or `python -m benchmarks.silent`.
 
-Ways into a sharded module by ways to part, at tp=2, and a share of them at dp x tp, cp x tp and pp x tp. It goes on where
-it stopped; a cell that is neither right nor one error on all ranks is printed, and makes the command fail, unless it is
-known (`known.py`); so does a known one that has come right.
+Ways into a sharded module by ways to part, at tp=2, and a share of them at dp x tp, cp x tp and pp x tp. It goes on
+where it stopped; a cell that is neither right nor one error on all ranks is printed, and makes the command fail, unless
+it is known (`known.py`); so does a known one that has come right.
 """
 
 from __future__ import annotations
@@ -64,14 +64,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command; 0 where all is right, or known."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.silent", description=__doc__)
     parser.add_argument("--mesh", nargs="+", default=["tp", "dp", "cp", "pp"], help="axes beside tp; tp for none")
-    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="ways in, ways to part, or WAY_IN/WAY_TO_PART")
+    parser.add_argument(
+        "--only", nargs="+", default=[], metavar="NAME", help="ways in, ways to part, or WAY_IN/WAY_TO_PART"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn")
     parser.add_argument("--limit", type=float, default=LIMIT, help="time-out of the process group in seconds")
     parser.add_argument("--anew", action="store_true", help="try again what has a result")
     parser.add_argument("--write", action="store_true", help=f"write the section of {PAGE.relative_to(ROOT)}")
     given = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    record: dict[str, Any] = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"seed": given.seed, "results": {}}
+    record: dict[str, Any] = (
+        json.loads(RESULTS.read_text()) if RESULTS.exists() else {"seed": given.seed, "results": {}}
+    )
     if record["seed"] != given.seed:
         record = {"seed": given.seed, "results": {}}
     record |= made("benchmarks.silent", []) | {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}

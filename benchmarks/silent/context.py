@@ -92,9 +92,9 @@ class Context:
         value = value.detach()
         if self.sharded:
             return value
-        place = self.mesh.place(self.rank)
-        value = value.chunk(self.mesh.dp)[place]
-        return self.dealt(value) if self.mesh.cp > 1 else value
+        if self.mesh.cp > 1:
+            return self.dealt(value)
+        return value.chunk(self.mesh.dp)[self.mesh.place(self.rank)] if self.mesh.dp > 1 else value
 
     def dealt(self, value: Tensor) -> Tensor:
         """This cp rank's part of something that has tokens."""

@@ -52,12 +52,13 @@ def _generate(context: Context, rows: int | None = None, **options: Any) -> Numb
 
 def greedy(context: Context) -> Numbers:
     """The likeliest token, with a logits processor where something happens amid it."""
-    return _generate(context, **({"logits_processor": [Callback(context)]} if context.use is not None else {}))
+    amid: dict[str, Any] = {"logits_processor": [Callback(context)]} if context.use is not None else {}
+    return _generate(context, **amid)
 
 
 def sample(context: Context) -> Numbers:
     """Tokens that are drawn, with a stopping criterion."""
-    amid = {"stopping_criteria": [Criterion(context)]} if context.use is not None else {}
+    amid: dict[str, Any] = {"stopping_criteria": [Criterion(context)]} if context.use is not None else {}
     return _generate(context, do_sample=True, **amid)
 
 
@@ -69,7 +70,7 @@ def beams(context: Context) -> Numbers:
 
 def lookup(context: Context) -> Numbers:
     """Drafts from the prompt, with a logits processor."""
-    amid = {"logits_processor": [Callback(context)]} if context.use is not None else {}
+    amid: dict[str, Any] = {"logits_processor": [Callback(context)]} if context.use is not None else {}
     return _generate(context, 1, prompt_lookup_num_tokens=2, **amid)
 
 

@@ -13,7 +13,8 @@ from .ways_to_part import WAYS_TO_PART
 WITHIN = 15.0  # seconds in which ranks hear of it
 RIGHT, ERROR = "right", "error"
 LATE = "late"  # an error after more than that: of a machine that is busy, or of us
-FAULTS = ("silent", "hang", "crash", "refused", "unusable", "nothing")
+FAULTS = ("silent", "hang", "crash", "refused", "unnamed", "unusable", "nothing")
+NAMED = ("death", "exception", "gone for long")  # after which an error names the rank
 TIME_OUT = re.compile(r"time-out|timed? ?out|in time\b", re.IGNORECASE)
 
 
@@ -22,10 +23,10 @@ class Outcome:
     """Of a cell.
 
     Attributes:
-        what: right, error or late; or a fault. silent: numbers are wrong, or a rank heard nothing. hang: only the group's
-            time-out ended it, or nothing did. crash: another exception than ours, or the end of a process, on a rank
-            that did nothing wrong. refused: an error for what has a right meaning. unusable: the same call is not
-            right afterwards. nothing: the rank never was otherwise.
+        what: right, error or late; or a fault. silent: numbers are wrong, or a rank heard nothing. hang: only the
+            group's time-out ended it, or nothing did. crash: another exception than ours, or the end of a process, on
+            a rank that did nothing wrong. refused: an error for what has a right meaning. unnamed: an error that does
+            not name the rank that failed. unusable: the same call is not right afterwards. nothing: the rank never was otherwise.
         text: why. seconds: until all ranks had heard of it.
     """
 
@@ -74,4 +75,6 @@ def judged(cell: Cell, reports: Mapping[int, Report], ended: set[int], parted: f
         return Outcome(cell, RIGHT, "", seconds)
     if part.right:
         return Outcome(cell, "refused", text, seconds)
+    if cell.way_to_part in NAMED and f"rank {cell.rank}" not in text:
+        return Outcome(cell, "unnamed", text, seconds)
     return Outcome(cell, ERROR if seconds <= WITHIN else LATE, text, seconds)

@@ -84,7 +84,5 @@ def on_rank(kind: str, mesh: Mesh, rank: int, folder: Path, source: Path, **opti
         return context
     beside = {mesh.axis: getattr(mesh, mesh.axis)} if mesh.axis != "tp" else {}
     example = {"input_ids": ids}
-    context.model = autotp.compile(
-        model, mesh.tp, example_inputs=example, check_capture=False, **beside, **options
-    )
+    context.model = autotp.compile(model, mesh.tp, example_inputs=example, check_capture=False, **beside, **options)
     return context

@@ -55,7 +55,9 @@ def counts(results: Results) -> list[list[str]]:
 
 def reasons() -> str:
     """Why cells have no meaning, and how many have not, with tp alone."""
-    whys = Counter(why_not(way_in, part, "tp") for way_in, way in WAYS_IN.items() if "tp" in way.axes for part in WAYS_TO_PART)
+    whys = Counter(
+        why_not(way_in, part, "tp") for way_in, way in WAYS_IN.items() if "tp" in way.axes for part in WAYS_TO_PART
+    )
     return ", ".join(f"{why} ({count})" for why, count in whys.most_common() if why)
 
 
@@ -64,13 +66,13 @@ def page(record: Mapping[str, Any]) -> str:
     results: Results = record["results"]
     head = ["", *WAYS_TO_PART]
     text = f"""\
-`make silent` (`{record["command"]}`, seed {record["seed"]}): each way into a sharded module by each way in which one rank
-may part from the others, in all its variants, {len(cells(MESHES[0], record["seed"]))} in all at tp=2; of those with a
-further axis one in {SHARE}, which the seed draws, as it draws the rank, the use of a callback at which it acts, and whether
-the call is new. The ranks stay up from cell to cell. Right is either of two: every rank has the numbers of the original in
-one process (**R**), or each that lives gets one `AutoTPError` within {WITHIN:.0f} s (**E**), but for a rank that raised an
-exception of its own. Afterwards the same call is made alike, and must be right. A dash: no meaning, with the number of such
-cells: {reasons()}.
+`make silent` (`{record["command"]}`, seed {record["seed"]}): each way into a sharded module by each way in which one
+rank may part from the others, in all its variants, {len(cells(MESHES[0], record["seed"]))} in all at tp=2; of those
+with a further axis one in {SHARE}, which the seed draws, as it draws the rank, the use of a callback at which it acts,
+and whether the call is new. The ranks stay up from cell to cell. Right is either of two: every rank has the numbers of
+the original in one process (**R**), or each that lives gets one `AutoTPError` within {WITHIN:.0f} s (**E**), but for a
+rank that raised an exception of its own. Afterwards the same call is made alike, and must be right. A dash: no meaning,
+with the number of such cells: {reasons()}.
 {versions(record)}, {record["date"]}, {record["machine"]}, load average {record["load"]} on {record["cores"]} cores.
 
 {table(head, rows(results.get("tp=2", {})))}

@@ -96,8 +96,9 @@ def wanted(cell: Cell, rank: int, folder: Path, source: Path) -> Numbers:
 
 
 def attempt(
-    rank: int, world: int, group: Any, cell: Cell, folder: Path, source: Path, numbers: list[Path], limit: float, blind: bool
-) -> Report:
+    rank: int, world: int, group: Any, cell: Cell, folder: Path, source: Path, numbers: list[Path], limit: float,
+    blind: bool,
+) -> Report:  # fmt: skip
     """The way in, with one rank that is otherwise, and the call that follows.
 
     Args:

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load as load_dcp
 from torch.optim import AdamW
 
 from .context import Context, Numbers
@@ -97,6 +97,6 @@ def held(folder: Path) -> Numbers:
     for name, data in reader.read_metadata().state_dict_metadata.items():
         if hasattr(data, "size"):
             tensors[name] = torch.zeros(data.size, dtype=data.properties.dtype)  # type: ignore[union-attr]
-    dcp.load(tensors, storage_reader=reader, no_dist=True)
+    load_dcp(tensors, storage_reader=reader, no_dist=True)
     notes = json.loads((folder / "autotp.json").read_text())
     return {**{n: t for n, t in tensors.items() if isinstance(t, Tensor)}, "step": notes["extra"]["step"]}

@@ -84,8 +84,8 @@ class Table:
         """Files of the originals' numbers, by rank."""
         files = []
         for rank in range(cell.mesh.world):
-            mesh = cell.mesh
-            key = cell.way_in, WAYS_IN[cell.way_in].model, mesh.axis, mesh.place(rank) if mesh.axis in ("dp", "cp") else 0
+            place = cell.mesh.place(rank) if cell.mesh.axis in ("dp", "cp") else 0
+            key = cell.way_in, WAYS_IN[cell.way_in].model, cell.mesh.axis, place
             if key not in self.originals:
                 path = self.folder / f"{uuid.uuid4().hex}.pt"
                 with tempfile.TemporaryDirectory(dir=self.folder) as name, contextlib.redirect_stdout(None):

@@ -25,7 +25,8 @@ class WayIn:
         axes: beside tp, with which it has a meaning; "tp" with none.
         forward, gradient, rate: whether it has a forward, a backward, an optimizer with a learning rate.
         options: of the call, each of which one rank may give. drawn: whether it draws random numbers.
-        at: callbacks amid it. uses: how often each is called. heard: whether the others hear at once of what one raises.
+        at: callbacks amid it. uses: how often each is called.
+        heard: whether the others hear at once of what one raises.
         changes: whether weights are others afterwards.
         copied: whether modules are copies of one, because its captures take long.
         close: how near numbers are to those of the original, as a part of the largest.

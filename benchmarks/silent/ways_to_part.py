@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate
 
 from .context import Context
@@ -153,7 +153,7 @@ def _write(context: Context, variant: str) -> Iterator[None]:
     yield
 
 
-def weight_of(context: Context, which: str) -> nn.Parameter:
+def weight_of(context: Context, which: str) -> Any:
     """A weight that is "whole" on every tp rank, or "split"."""
     for p in context.model.parameters():
         if isinstance(p, DTensor) and isinstance(p.placements[-1], Replicate) == (which == "whole"):
@@ -185,7 +185,7 @@ def stop(variant: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
-NO_FORWARD = {"needs": "forward", "why": "no batch"}
+NO_FORWARD: dict[str, Any] = {"needs": "forward", "why": "no batch"}
 WAYS_TO_PART: dict[str, WayToPart] = {
     "batch": WayToPart(_batch, **NO_FORWARD),
     "shape": WayToPart(_shape, **NO_FORWARD),

@@ -40,7 +40,9 @@ def _run(method: Callable[..., Any]) -> Callable[..., Any]:
 
 def _agree(part: Any, call: str) -> None:
     """Make sure that the ranks which a part's weights lie over make the same call of it. A collective call."""
-    groups = {p.device_mesh.get_group(i).group_name for p in part.parameters() if ours(p) for i in range(p.device_mesh.ndim)}
+    groups = {
+        p.device_mesh.get_group(i).group_name for p in part.parameters() if ours(p) for i in range(p.device_mesh.ndim)
+    }
     for group in sorted(groups):
         meet_in(group, f"{call} of {part._watched.path}")
 
