@@ -205,6 +205,7 @@ class Calls:
         if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
             self.before_gathering = [*self.shards.pieces()]
             self.kept = WriteCount([piece for piece, _ in self.before_gathering])
+        (self.kept or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
         self.written, self.updates = self.count(), None if self.updates is None else 0
 
     @contextlib.contextmanager

@@ -152,6 +152,10 @@ class WriteCount:
     _counted: list[Tensor] = field(default_factory=list)
     _data_writes: list[DataWrites] = field(default_factory=list)
 
+    def forget(self) -> None:
+        """Look for the parts of the tensors anew at the next count: others stand for them."""
+        self._revision = -1
+
     def number(self) -> int:
         """The sum over all, which a write makes larger."""
         if self._revision != data_writes.tables.revision:
@@ -202,6 +206,10 @@ class Inventory:
     def trained(self) -> int:
         """Which parameters are trained, as a number; 0 where nothing is graded."""
         return zlib.crc32(bytes([p.requires_grad for p in self.parameters])) if torch.is_grad_enabled() else 0
+
+    def forget(self) -> None:
+        """List all anew when next asked."""
+        self._revision = -1
 
     @property
     def writes(self) -> int:

@@ -26,7 +26,8 @@ class Outcome:
         what: right, error or late; or a fault. silent: numbers are wrong, or a rank heard nothing. hang: only the
             group's time-out ended it, or nothing did. crash: another exception than ours, or the end of a process, on
             a rank that did nothing wrong. refused: an error for what has a right meaning. unnamed: an error that does
-            not name the rank that failed. unusable: the same call is not right afterwards. nothing: the rank never was otherwise.
+            not name the rank that failed. unusable: the same call is not right afterwards. nothing: the rank never was
+            otherwise.
         text: why. seconds: until all ranks had heard of it.
     """
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -50,16 +50,14 @@ def save(
         shards: of the module. path, format, optimizer, extra, background, max_file: see there.
         weights: False saves the optimizer alone (DCP only), beside weights that are saved elsewhere.
     """
-    _refuse(format, optimizer, extra, background)
-    if format == "huggingface" and shards.elsewhere:
-        raise InputError(
-            "format='huggingface' is written by one rank, to which tensors of other stages do not come. Save with "
-            "format='dcp', and write that folder's weights as transformers' by a module of autotp.compile: "
-            "load_checkpoint(folder), save_checkpoint(..., format='huggingface')."
-        )
     place = Path(os.path.abspath(path))
     ranks = shards.ranks.planners if shards.ranks is not None else None
-    together(ranks, "looking at the module", lambda: _ready(shards, place))
+
+    def look() -> None:
+        _refuse(format, optimizer, extra, background, shards.elsewhere)
+        _ready(shards, place)
+
+    together(ranks, "looking at the module", look)
     facts = {"path": str(place), "format": format, "background": str(background), "max_file": str(max_file)}
     agree(ranks, "the options of a save", {**facts, "optimizer": str(optimizer is not None)})
     shards.agree_on_writes("a save")
@@ -88,13 +86,19 @@ def _begin(place: Path) -> Path:
     return folders.writing(place, lambda: folders.begin(place))
 
 
-def _refuse(format: str, optimizer: Any, extra: Any, background: bool) -> None:
+def _refuse(format: str, optimizer: Any, extra: Any, background: bool, elsewhere: Collection[str]) -> None:
     if format not in FORMATS:
         raise InputError(f"format={format!r}: a checkpoint is saved as one of {', '.join(FORMATS)}.")
     if format != "dcp" and (optimizer is not None or extra is not None or background):
         raise InputError(
             f"format={format!r} holds the model alone, and is written at once: for optimizer=, extra= and background= "
             "save with format='dcp'."
+        )
+    if format == "huggingface" and elsewhere:
+        raise InputError(
+            "format='huggingface' is written by one rank, to which tensors of other stages do not come. Save with "
+            "format='dcp', and write that folder's weights as transformers' by a module of autotp.compile: "
+            "load_checkpoint(folder), save_checkpoint(..., format='huggingface')."
         )
 
 
