@@ -15,7 +15,7 @@ WORKERS := $(shell $(PYTHON) -c 'import os; print(min(5, (os.cpu_count() or 1) +
 SPREAD := -n $(WORKERS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo gpu clean
+.PHONY: help demo test quick seconds slow sample check matrix lint format golden docs site models zoo silent gpu clean
 
 help: ## Print this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -68,6 +68,9 @@ models: $(READY) ## Measure the list of architectures and write docs/models.md (
 
 zoo: $(READY) ## Run the slow tests over the same list at tp=2
 	$(PYTEST) -m zoo $(ARGS)
+
+silent: $(READY) ## Try every way into a module by every way in which one rank parts; goes on where it stopped
+	$(BIN)/python -m benchmarks.silent $(ARGS)
 
 gpu: ## Measure on this machine's GPU, with what is installed; goes on where it stopped (ARGS="--parts 1,2 --budget 540")
 	@$(PYTHON) -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("torch") is None and "make gpu: $(PYTHON) " \

@@ -68,9 +68,9 @@ class Calls:
         hooked: whether a hook of the user's may fail on some rank in the present call.
         copy: "copy of " where it is one, which ranks may make alone.
         place: of the module among the rank's sharded ones.
-        written: how often weights were, by the call before, or by a load after it.
+        writes_before: how often weights were written, by the call before, or by a load after it.
         before_gathering: the parameters and whether each is whole, as they are before `fully_shard` gathers them;
-            `kept` counts writes to them.
+            `own_count` counts writes to them.
         updates: how many steps of optimizers were taken on them since then; None where nobody asks.
     """
 
@@ -82,12 +82,12 @@ class Calls:
     copy: str = ""
     place: int = 1
     number: int = 0
-    written: int = 0
+    writes_before: int = 0
     hooked: bool = False
     digests: dict[Any, tuple[bytes, bytes]] = field(default_factory=dict)
     before_gathering: Sequence[tuple[Tensor, bool]] = ()
     updates: int | None = None
-    kept: WriteCount | None = None
+    own_count: WriteCount | None = None
 
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
@@ -156,8 +156,8 @@ class Calls:
         self.number += 1
         if channel is None:
             return program is None, None
-        trained, written = self.inventory.trained(), self.count()
-        writes = (written - self.written) % WRAP
+        trained, count = self.inventory.trained(), self.count()
+        writes = (count - self.writes_before) % WRAP
         flags = NEW * (program is None) + HOOKED * self.inventory.hooked[0] + WHOLE * (call.sequences is not None)
         exact, near = sampled(call.sequences or call.inputs) if self.values else NOTHING
         own = CallMessage(*self._digest(key, call), trained, flags, writes, *self._numbers(program), exact, tuple(near))
@@ -168,14 +168,14 @@ class Calls:
             self.number -= 1  # it was not begun on any rank
             raise
         if messages.count(mine) == len(messages):  # as nearly always: then nothing differs
-            self.written, self.hooked = written, bool(flags & HOOKED)
+            self.writes_before, self.hooked = count, bool(flags & HOOKED)
             return program is None, _random_source([own]) if program is not None else None
         everyone = [CallMessage.read(one) for one in messages]
         slices = [everyone[i : i + self.shards.tp] for i in range(0, len(everyone), self.shards.tp)]
         if how := parted([everyone] if self.shards.axis.name == "cp" else slices):
             self._differ(key, call, how)
         compare(slices, self.what)
-        self.written = written
+        self.writes_before = count
         self.hooked = any(message.flags & HOOKED for message in everyone)
         beside = slices[channel.rank // self.shards.tp]
         new = any(message.flags & NEW for message in beside)
@@ -194,19 +194,19 @@ class Calls:
 
     def count(self) -> int:
         """How often weights were written by now; with dp those that the rank keeps, not what is gathered of them."""
-        return self.kept.number() if self.kept is not None else self.inventory.writes
+        return self.own_count.number() if self.own_count is not None else self.inventory.writes
 
     def writes(self) -> int:
         """How often weights were written since the call before, or since a load after it."""
-        return (self.count() - self.written) % WRAP
+        return (self.count() - self.writes_before) % WRAP
 
     def settle(self) -> None:
         """Forget what was written by now: the ranks have the same weights, as after a load."""
         if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
             self.before_gathering = [*self.shards.pieces()]
-            self.kept = WriteCount([piece for piece, _ in self.before_gathering])
-        (self.kept or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
-        self.written, self.updates = self.count(), None if self.updates is None else 0
+            self.own_count = WriteCount([piece for piece, _ in self.before_gathering])
+        (self.own_count or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
+        self.writes_before, self.updates = self.count(), None if self.updates is None else 0
 
     @contextlib.contextmanager
     def conversion(self, to: str) -> Iterator[None]:

@@ -66,7 +66,9 @@ def token(value: Any) -> Hashable:
 def _plain(value: Any) -> str:
     """A plain value, or a pair of them, as text; "" for others."""
     pair = value if isinstance(value, tuple) else (value,)
-    return repr([(type(v).__name__, v) for v in pair]) if all(isinstance(v, PLAIN) for v in pair) else ""
+    if any(not isinstance(v, PLAIN) for v in pair):
+        return ""
+    return repr([(type(v).__name__, v) for v in pair])
 
 
 def hooks_of(module: nn.Module) -> tuple[Hashable, ...]:
@@ -205,7 +207,9 @@ class Inventory:
 
     def trained(self) -> int:
         """Which parameters are trained, as a number; 0 where nothing is graded."""
-        return zlib.crc32(bytes([p.requires_grad for p in self.parameters])) if torch.is_grad_enabled() else 0
+        if not torch.is_grad_enabled():
+            return 0
+        return zlib.crc32(bytes([p.requires_grad for p in self.parameters]))
 
     def forget(self) -> None:
         """List all anew when next asked."""

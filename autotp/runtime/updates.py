@@ -63,14 +63,14 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
             if updated and calls.updates is not None:
                 overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
                 calls.updates += overflow is None or not overflow.item()
-    given = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
-    if not channels or not callable(given):
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # beside the optimizer itself
+    if not channels or not callable(closure):
         return None
-    held = _held(type(optimizer).__name__, channels, given)
-    return (args, {**kwargs, "closure": held}) if "closure" in kwargs else ((args[0], held, *args[2:]), kwargs)
+    shared = _shared(type(optimizer).__name__, channels, closure)
+    return (args, {**kwargs, "closure": shared}) if "closure" in kwargs else ((args[0], shared, *args[2:]), kwargs)
 
 
-def _held(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) -> Callable[[], Any]:
+def _shared(name: str, channels: Sequence[Channel], closure: Callable[[], Any]) -> Callable[[], Any]:
     """A closure that all ranks hear of where it fails on one: what the optimizer does next may be a collective."""
 
     @functools.wraps(closure)

@@ -18,8 +18,6 @@ import autotp
 from autotp.comm import channel, lockstep
 from autotp.comm.channel import WAIT, Collective
 from autotp.errors import RankError
-from benchmarks.faults import NAMED, RIGHT, inject
-from benchmarks.helpers.faulty import Fault
 from tests.helpers.compare import mesh_of
 
 
@@ -102,22 +100,6 @@ def test_who_is_late_is_logged_and_is_no_error(pool):
 
 def test_a_pause_of_a_minute_is_no_error(pool):
     checked(pool.run(pausing, 60.0, 30.0, world=2), 30.0)
-
-
-@pytest.mark.parametrize(
-    ("kind", "place", "wanted"),
-    [
-        ("kill -9", "in the forward", NAMED),
-        ("exception", "in the backward", NAMED),
-        ("SIGSTOP 20 s", "before the forward", NAMED),
-        ("SIGSTOP 2 s", "in the backward", RIGHT),
-        ("KeyboardInterrupt", "before the update", NAMED),
-        ("step left out", "", NAMED),
-    ],
-)
-def test_a_rank_that_fails_is_named(kind, place, wanted):
-    outcome = inject(Fault(kind, 1, 2, place))
-    assert outcome.happened and outcome.what == wanted, outcome
 
 
 def through_collectives(rank: int, world: int, group: Any) -> list[str]:

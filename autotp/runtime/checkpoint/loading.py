@@ -86,6 +86,7 @@ def load(
     facts |= {"strict, cast": f"{strict}, {cast}", "optimizer": str(optimizer is not None)}
     facts |= {n: few(t) for n, t in tensors.items()}
     agree(ranks, "the checkpoint", {"names, shapes and types": _digest(archive), **facts})
+    # What torch has gathered for a forward would hide the parameters that are loaded.
     for module in shards.root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
@@ -95,6 +96,7 @@ def load(
         state.install(shards, replacements)
     if weights:
         shards.loaded()
+    # The weights first: where the states cannot be read, the error says that the optimizer has what it had.
     if optimizer is not None and states is not None:
         into = partial(_leaving, UNCHANGED, partial(states.load, shards, optimizer, archive))
         together(ranks, "reading the optimizer's state", into)

@@ -72,4 +72,6 @@ def assigned(tensor: Tensor, before: Tensor) -> None:
 def entries_of(parts: Iterable[Tensor]) -> list[DataWrites]:
     """Of those that have any."""
     table = tables.entries
-    return [table[t] for t in parts if t in table] if len(table) else []
+    if not len(table):  # as nearly always: of no part is asked then
+        return []
+    return [table[t] for t in parts if t in table]
