@@ -292,6 +292,8 @@ def outermost(root: Any) -> None:
 
 def reset_iteration(root: Any) -> None:
     """Let torch's data parallelism forget a forward or backward that failed: what it gathered is stale by the next."""
+    if root._get_fsdp_state()._is_root is None:  # before its first forward: it has gathered nothing
+        return
     if hasattr(root, "reset_iter_state"):  # torch 2.13
         root.reset_iter_state()
         return
