@@ -33,7 +33,7 @@ from autotp.runtime.generation.arguments import Arguments
 from . import state
 from .boundaries import compare_hooks
 from .changes import Changes
-from .data_parallel import follow_types
+from .data_parallel import follow_types, show_gradients
 from .programs import Program
 from .revision import Inventory, WriteCount
 from .said import HOOKED, NEW, SEQUENCES, WHOLE, CallMessage, Ticket, compare, kind_of, mode_of, parted
@@ -202,7 +202,8 @@ class Calls:
 
     def settle(self) -> None:
         """Forget what was written by now: the ranks have the same weights, as after a load."""
-        if isinstance(self.shards.root, FSDPModule) and not self.before_gathering:
+        if isinstance(self.shards.root, FSDPModule):
+            show_gradients(self.shards)  # the rank's own, where a forward has gathered others
             self.before_gathering = [*self.shards.pieces()]
             self.own_count = WriteCount([piece for piece, _ in self.before_gathering])
         (self.own_count or self.inventory).forget()  # a conversion gives weights other tensors, whose counts are others
