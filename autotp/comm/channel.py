@@ -124,7 +124,10 @@ class Channel:
         running: whether it does that by now.
         modules: how many sharded modules use it. group: the name of its process group; axes: the mesh's that it spans.
         around: channels of more axes, which have all its ranks and others beside them.
+        room: bytes of a message that every connection holds, so that none waits for a reader.
     """
+
+    room = 1 << 15
 
     def __init__(self, rank: int, size: int, timeout: Callable[[], float], links: dict[int, Link], asks: Peers) -> None:
         self.rank, self.size, self.timeout, self.links, self.asks = rank, size, timeout, links, asks
@@ -308,6 +311,8 @@ def _closed(peer: socket.socket) -> bool:
 
 class Collective(Channel):
     """The turns as a collective of messages of one length, where ranks cannot connect to each other."""
+
+    room = 0
 
     def __init__(
         self, rank: int, size: int, timeout: Callable[[], float], group: ProcessGroup, device: torch.device

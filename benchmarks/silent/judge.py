@@ -14,7 +14,7 @@ WITHIN = 15.0  # seconds in which ranks hear of it
 RIGHT, ERROR = "right", "error"
 LATE = "late"  # an error after more than that: of a machine that is busy, or of us
 FAULTS = ("silent", "hang", "crash", "refused", "unnamed", "unusable", "nothing")
-NAMED = ("death", "exception", "gone for long")  # after which an error names the rank
+NAMED = ("death", "exception")  # after which an error names the rank, on some rank
 TIME_OUT = re.compile(r"time-out|timed? ?out|in time\b", re.IGNORECASE)
 
 
@@ -76,6 +76,6 @@ def judged(cell: Cell, reports: Mapping[int, Report], ended: set[int], parted: f
         return Outcome(cell, RIGHT, "", seconds)
     if part.right:
         return Outcome(cell, "refused", text, seconds)
-    if cell.way_to_part in NAMED and f"rank {cell.rank}" not in text:
+    if cell.way_to_part in NAMED and not any(f"rank {cell.rank}" in one.text for one in texts):
         return Outcome(cell, "unnamed", text, seconds)
     return Outcome(cell, ERROR if seconds <= WITHIN else LATE, text, seconds)

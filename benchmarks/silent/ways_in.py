@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -86,7 +86,9 @@ WAYS_IN: dict[str, WayIn] = {
     "generate, greedy": _generates(generating.greedy, "processor", top_k=7),
     "generate, sampled": _generates(generating.sample, "criterion", True, temperature=0.5),
     "generate, beams": _generates(generating.beams, "hook", num_beams=3),
-    "generate, drafts": _generates(generating.lookup, "processor", prompt_lookup_num_tokens=3),
+    "generate, drafts": replace(
+        _generates(generating.lookup, "processor", prompt_lookup_num_tokens=3), axes=("tp",)  # with dp it is refused
+    ),
     "generate, streamed": _generates(generating.stream, "streamer", repetition_penalty=3.0),
     "generate, static cache": _generates(generating.static, "", cache_implementation="dynamic"),
     "full_state_dict": _stateful(training.state, axes=EVERY),
