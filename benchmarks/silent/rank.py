@@ -225,11 +225,13 @@ def _beside(work: Work) -> Iterator[list[str]]:
         yield problems
         return
 
+    changes = work.way.changes or work.way.model == "adapters"  # while the thread calls: it may see what is set or not
+
     def calls() -> None:
         for _ in range(CALLS):
             try:
                 out = training.after(work.context)
-                problems.append("" if work.way.changes else differences(out, work.wanted, work.way.close))
+                problems.append("" if changes else differences(out, work.wanted, work.way.close))
             except AutoTPError:
                 continue
             except Exception as error:
