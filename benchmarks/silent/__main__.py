@@ -36,19 +36,20 @@ RESULTS, PAGE = ROOT / "benchmarks" / "silent.json", ROOT / "docs" / "debugging.
 SHOWN = 1500  # characters of a fault
 
 
-def tried(todo: Sequence[Cell], limit: float, keep: Any) -> list[str]:
+def tried(todo: Sequence[Cell], folder: Path, limit: float, keep: Any) -> list[str]:
     """Try cells of one mesh; `keep` is given each outcome.
+
+    Args:
+        folder: for what is saved.
 
     Returns: the faults that are not known, and what is known and has come right.
     """
     bad = []
     with ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory())
-        os.environ[FOLDER] = folder
         pool = Pool()
         stack.callback(pool.close)
         stack.enter_context(shared_captures())
-        table = Table(pool, Path(folder))
+        table = Table(pool, folder)
         for number, cell in enumerate(todo, 1):
             outcome = table.tried(cell, limit=limit)
             keep(outcome)
@@ -85,11 +86,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record["results"].setdefault(str(outcome.cell.mesh), {})[outcome.cell.name] = result
         RESULTS.write_text(json.dumps(record, indent=1) + "\n")
 
-    bad = []
-    for mesh in (mesh for mesh in MESHES if mesh.axis in given.mesh):
-        found = record["results"].get(str(mesh), {})
-        todo = [cell for cell in cells(mesh, given.seed, given.only) if given.anew or cell.name not in found]
-        bad += tried(todo, given.limit, keep)
+    bad: list[str] = []
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ[FOLDER] = folder  # of captures; processes that are forked later have it from the first one
+        for mesh in (mesh for mesh in MESHES if mesh.axis in given.mesh):
+            found = record["results"].get(str(mesh), {})
+            todo = [cell for cell in cells(mesh, given.seed, given.only) if given.anew or cell.name not in found]
+            bad += tried(todo, Path(folder), given.limit, keep)
     print(page(record))
     print(*bad, sep="\n")
     if given.write:

@@ -119,6 +119,6 @@ WAYS_IN: dict[str, WayIn] = {
     ".to a type": _stateful(training.convert, {"dtype": torch.bfloat16}, axes=EVERY, changes=True, close=1e-5),
     "adapter set": _adapts(adapters.select, {"adapter": "default"}),
     "adapters off": _adapts(adapters.switch_off, uses=2),
-    "adapters mixed": _adapts(adapters.mix, {"adapters": ["second"] * 4}, training=False),
+    "adapters mixed": _adapts(adapters.mix, {"adapters": ["second"] * 4}, training=False, axes=("tp", "cp")),
     "adapters merged": _adapts(adapters.merge, {"merged": ["second"]}, changes=True),
 }  # fmt: skip
