@@ -202,11 +202,12 @@ class Pipe:
             updates = UNTRAINED
         values = values_of(self.module._shards, tied if calls.values else ())
         mine = StepMessage(
-            lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), batch, self._sample([target]), values
-        )
+            lane, ranks.rank, grid.rank, updates, any(calls.inventory.hooked), calls.writes(),
+            calls.inventory.trained(), batch, self._sample([target]), values,
+        )  # fmt: skip
         everyone = [StepMessage.read(message) for message in meet(grid.world.channel, what, mine.packed())]
         compare(everyone, tied, grid.last, what)
-        calls.number, calls.updates = calls.number + 1, 0
+        calls.number, calls.updates, calls.writes_before = calls.number + 1, 0, calls.count()
         return any(m.hooked for m in everyone)
 
     def _base(self, microbatches: int) -> dict[str, Tensor]:

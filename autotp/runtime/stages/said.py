@@ -20,7 +20,7 @@ from autotp.runtime import state
 from autotp.runtime.samples import SAMPLES, Sample, alike, few, leading
 from autotp.runtime.shard_state import ShardState
 
-HEAD, TIED = struct.Struct(f"!IIIB?I{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
+HEAD, TIED = struct.Struct(f"!IIIB?III{SAMPLES}dI{SAMPLES}d"), struct.Struct("!I")
 MOST = 64  # tied weights of which values are compared: a message has a largest length
 UPDATES = ("no optimizer has taken a step", "an optimizer has taken a step", "nothing is trained")
 UNTRAINED = 2
@@ -38,6 +38,7 @@ class StepMessage(NamedTuple):
         lane, seat, place: the rank's on the axes dp, tp and pp.
         updates: of its weights since the step before, as `UPDATES` has it.
         hooked: whether hooks of the user may fail amid its collectives.
+        writes: how often its weights were written since the step before. trained: which are, as a number.
         batch, target: a few values of the inputs, and of the target on ranks with the last stage.
         tied: likewise, in short, of each weight that several ranks of the pipeline hold; 0 where this one does not.
     """
@@ -47,6 +48,8 @@ class StepMessage(NamedTuple):
     place: int
     updates: int
     hooked: bool
+    writes: int
+    trained: int
     batch: Sample
     target: Sample
     tied: Sequence[int]
@@ -54,14 +57,14 @@ class StepMessage(NamedTuple):
     def packed(self) -> bytes:
         """As a message."""
         batch, target = ((exact, *near) for exact, near in (self.batch, self.target))
-        return HEAD.pack(*self[:5], *batch, *target) + b"".join(map(TIED.pack, self.tied))
+        return HEAD.pack(*self[:7], *batch, *target) + b"".join(map(TIED.pack, self.tied))
 
     @classmethod
     def read(cls, message: bytes) -> StepMessage:
         """Of a message."""
         fields, tied = HEAD.unpack_from(message), [x for (x,) in TIED.iter_unpack(message[HEAD.size :])]
-        end = 6 + SAMPLES
-        return cls._make((*fields[:5], (fields[5], fields[6:end]), (fields[end], fields[end + 1 :]), tied))
+        end = 8 + SAMPLES
+        return cls._make((*fields[:7], (fields[7], fields[8:end]), (fields[end], fields[end + 1 :]), tied))
 
 
 def values_of(shards: ShardState, names: Iterable[str]) -> list[int]:
@@ -74,7 +77,7 @@ def values_of(shards: ShardState, names: Iterable[str]) -> list[int]:
 
 
 def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]], last: int, what: str) -> None:
-    """Refuse weights that were updated on some stages only, or otherwise, and other values of the inputs.
+    """Refuse weights that were updated or written on some ranks only, or otherwise, and other values of the inputs.
 
     Args:
         everyone: the messages, by rank. tied: places in the pipeline that hold each tied weight.
@@ -86,6 +89,10 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
     if len({m.updates for m in everyone} - {UNTRAINED}) > 1:
         differences = by_value([UPDATES[m.updates] for m in everyone])
         raise RankError(f"Before the {what}, the stages have parted: {differences}.\n{UPDATED_APART}")
+    for of, told in {"which weights are trained": "trained", "how often weights were written": "writes"}.items():
+        if len({(m.place, getattr(m, told)) for m in everyone}) > len({m.place for m in everyone}):
+            differences = by_value([str(getattr(m, told)) for m in everyone])
+            raise RankError(f"Before the {what}, ranks of one stage have parted in {of}: {differences}.\n{CAUSES}")
     count = min(len(m.tied) for m in everyone)  # none where a rank compares no values
     for i, (name, holders) in enumerate(islice(tied.items(), count)):
         values = {(m.seat, m.tied[i]) for m in everyone if m.place in holders}
