@@ -58,7 +58,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         for calls in list(_calls_by_id.values()):
             # Not the other way round: a group of a module that this optimizer has nothing of may have been destroyed.
             if (updated := _of(optimizer, calls)) and calls.channel is not None:
-                _compare(optimizer, calls, updated)
+                with Turn(f"a step of {type(optimizer).__name__}", calls.channel):  # other stages hear of an error too
+                    _compare(optimizer, calls, updated)
                 channels.append(calls.channel)
             if updated and calls.updates is not None:
                 overflow = getattr(optimizer, "found_inf", None)  # of a gradient scaler: a fused step then does nothing
