@@ -5,7 +5,11 @@ from __future__ import annotations
 from .cells import Cell
 
 # (axis, way in, way to part) -> why
-KNOWN: dict[tuple[str, str, str], str] = {}
+KNOWN: dict[tuple[str, str, str], str] = {
+    ("cp", "backward", "death"): (
+        "the tp rank beside one whose cp partner has died is amid a collective, which ends by the group's time-out only"
+    ),
+}
 
 
 def known(cell: Cell) -> str:
