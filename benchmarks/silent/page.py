@@ -78,7 +78,6 @@ with the number of such cells: {reasons()}.
 {table(head, rows(results.get("tp=2", {})))}
 {table(["mesh", "tried", "right", "an error on all", "faults", "slowest error, s", "CPU, minutes"], counts(results))}"""
     if KNOWN:
-        lines = [f"| {axis} | {way_in} | {part} | {why} |" for (axis, way_in, part), why in KNOWN.items()]
-        text += "\nFaults that are known:\n\n| axis | way in | way to part | why |\n| --- | --- | --- | --- |\n"
-        text += "\n".join(lines) + "\n"
+        lines = [[axis, name, why] for (axis, name), why in KNOWN.items()]
+        text += "\nFaults that are known:\n\n" + table(["axis", "cell", "why"], lines)
     return text
