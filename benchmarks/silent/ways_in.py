@@ -116,7 +116,7 @@ WAYS_IN: dict[str, WayIn] = {
         options=({"max_norm": 0.5}, {"accumulate": 2}, {"path": "elsewhere"}), at=("collator",), uses=2, heard=False,
         changes=True, close=1e-4,
     ),
-    ".to a type": _stateful(training.convert, {"dtype": torch.bfloat16}, axes=EVERY, changes=True, close=1e-5),
+    ".to a type": _stateful(training.convert, {"dtype": torch.bfloat16}, changes=True, close=1e-5),
     "adapter set": _adapts(adapters.select, {"adapter": "default"}),
     "adapters off": _adapts(adapters.switch_off, uses=2),
     "adapters mixed": _adapts(adapters.mix, {"adapters": ["second"] * 4}, training=False, axes=("tp", "cp")),

@@ -34,6 +34,14 @@ class StagedModule(ShardedModule):
         """Refused: stages run by a schedule."""
         raise StateError(ALONE)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """As torch's, to a device; refused to another type, for stages send each other values of those they have."""
+        for dtype in {p.dtype for p in self.parameters()}:
+            to = fn(torch.empty(0, dtype=dtype, device=self._shards.device)).dtype
+            if to != dtype:
+                raise StateError(f"the stages were made for {dtype}: convert the model to {to}, and make them of that.")
+        return super()._apply(fn, recurse)
+
     def by_itself(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Refused, likewise of a part."""
         raise StateError(ALONE)

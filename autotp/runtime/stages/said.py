@@ -89,9 +89,13 @@ def compare(everyone: Sequence[StepMessage], tied: Mapping[str, tuple[int, ...]]
     if len({m.updates for m in everyone} - {UNTRAINED}) > 1:
         differences = by_value([UPDATES[m.updates] for m in everyone])
         raise RankError(f"Before the {what}, the stages have parted: {differences}.\n{UPDATED_APART}")
-    for of, told in {"which weights are trained": "trained", "how often weights were written": "writes"}.items():
-        if len({(m.place, getattr(m, told)) for m in everyone}) > len({m.place for m in everyone}):
-            differences = by_value([str(getattr(m, told)) for m in everyone])
+    places = {m.place for m in everyone}
+    trained = [m.trained for m in everyone]
+    writes = [m.writes for m in everyone]
+    for of, numbers in (("which weights are trained", trained), ("how often weights were written", writes)):
+        states = {(m.place, number) for m, number in zip(everyone, numbers, strict=True)}
+        if len(states) > len(places):
+            differences = by_value([str(number) for number in numbers])
             raise RankError(f"Before the {what}, ranks of one stage have parted in {of}: {differences}.\n{CAUSES}")
     count = min(len(m.tied) for m in everyone)  # none where a rank compares no values
     for i, (name, holders) in enumerate(islice(tied.items(), count)):

@@ -72,6 +72,16 @@ def called_apart(rank: int, world: int, group: Any, folder: str) -> dict[str, An
         told["hook on a backward"] = outcome(step)
         if hook is not None:
             hook.remove()
+        weight = next(pipe.module.parameters())
+        with torch.no_grad():
+            for cell, where in (("weight written", {1}), ("which the other has written too", {0})):
+                if rank in where:
+                    weight.add_(0)
+                told[cell] = outcome(step)
+        weight.requires_grad_(rank != 1)
+        told["weight frozen"] = outcome(step)
+        weight.requires_grad_(True)
+        told["type"] = outcome(pipe.module.float)
         pipe.module.zero_grad()
         told["and then"] = outcome(lambda: off(pipe, schedule, model, batch))
         for cell, foreach in (("torch's clipping", None), ("torch's clipping, one by one", False)):
@@ -109,6 +119,9 @@ REFUSALS = {
     "own checkpoint": r"StateError: this module holds the stages of one rank: pipe.save_checkpoint\(folder\)",
     "deepcopy": r"StateError: a pipe .* cannot be copied or pickled. Copy pipe.module",
     "hook on a tp rank": "RankError: .*hooks that see whole values: rank 0: blocks.1, rank 1: none",
+    "weight written": "RankError: Before the step .* in how often weights were written: ranks 0, 2-3: 0, rank 1: ",
+    "weight frozen": "RankError: Before the step .* of one stage have parted in which weights are trained: .*rank 1: ",
+    "type": "StateError: the stages were made for torch.float64: convert the model to torch.float32, and make them",
     "torch's clipping": r"StateError: torch.nn.utils.clip_grad_norm_ .* pipe.clip_grad_norm_\(max_norm\)",
     "torch's clipping, one by one": "StateError: torch.nn.utils.clip_grad_norm_ ",
     "average's call": "StateError: this module holds the stages of one rank",
