@@ -67,56 +67,31 @@ class Screen:
 
     @contextmanager
     def working(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Shows on a terminal that work goes on, once it takes longer than a second, and goes away.
+        """Show on a terminal that work goes on, once it takes longer than a second; the line goes away afterwards.
 
         Args:
             what: is going on.
 
         Yields: what says another thing that goes on now.
         """
-        with _progress(what, bar=False) as update:
-            yield lambda text: update(description=text)
+        console = _stderr()
+        if rank() != 0 or not console.is_terminal:
+            yield lambda text: None
+            return
+        from rich import progress as rich  # noqa: PLC0415  on terminals
 
-    @contextmanager
-    def counting(self, what: str) -> Iterator[Callable[[str, int, int], None]]:
-        """The same with a bar, for work whose end is known.
-
-        Args:
-            what: is going on.
-
-        Yields: what says what goes on now, how much is done, and of how much.
-        """
-        with _progress(what, bar=True) as update:
-            yield lambda text, count, total: update(description=text, completed=count, total=total)
-
-
-@contextmanager
-def _progress(what: str, bar: bool) -> Iterator[Callable[..., None]]:
-    """What updates a line on a terminal, which comes late and goes away; on anything else it does nothing.
-
-    Args:
-        what: is going on. bar: whether there is an end.
-    """
-    console = _stderr()
-    if rank() != 0 or not console.is_terminal:
-        yield lambda **fields: None
-        return
-    from rich import progress as rich  # noqa: PLC0415  on terminals
-
-    text, seconds = rich.TextColumn("{task.description}"), rich.TimeElapsedColumn()
-    counted = (text, rich.BarColumn(), rich.MofNCompleteColumn(), seconds)
-    columns = counted if bar else (rich.SpinnerColumn(), text, seconds)
-    progress = rich.Progress(*columns, console=console, transient=True)
-    task = progress.add_task(what, total=None)
-    late = threading.Timer(PATIENCE, progress.start)
-    late.daemon = True
-    late.start()
-    try:
-        yield lambda **fields: progress.update(task, **fields)
-    finally:
-        late.cancel()
-        late.join()
-        progress.stop()
+        columns = rich.SpinnerColumn(), rich.TextColumn("{task.description}"), rich.TimeElapsedColumn()
+        progress = rich.Progress(*columns, console=console, transient=True)
+        task = progress.add_task(what, total=None)
+        late = threading.Timer(PATIENCE, progress.start)
+        late.daemon = True
+        late.start()
+        try:
+            yield lambda text: progress.update(task, description=text)
+        finally:
+            late.cancel()
+            late.join()
+            progress.stop()
 
 
 def report(text: str) -> None:

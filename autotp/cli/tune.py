@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 import autotp
+from autotp.text import seconds
 
 from .command import FINE
 from .options import DegreeOptions, Model, ModelOptions, SteeringOptions
@@ -19,7 +22,8 @@ from .screen import Screen
 if TYPE_CHECKING:
     import torch
 
-    from autotp.passes.optimise import Alternative, Verdict
+    from autotp.passes.optimise import Alternative
+    from autotp.runtime.lower.measured import Line
 
 
 def tune(
@@ -37,43 +41,40 @@ def tune(
     Verdicts are kept in a file, which later runs read. Under torchrun what ranks send is measured too.
     """
     from autotp.passes.optimise import MEASURED, OPTIMISATIONS  # noqa: PLC0415  they need torch
-    from autotp.runtime.lower.measured import Watcher, watched  # noqa: PLC0415
-    from autotp.runtime.lower.verdicts import path_of  # noqa: PLC0415
+    from autotp.runtime.lower.measured import path_of, watcher  # noqa: PLC0415
 
     source = loaded(model, sizes, steering, screen)
-    arguments: dict[str, Any] = degree.arguments(default=1) | steering.arguments()
-    rows: list[dict[str, Any]] = []
-    total = 0
-    with screen.counting("planning") as counting:
+    rows: dict[str, dict[str, Any]] = {}
+    with screen.working("planning") as working:
 
-        def ahead(count: int) -> None:
-            nonlocal total
-            total += count
-            counting("measuring", len(rows), total)
+        def see(alternative: Alternative, line: Line, device: torch.device) -> None:
+            rows[alternative.key] = _row(alternative, line, device)
+            working(f"measured {len(rows)}: {alternative.name}")
 
-        def see(alternative: Alternative, verdict: Verdict, device: torch.device) -> None:
-            rows.append(_row(alternative, verdict, device))
-            counting(f"measured: {alternative.name}", len(rows), total)
-
-        switches = {x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares}
-        with watched(Watcher(see, ahead)):
-            autotp.compile(
-                source.model, example_inputs=source.inputs, backend=backend, optimise=switches, check=False, **arguments
-            )
+        compile_measured = partial(
+            autotp.compile, source.model, example_inputs=source.inputs, backend=backend, check=False,
+            optimise={x.name: MEASURED for x in OPTIMISATIONS if x.measurable and not x.shares},
+            **(degree.arguments(default=1) | steering.arguments()),
+        )  # fmt: skip
+        context = copy_context()
+        context.run(watcher.set, see)
+        context.run(compile_measured)
     where = path_of()
-    data = {"file": None if where is None else str(where), "measured": rows}
-    screen.result(_table(rows, data["file"]), lambda: data)
+    data = {"file": None if where is None else str(where), "measured": list(rows.values())}
+    screen.result(_table(data["measured"], data["file"]), lambda: data)
     return FINE
 
 
-def _row(alternative: Alternative, verdict: Verdict, device: torch.device) -> dict[str, Any]:
-    shapes = [list(x.shape) for x in alternative.operands if x.shape is not None]
+def _row(alternative: Alternative, line: Line, device: torch.device) -> dict[str, Any]:
     return {
         "name": alternative.name,
-        "operands": shapes,
+        "operands": [list(x.shape) for x in alternative.operands if x.shape is not None],
+        "line": alternative.key,
         "device": str(device),
-        "why": verdict.why,
-        "used": verdict.used,
+        "without": line.without,
+        "with": line.with_it,
+        "why": line.verdict.why,
+        "used": line.verdict.used,
     }
 
 
@@ -81,10 +82,11 @@ def _table(rows: list[dict[str, Any]], file: Any) -> RenderableType:
     if not rows:
         return Text("nothing in this model's program has an alternative")
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
-    for head in ("", "operands on a rank", f"measured on {rows[0]['device']}", ""):
+    for head in ("", "operands on a rank", "without", "with", f"measured on {rows[0]['device']}", ""):
         table.add_column(head)
     for row in rows:
         operands = ", ".join("x".join(map(str, shape)) or "1" for shape in row["operands"])
-        table.add_row(row["name"], operands, row["why"], "used" if row["used"] else "not used")
+        times = (seconds(row[way]) for way in ("without", "with"))
+        table.add_row(row["name"], operands, *times, row["why"], "used" if row["used"] else "not used")
     place = f"kept in {file}" if file else "kept nowhere (AUTOTP_CACHE=0)"
     return Group(table, Text(place, style="dim"))

@@ -12,6 +12,7 @@ from autotp.capture.exported import EXPORTED, Exported
 from autotp.comm.ranks import Ranks
 from autotp.ir.graph import Capture
 from autotp.ir.precision import DELAYED
+from autotp.passes import optimise
 from autotp.passes.base import Pass
 from autotp.passes.canonicalise.autocast import ExplicitCasts
 from autotp.passes.canonicalise.canonicalise import CANONICAL
@@ -19,7 +20,7 @@ from autotp.passes.canonicalise.rank_order import RankOrder
 from autotp.passes.decompose.counter_random import CountedRandom
 from autotp.passes.decompose.float8 import Float8Products
 from autotp.passes.decompose.losses import DecomposeLosses, LossAlone
-from autotp.passes.optimise import RankProgram, table
+from autotp.passes.optimise import RankProgram
 from autotp.passes.shard.batch_program import BatchAxis
 from autotp.passes.shard.ranks import ShardedProgram, ShardOperators, Specialise
 from autotp.passes.shard.sequence_program import SequenceAxis
@@ -68,5 +69,5 @@ def schedule(request: CaptureRequest = DEFAULT_CAPTURE, ranks: Ranks | None = No
         agreed=(RankOrder(ranks),),
         planned=(DecomposeLosses(),),
         sharded=(ShardOperators(request.outputs),),
-        rank=(Specialise(), *table.OPTIMISATIONS),
+        rank=(Specialise(), *optimise.OPTIMISATIONS),
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from .common import (
@@ -21,25 +23,44 @@ from .common import (
     tl,
     wide,
 )
-from .pointwise import ACTIVATIONS, act, act_slope, activate, slope
 
-TILE = 1024
+TILE = 1024  # columns of a row that a program computes
 
 
 @jit
-def _forward(x, bias, out, columns, x_row, KIND: tl.constexpr, TILE: tl.constexpr):
+def _gelu(x, TANH: tl.constexpr):
+    if TANH:  # 0.5 (1 + tanh u) is the sigmoid of 2u
+        y = x * tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+    else:
+        y = 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    return y
+
+
+@jit
+def _slope(x, TANH: tl.constexpr):
+    """GeLU's derivative at float32 values."""
+    if TANH:
+        s = tl.sigmoid(1.5957691216057308 * (x + 0.044715 * x * x * x))
+        y = s + x * s * (1.0 - s) * 1.5957691216057308 * (1.0 + 0.134145 * x * x)
+    else:
+        y = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476)) + x * 0.3989422804014327 * tl.exp(-0.5 * x * x)
+    return y
+
+
+@jit
+def _forward(x, bias, out, columns, x_row, TANH: tl.constexpr, TILE: tl.constexpr):
     per_row = tl.cdiv(columns, TILE)
     row = (tl.program_id(0) // per_row).to(tl.int64)
     column = tl.program_id(0) % per_row * TILE + tl.arange(0, TILE)
     inside = column < columns
     value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32)
     value += tl.load(bias + column, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * columns + column, act(value, KIND).to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * columns + column, _gelu(value, TANH).to(out.dtype.element_ty), mask=inside)
 
 
 @jit
 def _backward(
-    grad, x, bias, to_x, sums, rows, columns, grad_row, x_row, KIND: tl.constexpr, TILE: tl.constexpr
+    grad, x, bias, to_x, sums, rows, columns, grad_row, x_row, TANH: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """A tile of columns of every n-th row; `sums` takes their sum, [programs, columns] in float32."""
     first, step = tl.program_id(0), tl.num_programs(0)
@@ -50,14 +71,10 @@ def _backward(
     for i in range(first, rows, step):
         row = tl.cast(i, tl.int64)
         value = tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) + b
-        d = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32) * slope(value, KIND)
+        d = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32) * _slope(value, TANH)
         tl.store(to_x + row * columns + column, d.to(to_x.dtype.element_ty), mask=inside)
         total += d
     tl.store(sums + first * columns + column, total, mask=inside)
-
-
-def _kind(tanh: bool) -> str:
-    return "gelu_tanh" if tanh else "gelu"
 
 
 def _launch(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
@@ -65,7 +82,7 @@ def _launch(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     tile = power_of_two(rows.shape[1], TILE)
     if out.numel():
         grid = (rows.shape[0] * tiles(rows.shape[1], tile),)
-        _forward[grid](rows, bias, out, rows.shape[1], rows.stride(0), KIND=ACTIVATIONS[_kind(tanh)], TILE=tile)
+        _forward[grid](rows, bias, out, rows.shape[1], rows.stride(0), TANH=tanh, TILE=tile)
     return out
 
 
@@ -78,9 +95,7 @@ def _launch_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple
     across = tiles(columns, tile)
     count = min(n, tiles(programs(x, 8), across))
     sums = torch.empty((count, columns), dtype=torch.float32, device=x.device)
-    _backward[count, across](
-        d, rows, bias, to_x, sums, n, columns, d.stride(0), rows.stride(0), KIND=ACTIVATIONS[_kind(tanh)], TILE=tile
-    )
+    _backward[count, across](d, rows, bias, to_x, sums, n, columns, d.stride(0), rows.stride(0), TANH=tanh, TILE=tile)
     return to_x, sums.sum(0).to(bias.dtype)
 
 
@@ -94,13 +109,21 @@ def bias_gelu(x: Tensor, bias: Tensor, tanh: bool) -> Tensor:
     Returns:
         In x's shape and dtype, contiguous.
     """
-    return activate(wide(x) + wide(bias), _kind(tanh)).to(x.dtype).contiguous()
+    return F.gelu(wide(x) + wide(bias), approximate="tanh" if tanh else "none").to(x.dtype).contiguous()
 
 
 def bias_gelu_backward(grad: Tensor, x: Tensor, bias: Tensor, tanh: bool) -> tuple[Tensor, Tensor]:
     """The gradients of `bias_gelu` for x and bias."""
-    d = wide(grad) * act_slope(wide(x) + wide(bias), _kind(tanh))
+    d = wide(grad) * _slope_of(wide(x) + wide(bias), tanh)
     return d.to(x.dtype).contiguous(), as_rows(d).sum(0).to(bias.dtype)
+
+
+def _slope_of(x: Tensor, tanh: bool) -> Tensor:
+    """GeLU's derivative."""
+    if not tanh:
+        return 0.5 * (1 + torch.erf(x * math.sqrt(0.5))) + x * torch.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
+    s = torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
+    return s + x * s * (1 - s) * 2 * math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x * x)
 
 
 def _check(x: Tensor, bias: Tensor, tanh: bool) -> None:

@@ -1,4 +1,4 @@
-"""What the kernels share: Triton where it is installed, the operator library, and tensors seen as rows."""
+"""Helpers of the kernels: Triton where it is installed, the operator library, and tensors seen as rows."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ except ImportError:  # optional: every operator then runs its twin
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDE = torch.float32
-_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
+LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 Function = Callable[..., Any]
 
 
 def available() -> bool:
-    """Whether Triton is installed."""
+    """Say whether Triton is installed."""
     return triton is not None
 
 
@@ -52,26 +52,32 @@ def register(schema: str, *, twin: Function, launch: Function, fake: Function, c
 
         return call
 
-    _LIBRARY.define(schema)
-    _LIBRARY.impl(name, checked(twin), "CompositeExplicitAutograd")
+    enter(schema, checked(twin), checked(fake))
     _on_cuda(name, checked(launch))
-    torch.library.register_fake(f"autotp::{name}", checked(fake), lib=_LIBRARY)
+
+
+def enter(schema: str, function: Function, fake: Function) -> None:
+    """Enter an operator that has no kernel of ours; arguments as of `register`, with the result in the schema."""
+    name = schema.partition("(")[0]
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, function, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"autotp::{name}", fake, lib=LIBRARY)
 
 
 def _on_cuda(name: str, launch: Function) -> None:
-    """What runs an operator on CUDA where there is Triton, with the tensors' device as the current one."""
+    """Have an operator run by this on CUDA where there is Triton, with the tensors' device as the current one."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         with torch.cuda.device_of(next(x for x in args if isinstance(x, Tensor))):
             return launch(*args, **kwargs)
 
     if available():
-        _LIBRARY.impl(name, call, "CUDA")
+        LIBRARY.impl(name, call, "CUDA")
 
 
 def differentiable(name: str, backward: Function, setup: Function) -> None:
     """Give the operator a gradient: see `torch.library.register_autograd`."""
-    torch.library.register_autograd(f"autotp::{name}", backward, setup_context=setup, lib=_LIBRARY)
+    torch.library.register_autograd(f"autotp::{name}", backward, setup_context=setup, lib=LIBRARY)
 
 
 def refuse(name: str, why: str) -> None:
@@ -114,18 +120,18 @@ def wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, WIDE))
 
 
-def power_of_two(n: int, most: int) -> int:
-    """The smallest power of two that is no less than n, and `most` at most."""
-    return min(1 << max(n - 1, 0).bit_length(), most)
+def power_of_two(n: int, limit: int) -> int:
+    """The smallest power of two that is no less than n, and `limit` at most."""
+    return min(1 << max(n - 1, 0).bit_length(), limit)
 
 
 def tiles(n: int, size: int) -> int:
-    """How many tiles of this size cover n."""
+    """Count the tiles of this size that cover n."""
     return -(-n // size)
 
 
 def programs(x: Tensor, each: int) -> int:
-    """How many programs share the rows of a sum over rows: `each` for every multiprocessor of the tensor's device."""
+    """Count the programs that share a sum over rows: `each` for every multiprocessor of the tensor's device."""
     return each * (torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1)
 
 

@@ -124,7 +124,7 @@ def _launch_backward(grad: Tensor, scores: Tensor, most: Tensor, target: Tensor,
 
 
 def class_terms(scores: Tensor, target: Tensor, total: bool) -> Tensor:
-    """What `class_sums` needs of the scores, by the largest of those that are here.
+    """Compute what `class_sums` needs of the scores, by the largest of those that are here.
 
     Args:
         scores: of every example for the classes that are here, [examples, classes].

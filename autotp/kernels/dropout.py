@@ -36,7 +36,7 @@ def _uniform_bits(seed, index):
 
 @jit
 def _where(place, columns, length, whole, BY: tl.constexpr, TILE: tl.constexpr):
-    """Of a program's elements: their column, their index in this part, and their index in the whole."""
+    """Place a program's elements: their column, their index in this part, and their index in the whole."""
     blocks = tl.cdiv(columns, TILE)
     row = tl.program_id(0).to(tl.int64) // blocks
     column = tl.program_id(0).to(tl.int64) % blocks * TILE + tl.arange(0, TILE)
@@ -92,7 +92,7 @@ def _launch_uniform(
 
 
 def _counts(size: Sequence[int], place: Tensor | None, dim: int, whole: Sequence[int]) -> bool:
-    """Whether all dimensions are whole but for the one of `place`: the others are then counted as they lie."""
+    """Say whether all dimensions but that of `place` are whole: they are then counted as they lie."""
     return all(n == m or (place is not None and d == dim) for d, (n, m) in enumerate(zip(size, whole, strict=True)))
 
 

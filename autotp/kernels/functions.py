@@ -57,7 +57,7 @@ class FunctionCall:
     writes: bool = False
 
     def same(self, other: FunctionCall) -> bool:
-        """Whether the other one computes the same."""
+        """Say whether the other one computes the same."""
         alike = (self.leaves, self.spec, self.dtypes) == (other.leaves, other.spec, other.dtypes)
         return alike and _meaning(self.function) == _meaning(other.function)
 
@@ -103,7 +103,7 @@ def _meaning(function: Any) -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """What two values share where a program cannot tell them apart."""
+    """Give a key that two values share where a program cannot tell them apart."""
     return (type(value), value) if isinstance(value, bool | int | float | complex | str | None) else id(value)
 
 

@@ -1,4 +1,7 @@
-"""LayerNorm and RMSNorm, with a residual added before where there is one."""
+"""LayerNorm and RMSNorm, with a residual added before where there is one.
+
+Statistics are in float32, and rows of any length: what a program cannot hold it reads in pieces.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import norm_triton
 from .common import (
     WIDE,
     as_rows,
@@ -16,13 +18,260 @@ from .common import (
     check_vector,
     differentiable,
     empty_like,
+    jit,
+    power_of_two,
+    programs,
     refuse,
     register,
+    tiles,
+    tl,
     wide,
 )
 
 OPS: Any = torch.ops.autotp
 Norm = tuple[Tensor, Tensor]
+WHOLE, WHOLE_BACK = 16384, 8192  # columns that a program holds, forward and backward; longer rows are read in pieces
+PIECE = 4096
+TILE = 1024  # elements that a program holds at least: of several rows, where they are short
+
+
+@jit
+def _value(x, residual, at, residual_at, inside, ADD: tl.constexpr):
+    """Load what is normalised, in float32: rounded to x's dtype after the addition, as it is stored."""
+    value = tl.load(x + at, mask=inside, other=0).to(tl.float32)
+    if ADD:
+        value += tl.load(residual + residual_at, mask=inside, other=0).to(tl.float32)
+        value = value.to(x.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@jit
+def _scaled(value, weight, bias, column, columns, WEIGHT: tl.constexpr, BIAS: tl.constexpr):
+    if WEIGHT:
+        value *= tl.load(weight + column, mask=column < columns, other=0).to(tl.float32)
+    if BIAS:
+        value += tl.load(bias + column, mask=column < columns, other=0).to(tl.float32)
+    return value
+
+
+@jit
+def _forward(
+    x, residual, weight, bias, out, total, stats, rows, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A few rows for each program, which holds them."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < columns)
+    value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
+    if ADD:
+        tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
+    mean = tl.zeros([ROWS, 1], tl.float32)
+    if CENTRED:
+        mean = tl.sum(value, 1, keep_dims=True) / columns
+        value = tl.where(inside, value - mean, 0.0)
+    scale = tl.rsqrt(tl.sum(value * value, 1, keep_dims=True) / columns + eps)
+    y = _scaled(value * scale, weight, bias, column, columns, WEIGHT, BIAS)
+    tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(stats + row, mean, mask=row < rows)
+    tl.store(stats + rows + row, scale, mask=row < rows)
+
+
+@jit
+def _forward_in_pieces(
+    x, residual, weight, bias, out, total, stats, rows, columns, eps, x_row, residual_row,
+    CENTRED: tl.constexpr, ADD: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """A row that is too long to hold: it is read for the mean, for the spread, and for the result."""
+    row = tl.program_id(0).to(tl.int64)
+    mean = 0.0
+    if CENTRED:
+        added = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            added += _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
+        mean = tl.sum(added) / columns
+    squares = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        value = _value(x, residual, row * x_row + column, row * residual_row + column, column < columns, ADD)
+        value = tl.where(column < columns, value - mean, 0.0)
+        squares += value * value
+    scale = tl.rsqrt(tl.sum(squares) / columns + eps)
+    for start in range(0, columns, BLOCK):
+        column = start + tl.arange(0, BLOCK)
+        inside = column < columns
+        value = _value(x, residual, row * x_row + column, row * residual_row + column, inside, ADD)
+        if ADD:
+            tl.store(total + row * columns + column, value.to(total.dtype.element_ty), mask=inside)
+        y = _scaled((value - mean) * scale, weight, bias, column, columns, WEIGHT, BIAS)
+        tl.store(out + row * columns + column, y.to(out.dtype.element_ty), mask=inside)
+    tl.store(stats + row, mean)
+    tl.store(stats + rows + row, scale)
+
+
+@jit
+def _normal_and_slope(
+    grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT: tl.constexpr
+):  # fmt: skip
+    """The normalised value, the gradient that comes, and that gradient times the weight."""
+    normal = (tl.load(x + row * x_row + column, mask=inside, other=0).to(tl.float32) - mean) * scale
+    normal = tl.where(inside, normal, 0.0)
+    comes = tl.load(grad + row * grad_row + column, mask=inside, other=0).to(tl.float32)
+    return normal, comes, _scaled(comes, weight, weight, column, columns, WEIGHT, False)
+
+
+@jit
+def _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA: tl.constexpr):
+    if EXTRA:
+        value += tl.load(extra + row * extra_row + column, mask=inside, other=0).to(tl.float32)
+    tl.store(to_x + row * columns + column, value.to(to_x.dtype.element_ty), mask=inside)
+
+
+@jit
+def _backward(
+    grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Every n-th few rows; `sums` takes the sums for weight and bias, [2, programs, columns]."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    column = tl.arange(0, BLOCK)[None, :]
+    to_weight = tl.zeros([ROWS, BLOCK], tl.float32)
+    to_bias = tl.zeros([ROWS, BLOCK], tl.float32)
+    for i in range(first, tl.cdiv(rows, ROWS), step):
+        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
+        row = tl.cast(i, tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+        inside = (row < rows) & (column < columns)
+        mean = tl.load(stats + row, mask=row < rows, other=0)
+        scale = tl.load(stats + rows + row, mask=row < rows, other=0)
+        normal, comes, g = _normal_and_slope(
+            grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
+        )  # fmt: skip
+        # The gradient has no part along x, and where the mean is taken off none along ones: the norm does not see
+        # these.
+        value = g - normal * (tl.sum(g * normal, 1, keep_dims=True) / columns)
+        if CENTRED:
+            value -= tl.sum(g, 1, keep_dims=True) / columns
+        _store_gradient(to_x, extra, value * scale, row, column, columns, extra_row, inside, EXTRA)
+        if WEIGHT:
+            to_weight += comes * normal
+        if BIAS:
+            to_bias += comes
+    # Each program has sums of its own: added up atomically they would be in another order in each run.
+    at = first * columns + tl.arange(0, BLOCK)
+    there = tl.arange(0, BLOCK) < columns
+    if WEIGHT:
+        tl.store(sums + at, tl.sum(to_weight, 0), mask=there)
+    if BIAS:
+        tl.store(sums + step * columns + at, tl.sum(to_bias, 0), mask=there)
+
+
+@jit
+def _backward_in_pieces(
+    grad, extra, x, stats, weight, to_x, sums, rows, columns, grad_row, extra_row, x_row,
+    CENTRED: tl.constexpr, EXTRA: tl.constexpr, WEIGHT: tl.constexpr, BIAS: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Rows that are too long to hold: each program adds to its own sums in memory, which start as zeros."""
+    first, step = tl.program_id(0), tl.num_programs(0)
+    for i in range(first, rows, step):
+        # As int64: in 40,000 rows of 65,536 columns the last offset is more than 2^31.
+        row = tl.cast(i, tl.int64)
+        mean, scale = tl.load(stats + row), tl.load(stats + rows + row)
+        # Two passes over the row: each element's gradient needs the sums over all of them, and the row does not fit in
+        # registers.
+        along, across = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            normal, comes, g = _normal_and_slope(
+                grad, x, weight, row, column, columns, column < columns, mean, scale, grad_row, x_row, WEIGHT
+            )  # fmt: skip
+            along += g * normal
+            across += g
+        slope, level = tl.sum(along) / columns, 0.0
+        if CENTRED:
+            level = tl.sum(across) / columns
+        for start in range(0, columns, BLOCK):
+            column = start + tl.arange(0, BLOCK)
+            inside = column < columns
+            normal, comes, g = _normal_and_slope(
+                grad, x, weight, row, column, columns, inside, mean, scale, grad_row, x_row, WEIGHT
+            )  # fmt: skip
+            value = (g - normal * slope - level) * scale
+            _store_gradient(to_x, extra, value, row, column, columns, extra_row, inside, EXTRA)
+            # Its own sums, with no other program's: added up atomically they would be in another order in each run.
+            if WEIGHT:
+                at = sums + first * columns + column
+                tl.store(at, tl.load(at, mask=inside, other=0) + comes * normal, mask=inside)
+            if BIAS:
+                at = sums + (step + first) * columns + column
+                tl.store(at, tl.load(at, mask=inside, other=0) + comes, mask=inside)
+        tl.debug_barrier()  # before the next row's loads of the sums, by whichever threads
+
+
+def _block(columns: int, limit: int) -> tuple[bool, dict[str, int]]:
+    """Say whether a program holds whole rows, and how a kernel is compiled for that."""
+    whole = columns <= limit
+    block = power_of_two(columns, limit) if whole else PIECE
+    rows = max(1, TILE // block) if whole else 1
+    return whole, {"ROWS": rows, "BLOCK": block, "num_warps": max(1, min(16, rows * block // 512))}
+
+
+def launch_forward(
+    x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The normalised value, the sum (x itself where nothing is added), and mean and scale of every row.
+
+    Args:
+        x: [rows, width]; residual: of the same shape, added first, or None.
+        weight, bias: [width], or None.
+        eps: added to the variance.
+        centred: subtract the mean (layer norm), or not (RMS norm).
+    """
+    out, total, rows = empty_like(x), x if residual is None else empty_like(x), as_rows(x)
+    other = rows if residual is None else as_rows(residual)
+    n, columns = rows.shape
+    stats = torch.empty((2, n), dtype=torch.float32, device=x.device)
+    whole, compiled = _block(columns, WHOLE)
+    vectors = [x, x]
+    for i, v in enumerate((weight, bias)):
+        vectors[i] = x if v is None else v.contiguous()
+    if n:
+        (_forward if whole else _forward_in_pieces)[tiles(n, compiled["ROWS"]),](
+            rows, other, *vectors, out, total, stats, n, columns, eps, rows.stride(0), other.stride(0),
+            CENTRED=centred, ADD=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None, **compiled,
+        )  # fmt: skip
+    return out, total, stats
+
+
+def launch_backward(
+    grad: Tensor, extra: Tensor | None, x: Tensor, stats: Tensor, weight: Tensor | None, bias: bool, centred: bool
+) -> tuple[Tensor, Tensor]:
+    """The gradient for x, and where there are weight or bias theirs in float32, [1 + bias, columns].
+
+    Args:
+        grad: of the result, [rows, width]; extra: of the sum with the residual, or None.
+        x: what was normalised. stats: what `launch_forward` gave for its rows.
+        weight: [width], or None. bias: whether there is one. centred: as in `launch_forward`.
+    """
+    to_x, rows, d = empty_like(x), as_rows(x), as_rows(grad)
+    other = d if extra is None else as_rows(extra)
+    n, columns = rows.shape
+    whole, compiled = _block(columns, WHOLE_BACK)
+    count = min(tiles(n, compiled["ROWS"]), programs(x, max(2, 32 // compiled["num_warps"])))
+    make = torch.empty if whole and n else torch.zeros
+    vectors = 1 + bias if bias or weight is not None else 0
+    summed = make((vectors, count, columns), dtype=torch.float32, device=x.device)
+    if n:
+        (_backward if whole else _backward_in_pieces)[count,](
+            d, other, rows, stats, x if weight is None else weight.contiguous(), to_x, summed, n, columns,
+            d.stride(0), other.stride(0), rows.stride(0),
+            CENTRED=centred, EXTRA=extra is not None, WEIGHT=weight is not None, BIAS=bias, **compiled,
+        )  # fmt: skip
+    return to_x, summed.sum(1)
 
 
 def norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Norm:
@@ -94,7 +343,7 @@ def _gradient_of(vector: Tensor | None, total: Tensor) -> Tensor:
 
 
 def _launch(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, centred: bool) -> Norm:
-    y, _, stats = norm_triton.forward(x, None, weight, bias, eps, centred)
+    y, _, stats = launch_forward(x, None, weight, bias, eps, centred)
     return y, stats
 
 
@@ -103,7 +352,7 @@ def _launch_backward(
     centred: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     grad = torch.zeros_like(x) if grad is None else grad
-    to_x, sums = norm_triton.backward(grad, extra, x, stats, weight, bias is not None, centred)
+    to_x, sums = launch_backward(grad, extra, x, stats, weight, bias is not None, centred)
     to_weight = _gradient_of(weight, stats if weight is None else sums[0])
     to_bias = _gradient_of(bias, stats if bias is None else sums[1])
     return to_x, to_weight, to_bias
@@ -181,7 +430,7 @@ register(
 register(
     "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps, bool centred) "
     "-> (Tensor, Tensor, Tensor)",
-    twin=add_norm, launch=norm_triton.forward, fake=_fake_add, check=_check_add,
+    twin=add_norm, launch=launch_forward, fake=_fake_add, check=_check_add,
 )  # fmt: skip
 register(
     "norm_backward(Tensor? grad, Tensor? extra, Tensor x, Tensor stats, Tensor? weight, Tensor? bias, bool centred) "

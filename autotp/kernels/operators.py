@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-WIDE = torch.float32
+from .common import LIBRARY, WIDE, differentiable, enter
+
 GOLDEN = -0x61C8864680B583EB  # 2^64 divided by the golden ratio, as int64
 
 
 def class_sums(scores: Tensor, most: Tensor, target: Tensor, total: bool) -> Tensor:
-    """What a cross entropy needs of the scores, as sums over the classes, so that the classes may be dealt out.
+    """Compute what a cross entropy needs of the scores, as sums over the classes, so that these may be sharded.
 
     The loss of an example is the logarithm of the first sum less the second one; adding its maximum to both changes
     nothing (Shoeybi et al. 2019, section 3).
@@ -67,7 +68,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
 
 
 def checked_classes(target: Tensor, classes: int, ignored: int) -> Tensor:
-    """The same classes, where all are classes, or to be ignored: on CUDA an assertion on the device, without a wait.
+    """Pass classes on, where all are classes or to be ignored: on CUDA by an assertion on the device, without a wait.
 
     Args:
         target: classes, of any shape. classes: how many there are. ignored: a number that is no class and allowed.
@@ -182,16 +183,13 @@ _ENTRIES = (
     ("counter_dropout(Tensor x, Tensor seed, Tensor? place, int dim, SymInt[] whole, float p)", counter_dropout,
      _dropout_fake),
 )  # fmt: skip
-_LIBRARY = torch.library.Library("autotp", "FRAGMENT")
 for _schema, _function, _fake in _ENTRIES:
-    _LIBRARY.define(f"{_schema} -> Tensor")
-    _LIBRARY.impl(_function.__name__, _function, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"autotp::{_function.__name__}", _fake, lib=_LIBRARY)
-_LIBRARY.define(
+    enter(f"{_schema} -> Tensor", _function, _fake)
+LIBRARY.define(
     "batch_norm(Tensor input, Tensor? weight, Tensor? bias, Tensor running_mean, Tensor running_var, float momentum, "
     "float eps, bool cudnn_enabled) -> (Tensor, Tensor, Tensor)"
 )
-_LIBRARY.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")
+LIBRARY.impl("batch_norm", batch_norm, "CompositeImplicitAutograd")
 OPS: Any = torch.ops.autotp
-torch.library.register_autograd("autotp::class_sums", _backward, setup_context=_keep, lib=_LIBRARY)
-torch.library.register_autograd("autotp::counter_dropout", _dropout_backward, setup_context=_keep_seed, lib=_LIBRARY)
+differentiable("class_sums", _backward, _keep)
+differentiable("counter_dropout", _dropout_backward, _keep_seed)

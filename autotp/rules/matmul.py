@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from autotp.ir.layouts import divide
 from autotp.ir.op import Carry, Factor, Op, Rule, aten
-from autotp.kernels.dealt_attention import dealt_attention
+from autotp.kernels.attention import dealt_attention
 
 from .core import broadcast, einsum, loops, rule, wide_labels, with_factors
 

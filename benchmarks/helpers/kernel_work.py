@@ -13,23 +13,22 @@ from torch import Tensor
 from autotp import kernels as kernels  # enters their operators
 from autotp.kernels import operators
 
-TP, WIDTH, VOCABULARY, EPS, DROPPED = 8, 128, 128256, 1e-5, 0.1
+TP, VOCABULARY, EPS, DROPPED = 8, 128256, 1e-5, 0.1
 OPS: Any = torch.ops.autotp
 Outputs = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of one rank's values: tokens, hidden size, feed-forward columns, heads and vocabulary rows."""
+    """Sizes of one rank's values: tokens, hidden size, feed-forward columns and vocabulary rows."""
 
     tokens: int
     hidden: int
     wide: int
-    heads: int
     classes: int = VOCABULARY // TP
 
 
-MODELS = {"8B": Sizes(8192, 4096, 14336 // TP, 32 // TP), "70B": Sizes(8192, 8192, 28672 // TP, 64 // TP)}
+MODELS = {"8B": Sizes(8192, 4096, 14336 // TP), "70B": Sizes(8192, 8192, 28672 // TP)}
 
 
 @dataclass(frozen=True)
@@ -73,19 +72,6 @@ def rms(x: Tensor, weight: Tensor) -> Tensor:
     """As models write it."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
-
-
-def turned(x: Tensor) -> Tensor:
-    """The halves of the last dimension, the second one negated and first."""
-    a, b = x.chunk(2, -1)
-    return torch.cat((-b, a), -1)
-
-
-def make_rotary(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
-    """A query and its angles."""
-    angle = torch.rand(1, 1, s.tokens, WIDTH, device=device) * 6
-    x = torch.randn(1, s.tokens, s.heads, WIDTH, dtype=dtype, device=device).transpose(1, 2)
-    return x, angle.cos().to(dtype), angle.sin().to(dtype)
 
 
 def make_scores(s: Sizes, dtype: torch.dtype, device: str) -> tuple[Tensor, ...]:
@@ -140,14 +126,6 @@ def gelu(tanh: bool) -> Work:
 WORK = {
     "bias_gelu": gelu(False),
     "bias_gelu, tanh": gelu(True),
-    "gated, silu": Work(
-        _draw(("tokens", "wide"), ("tokens", "wide")), lambda x, y: (OPS.gated(x, y, "silu"),),
-        lambda x, y: (F.silu(x) * y,), 2, _times(3, 5, "tokens", "wide"),
-    ),
-    "gated_halves, gelu": Work(
-        _draw(("tokens", "hidden")), lambda x: (OPS.gated_halves(x, "gelu", True),),
-        lambda x: (F.gelu(x.chunk(2, -1)[0]) * x.chunk(2, -1)[1],), 1, _times(1.5, 2.5, "tokens", "hidden"),
-    ),
     "norm, layer": Work(
         _draw(("tokens", "hidden"), ("hidden",), ("hidden",)), lambda x, w, b: OPS.norm(x, w, b, EPS, True)[:1],
         lambda x, w, b: (F.layer_norm(x, w.shape, w, b, EPS),), 3, _times(2, 3, "tokens", "hidden"),
@@ -160,10 +138,6 @@ WORK = {
         _draw(("tokens", "hidden"), ("tokens", "hidden"), ("hidden",)),
         lambda x, r, w: OPS.add_norm(x, r, w, None, EPS, False)[:2],
         lambda x, r, w: (rms(x + r, w), x + r), 3, _times(4, 4, "tokens", "hidden"),
-    ),
-    "rotary": Work(
-        make_rotary, lambda x, c, s: (OPS.rotary(x, c, s, False),), lambda x, c, s: (x * c + turned(x) * s,), 1,
-        lambda s: (2.0 * s.tokens * s.heads * WIDTH, 4.0 * s.tokens * s.heads * WIDTH),
     ),
     "class_terms": Work(make_scores, terms, sums, 1, _times(1, 2, "tokens", "classes")),
     "vocabulary_rows": Work(

@@ -2,11 +2,50 @@
 
 from __future__ import annotations
 
-from .alternatives import Alternative
-from .base import Judge, Optimisation, RankProgram, Setting, Verdict
-from .table import MEASURED, OPTIMISATIONS, Fired, Switches, read_switches
+from collections.abc import Mapping
+
+from autotp.errors import InputError
+
+from .base import Alternative, Judge, Optimisation, RankProgram, Setting, Value, Verdict
+from .bucket import Bucket
+from .cached_attention import CachedAttention
+from .kernels import Kernels
+from .overlap import Overlap
+from .regather import Regather
+from .symmetric_memory import MicroPipeline, OneShot
 
 __all__ = [
     "MEASURED", "OPTIMISATIONS", "Alternative", "Fired", "Judge", "Optimisation", "RankProgram", "Setting", "Switches",
-    "Verdict", "read_switches",
+    "Value", "Verdict", "read_switches",
 ]  # fmt: skip
+
+OPTIMISATIONS: tuple[Optimisation, ...] = (
+    CachedAttention(), Kernels(), MicroPipeline(), OneShot(), Bucket(), Overlap(), Regather(),
+)  # fmt: skip
+Fired = tuple[tuple[str, str], ...]  # name of an optimisation, and what became of it
+Switches = bool | Mapping[str, bool | str] | None
+MEASURED = "measured"  # a switch: on where it was measured faster
+
+
+def read_switches(switches: Switches) -> dict[str, bool | str]:
+    """Read what is switched on or off by name; what is not named decides by itself.
+
+    Args:
+        switches: names -> on or off, or "measured" for what can be; True or False for all; None for none.
+
+    Raises:
+        InputError: a name is not known, or a switch is none.
+    """
+    names = [x.name for x in OPTIMISATIONS]
+    if switches is None or isinstance(switches, bool):
+        return {} if switches is None else dict.fromkeys(names, switches)
+    if not isinstance(switches, Mapping) or not all(isinstance(on, bool) or on == MEASURED for on in switches.values()):
+        raise InputError(
+            f"optimise={switches!r}: give True or False, or a mapping such as "
+            "{'overlap': False, 'kernels': 'measured'}."
+        )
+    if odd := [name for name in switches if name not in names]:
+        raise InputError(f"optimise names {odd[0]!r}, which is no optimisation; there are {', '.join(names)}.")
+    if unmeasured := [x.name for x in OPTIMISATIONS if switches.get(x.name) == MEASURED and not x.measurable]:
+        raise InputError(f"optimise: {unmeasured[0]!r} is not measured; give True or False.")
+    return dict(switches)

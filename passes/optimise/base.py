@@ -1,4 +1,4 @@
-"""What an optimisation is, and what it may know."""
+"""The base class of optimisations, the program that they rewrite, and what says whether a rewrite is worth it."""
 
 from __future__ import annotations
 
@@ -16,31 +16,54 @@ from autotp.ir.program import MeshPlace
 from autotp.passes.base import Pass
 from autotp.passes.schema import verify
 
-from .alternatives import Alternative
+
+class Value(NamedTuple):
+    """An operand as large as on this rank; `shape` None is a number."""
+
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    number: int = 0
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Operators of a program, and what would stand in for them.
+
+    Attributes:
+        name: of what would be put in.
+        key: its line in the table of measurements: the name, the operators, the operands' class of shapes and types;
+            the same on every rank.
+        plain, ours: functions of the same operands, which return the same results as a tuple.
+        operands: of both, on this rank.
+        sends: whether ranks send each other something in them, so that all run them at once.
+    """
+
+    name: str
+    key: str
+    plain: fx.GraphModule
+    ours: fx.GraphModule
+    operands: tuple[Value, ...]
+    sends: bool = False
 
 
 class Verdict(NamedTuple):
-    """Whether what an optimisation would put in is used, and why: "1.31 of torch's speed"."""
+    """An answer to whether an alternative is used, and why: "1.31 of torch's speed"."""
 
     used: bool
     why: str
 
 
 class Judge(Protocol):
-    """Compares and times what an optimisation would put in."""
+    """A table of measurements, which measures what is not in it yet."""
 
     def __call__(self, alternative: Alternative) -> Verdict:
-        """Whether it is used."""
-        ...
-
-    def ahead(self, count: int) -> None:
-        """So many alternatives are about to come."""
+        """Say whether it is used. A collective call."""
         ...
 
 
 @dataclass(frozen=True)
 class Setting:
-    """Where and what for a rank's program runs.
+    """The place where a rank's program runs, and the objective.
 
     Attributes:
         place: this rank's place on the tp axis, with the name of the process group ("" in one plain process).
@@ -49,7 +72,7 @@ class Setting:
         device: where the rank computes.
         backend: name of what runs the program: "eager", or a backend of `torch.compile`.
         rank_bytes: bytes that the fullest rank holds, by the memory model.
-        judges: name of an optimisation -> what compares and times each thing that it would put in, for all ranks
+        judges: name of an optimisation -> what knows or measures whether each of its rewrites is faster, for all ranks
             together. Without one nothing is measured: it is on or off whatever it takes.
     """
 
@@ -61,15 +84,10 @@ class Setting:
     rank_bytes: float = 0.0
     judges: Mapping[str, Judge] = field(default_factory=dict)
 
-    @property
-    def compiled(self) -> bool:
-        """Whether the program goes through `torch.compile` afterwards."""
-        return self.backend != "eager"
-
 
 @dataclass
 class RankProgram:
-    """One rank's program, and where and what for it runs.
+    """One rank's program, and where it runs.
 
     Attributes:
         axes: its place on each mesh axis, for the program of all ranks.
@@ -84,7 +102,7 @@ class Optimisation(Pass[RankProgram]):
     """A rewrite of one rank's graph that keeps its numbers; it says where it fired, with figures, or why nowhere.
 
     Attributes:
-        measurable: whether it asks `Setting.judges` of each thing that it would put in.
+        measurable: whether it asks `Setting.judges` of each of its rewrites.
         sends: whether these are about what is sent, so that ranks run them together.
         shares: whether ranks read each other's memory in it, so that only some machines can run it.
     """
@@ -94,7 +112,7 @@ class Optimisation(Pass[RankProgram]):
     shares: ClassVar[bool] = False
 
     def unshared(self, setting: Setting) -> str:
-        """Why ranks do not read each other's memory here: they cannot, or nobody measures whether that is faster."""
+        """Say why ranks do not read each other's memory here: they cannot, or nobody measures whether it is faster."""
         why = peers.unavailable(setting.device, setting.place.size)
         if not why and self.name not in setting.judges:
             why = f"not measured (optimise={{'{self.name}': True}})"

@@ -7,10 +7,9 @@ rank (f on the parameter). Sent one by one these take a collective's start each,
 from __future__ import annotations
 
 import operator
-from collections import Counter, defaultdict
-from collections.abc import Container, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 from torch import fx
@@ -23,7 +22,8 @@ from autotp.ir.scopes import block_of, is_region, module_of, scope_path
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram, Setting
-from .judged import Change, Judged, Position
+from .judged import Judged, Rewrite
+from .matching import erase
 from .products import over_tp
 
 Unit = tuple[str, ...]  # the path of what is gathered or added up as one
@@ -47,31 +47,24 @@ class Bucket(Optimisation):
         return "" if setting.objective.training else f"nowhere: {setting.objective.name} has no gradients"
 
     def run(self, program: RankProgram) -> Changes:
-        """How many all-reduces became how many."""
-        setting = program.setting
-        judged = Judged(program, self, partial(_merged, setting=setting))
-        merged = [x.new for x in _merged(program.graph, judged.refused, setting)]
-        if not merged:
-            return Changes(0, ", ".join(judged.summary(Counter())) or NOWHERE)
-        sums = sum(len(call.all_input_nodes) for call in merged)
-        why = judged.why.get((WHAT, True), "")
-        text = f"{sums} all-reduces of parameters' gradients became {len(merged)}"
-        return Changes(len(merged), f"{text} ({why})" if why else text)
-
-
-def _merged(graph: fx.Graph, refused: Container[Position], setting: Setting) -> Iterator[Change]:
-    """Merge the small parameters of every unit that has several."""
-    units: dict[Unit, list[fx.Node]] = defaultdict(list)
-    for node in graph.nodes:
-        if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
-            units[unit_of(node)].append(node)
-    for unit, nodes in units.items():
-        if len(nodes) > 1 and (nodes[0], 0) not in refused:
-            yield Change(WHAT, (nodes[0], 0), _merge(graph, unit, nodes))
+        """Merge the small parameters of every unit that has several."""
+        judged, setting, count = Judged(program, self), program.setting, 0
+        units: dict[Unit, list[fx.Node]] = defaultdict(list)
+        for node in program.graph.nodes:
+            if over_tp(node, f) and node.args[0].op == "placeholder" and _small(node, setting):
+                units[unit_of(node)].append(node)
+        for unit, nodes in units.items():
+            if len(nodes) > 1 and judged.put(WHAT, Rewrite(nodes, _merge, (unit, nodes))) is not None:
+                count += len(nodes)
+        if not count:
+            return Changes(0, ", ".join(judged.refused()) or NOWHERE)
+        merged, why = judged.fired.total(), judged.why.get((WHAT, True), "")
+        text = f"{count} all-reduces of parameters' gradients became {merged}"
+        return Changes(merged, f"{text} ({why})" if why else text)
 
 
 def _small(node: fx.Node, setting: Setting) -> bool:
-    """Whether to send its gradient takes less than to start sending."""
+    """Say whether to send its gradient takes less than to start sending."""
     return mostly_start("all_reduce", tensor_bytes(node.meta["val"]), setting.place.size, setting.cluster)
 
 
@@ -84,8 +77,9 @@ def unit_of(node: fx.Node) -> Unit:
     return path[: max(region, block) + 1]
 
 
-def _merge(graph: fx.Graph, unit: Unit, nodes: Sequence[fx.Node]) -> fx.Node:
-    """One call in the place of these, where the unit begins: their operands are there from the start."""
+def _merge(unit: Unit, nodes: Sequence[fx.Node]) -> fx.Node:
+    """Put one call in the place of these, where the unit begins: their operands are there from the start."""
+    graph = nodes[0].graph
     with graph.inserting_before(_entry(nodes[0], len(unit))):
         call = graph.call_function(f_bucket, ([n.args[0] for n in nodes],), dict(nodes[0].kwargs))
         call.meta = {"val": tuple(n.meta["val"] for n in nodes)}
@@ -94,8 +88,7 @@ def _merge(graph: fx.Graph, unit: Unit, nodes: Sequence[fx.Node]) -> fx.Node:
             item = graph.call_function(operator.getitem, (call, i))
             inherit(item, node, scope=unit, conversion=None, axis=None)
             node.replace_all_uses_with(item)
-    for node in nodes:
-        graph.erase_node(node)
+    erase(nodes)
     return call
 
 

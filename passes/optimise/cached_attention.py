@@ -14,7 +14,7 @@ from torch import fx
 from autotp.ir.marks import inherit
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
-from autotp.kernels.cached_attention import attend, attention_mask, cached_attention
+from autotp.kernels.attention import attend, attention_mask, cached_attention
 from autotp.passes.base import Changes
 
 from .base import Optimisation, RankProgram
@@ -38,7 +38,7 @@ class Side(NamedTuple):
 
     @property
     def grown(self) -> bool:
-        """Whether the cache becomes longer; otherwise it is written to."""
+        """Say whether the cache becomes longer; otherwise it is written to."""
         return calls(self.cache, *GROWN)
 
 
@@ -49,7 +49,7 @@ class CachedAttention(Optimisation):
     name: ClassVar[str] = "cached_attention"
 
     def run(self, program: RankProgram) -> Changes:
-        """How many attentions read their cache as it is, and what stands for their masks."""
+        """Put one call in the place of each, and say how many masks are of no known kind."""
         graph = program.graph
         masks: dict[fx.Node, Any] = {}
         count, others = 0, 0
@@ -100,7 +100,7 @@ def _side(value: fx.Node, reader: fx.Node) -> Side | None:
 
 
 def _is_cache(node: Any) -> bool:
-    """Whether new keys or values are put to old ones along the tokens."""
+    """Say whether new keys or values are put to old ones along the tokens."""
     if not calls(node, *GROWN, *WRITES) or value_of(node).ndim != 4:
         return False
     if calls(node, *WRITES):
@@ -128,7 +128,7 @@ def _repeats(node: Any) -> list[fx.Node] | None:
 
 
 def _narrow(mask: fx.Node) -> Any:
-    """What stands for a mask: a node, None for none at all, False where it is of no known kind.
+    """Put in what stands for a mask: a node, None for none at all, False where it is of no known kind.
 
     One that the caller passes is his, and stays.
     """

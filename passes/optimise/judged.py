@@ -1,118 +1,175 @@
-"""Which of an optimisation's changes are used: those that were measured to be faster, with the same numbers."""
+"""Rewrites that are made where a table says that they are faster (`autotp.runtime.lower.measured`).
+
+A rewrite says which nodes it replaces and how. The nodes alone, as a function of what they read, are the plain way; a
+copy of that function that the rewrite was made in is the other. So what is timed is what the program has, and a rewrite
+says nothing of itself beside what it does.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
+from autotp.cost import size_hint
 from autotp.ir.copying import copy_graph
 from autotp.ir.marks import mark
+from autotp.ir.op import is_tensor
+from autotp.ir.program import MeshPlace
 
-from .alternatives import Alternative, alternative
-from .base import Optimisation, RankProgram, Verdict
-from .matching import value_of
+from .base import Alternative, Judge, Optimisation, RankProgram, Value, Verdict
 
-Position = tuple[fx.Node, int]  # where a change begins or ends, and which of those that could be there
-
-
-class Change(NamedTuple):
-    """What was put into a graph: its name in words, where, and its call; `beside`: calls that are measured with it."""
-
-    name: str
-    position: Position
-    new: fx.Node
-    beside: tuple[fx.Node, ...] = ()
+ALONE = Verdict(False, "it cannot be run by itself")
 
 
-Changing = Callable[[fx.Graph, Container[Position]], Iterator[Change]]  # makes all changes that are not refused
+class Rewrite(NamedTuple):
+    """A change of a few nodes that is not made yet.
 
+    Attributes:
+        nodes: those that it replaces or changes, and those that are timed with it.
+        put: makes it, and returns its call.
+        arguments: of `put`; nodes in them, at any depth, are nodes of the graph.
+    """
 
-class _AllBut:
-    def __init__(self, position: Position) -> None:
-        self.position = position
-
-    def __contains__(self, position: object) -> bool:
-        return position != self.position
+    nodes: Sequence[fx.Node]
+    put: Callable[..., fx.Node]
+    arguments: tuple[Any, ...]
 
 
 class Judged:
-    """What measuring says of every change.
+    """The rewrites that one run of an optimisation makes.
 
     Attributes:
-        refused: places in which what is there stays.
-        why: of changes that are used somewhere (True) or not used somewhere, in words.
+        fired: how many of each name were made.
+        why: of those that are used (True) or not used somewhere, in words; empty where nobody measures.
     """
 
-    def __init__(self, program: RankProgram, of: Optimisation, changing: Changing) -> None:
-        """Ask the program's judge, where the optimisation is to be measured. A collective call then.
+    def __init__(self, program: RankProgram, optimisation: Optimisation) -> None:
+        """Make none yet; where the optimisation is measured the program's judge will be asked of each."""
+        self.fired: Counter[str] = Counter()
+        self.why: dict[tuple[str, bool], str] = {}
+        self._place, self._sends = program.setting.place, optimisation.sends
+        self._judge = program.setting.judges.get(optimisation.name)
+        self._verdicts: dict[str, Verdict] = {}
+
+    def put(self, name: str, rewrite: Rewrite) -> fx.Node | None:
+        """Make a rewrite, unless what is there was measured to be as fast. A collective call where it is measured.
 
         Args:
-            program: which stays as it is.
-            of: the optimisation. changing: what it does.
+            name: in words, and in the table. rewrite: of a graph, which all ranks have alike.
+
+        Returns:
+            The call that it put in; None where what is there stays.
         """
-        self.refused: set[Position] = set()
-        self.why: dict[tuple[str, bool], str] = {}
-        self._program, self._changing, self._sends = program, changing, of.sends
-        self._verdicts: dict[Hashable, Verdict] = {}
-        self._judge = program.setting.judges.get(of.name)
-        while self._judge is not None and (bad := self._round() - self.refused):
-            self.refused |= bad  # which may leave another change its place
+        if self._judge is not None:
+            verdict = self._verdict(self._judge, name, rewrite)
+            self.why[name, verdict.used] = verdict.why
+            if not verdict.used:
+                return None
+        self.fired[name] += 1
+        return rewrite.put(*rewrite.arguments)
 
-    def summary(self, fired: Counter[str]) -> list[str]:
-        """What fired, how often and how much faster, and what was refused."""
-        parts = [_times(name, n, self.why.get((name, True), "")) for name, n in sorted(fired.items())]
-        return parts + [f"{name} not used ({why})" for (name, on), why in sorted(self.why.items()) if not on]
+    def summary(self) -> list[str]:
+        """Say what fired, how often and how much faster, and what was refused."""
+        parts = []
+        for name, count in sorted(self.fired.items()):
+            why = self.why.get((name, True), "")
+            times = name if count == 1 else f"{name} {count} times"
+            parts.append(f"{times} ({why})" if why else times)
+        return parts + self.refused()
 
-    def _round(self) -> set[Position]:
-        """Places of changes that are refused, of all that would be made now."""
-        graph = self._program.graph
-        copy, into = copy_graph(graph.nodes)
-        back = {c: g for g, c in into.items()}
-        changes: list[tuple[Hashable, str, Position]] = []
-        alternatives: dict[Hashable, Alternative | None] = {}
-        for name, (node, number), new, beside in self._changing(copy, {(into[g], k) for g, k in self.refused}):
-            if node not in back:  # made by another change
-                continue
-            literals = str(fx.map_arg((new.args, dict(new.kwargs)), lambda _: None))
-            kind = name, new.target, literals, tuple(map(_kind, (*new.all_input_nodes, *beside)))
-            changes.append((kind, name, (back[node], number)))
-            if kind not in self._verdicts and kind not in alternatives:
-                alternatives[kind] = self._alternative(name, (back[node], number), [back[x] for x in beside])
-        self._ask(alternatives)
-        bad: set[Position] = set()
-        for kind, name, position in changes:
-            on, why = self._verdicts[kind]
-            self.why[name, on] = why
-            if not on:
-                bad.add(position)
-        return bad
+    def refused(self) -> list[str]:
+        """Say which rewrites were not made somewhere."""
+        return [f"{name} not used ({why})" for (name, on), why in sorted(self.why.items()) if not on]
 
-    def _ask(self, alternatives: Mapping[Hashable, Alternative | None]) -> None:
-        assert self._judge is not None
-        if count := sum(x is not None for x in alternatives.values()):
-            self._judge.ahead(count)
-        for kind, x in alternatives.items():
-            self._verdicts[kind] = Verdict(False, "it cannot be run by itself") if x is None else self._judge(x)
+    def measured(self) -> list[str]:
+        """Say how fast those are that were made."""
+        return [f"{name} ({why})" for (name, on), why in sorted(self.why.items()) if on]
 
-    def _alternative(self, name: str, position: Position, beside: Sequence[fx.Node]) -> Alternative | None:
-        graph, place = self._program.graph, self._program.setting.place
+    def _verdict(self, judge: Judge, name: str, rewrite: Rewrite) -> Verdict:
+        """Ask the judge of the first rewrite of a line; those that read something that cannot be drawn stay out."""
+        nodes = set(rewrite.nodes)
+        # A size that has no value, as ranks' own sizes have none, is computed from what it is a size of.
+        while sizes := {x for n in nodes for x in n.all_input_nodes if x not in nodes and not _drawable(x)}:
+            if any(x.op == "placeholder" for x in sizes):
+                return ALONE
+            nodes |= sizes
+        leaves = list(dict.fromkeys(x for n in sorted(nodes) for x in n.all_input_nodes if x not in nodes))
+        results = [n for n in sorted(rewrite.nodes) if not set(n.users) <= nodes]
+        if not all(map(is_tensor, results)):
+            return ALONE
+        names = [_operator(n.target) for n in sorted(rewrite.nodes)]
+        operands = [x for x in leaves if is_tensor(x) and not set(rewrite.nodes).isdisjoint(x.users)]
+        first = self._place._replace(rank=0)  # the fullest: so a line is the same for all ranks
+        key = f"{name} for {' '.join(names)}: {_shape_classes(operands, first)} -> {_shape_classes(results, first)}"
+        if key not in self._verdicts:
+            plain, ours = (self._function(sorted(nodes), leaves, results, change) for change in (None, rewrite))
+            values = tuple(_value(x, self._place) for x in leaves)
+            self._verdicts[key] = judge(Alternative(name, key, plain, ours, values, self._sends))
+        return self._verdicts[key]
 
-        def rewrite(copy: fx.Graph, into: Any) -> None:
-            node, number = position
-            for _ in self._changing(copy, _AllBut((into[node], number))):
-                pass
+    def _function(
+        self, nodes: list[fx.Node], leaves: list[fx.Node], results: list[fx.Node], rewrite: Rewrite | None
+    ) -> fx.GraphModule:
+        """The nodes as a function from leaves to results, which a rewrite is made in."""
+        graph = fx.Graph()
+        env: dict[fx.Node, Any] = {}
+        for i, leaf in enumerate(leaves):
+            env[leaf] = graph.placeholder(f"x{i}")
+            env[leaf].meta = dict(leaf.meta)
+        for node in nodes:
+            # A kernel is for what a rank computes: what it sends in between it sends with the kernel and without.
+            if mark(node).conversion is not None and not self._sends:
+                env[node] = env[node.args[0]]  # type: ignore[index]
+            else:
+                copy_graph([node], env, graph)
+        graph.output(tuple(env[n] for n in results))
+        if rewrite is not None:
+            rewrite.put(*fx.map_arg(rewrite.arguments, env.__getitem__))  # type: ignore[misc]
+            graph.eliminate_dead_code()
+        return fx.GraphModule({}, graph)
 
-        return alternative(name, graph, rewrite, place, self._sends, beside)
+
+def retarget(node: fx.Node, target: Any) -> fx.Node:
+    """Have a call run by another function of the same arguments."""
+    node.target = target
+    return node
 
 
-def _kind(node: fx.Node) -> tuple[Any, ...]:
-    value = value_of(node)
-    return str(tuple(getattr(value, "shape", ()))), getattr(value, "dtype", None), mark(node).layout
+def _operator(target: Any) -> str:
+    """The name of an operator without its overload, or of a function."""
+    return getattr(target, "overloadpacket", target).__name__
 
 
-def _times(name: str, n: int, why: str) -> str:
-    times = name if n == 1 else f"{name} {n} times"
-    return times + (f" ({why})" if why else "")
+def _drawable(node: fx.Node) -> bool:
+    """Say whether a value can be drawn by itself: one tensor, or a number."""
+    return isinstance(node.meta.get("val"), Tensor | int | torch.SymInt)
+
+
+def _value(node: fx.Node, place: MeshPlace) -> Value:
+    val = node.meta["val"]
+    return (
+        Value(_local(node, place), val.dtype) if isinstance(val, Tensor) else Value(None, torch.int64, size_hint(val))
+    )
+
+
+def _shape_classes(nodes: Sequence[fx.Node], place: MeshPlace) -> str:
+    """Sizes on a rank, each rounded up to a power of two, and types: "2048x1024 bfloat16, 1024 bfloat16"."""
+    words = []
+    for node in nodes:
+        sizes = [str(1 << (n - 1).bit_length()) for n in _local(node, place)]  # and 0 is one of 2
+        words.append(f"{'x'.join(sizes) or 1} {str(node.meta['val'].dtype).removeprefix('torch.')}")
+    return ", ".join(words)
+
+
+def _local(node: fx.Node, place: MeshPlace) -> tuple[int, ...]:
+    """A value's shape on a rank at the example inputs' sizes."""
+    shape, layout = tuple(map(size_hint, node.meta["val"].shape)), mark(node).layout
+    if layout is None or layout.distribution is None or layout.sharded_dim is None:
+        return shape
+    d, static = layout.sharded_dim, layout.distribution.static
+    length = layout.local_shape(shape, place.size, place.rank)[d] if static else -(-shape[d] // place.size)
+    return (*shape[:d], length, *shape[d + 1 :])

@@ -1,6 +1,6 @@
-"""What a mask of attention is, found by computing it: its graph is run for some lengths, positions and paddings.
+"""The family of a mask of attention, found by computing it for some lengths, positions and paddings.
 
-The family is `autotp.kernels.cached_attention.attention_mask`: causal from a position on, within a window, without
+The family is `autotp.kernels.attention.attention_mask`: causal from a position on, within a window, without
 padding. A mask is of it where both agree on all that is tried; lengths lie around every whole number of its graph.
 """
 
@@ -16,15 +16,17 @@ import sympy
 import torch
 from torch import Tensor, fx
 
+from autotp import compat
 from autotp.comm.conversions import as_invariant, f
 from autotp.ir.marks import mark
 from autotp.ir.op import expression, is_tensor
-from autotp.kernels.cached_attention import attention_mask
+from autotp.kernels.attention import attention_mask
 
 MOST_NODES, LONGEST, ENDLESS = 96, 1 << 18, 1 << 62  # of a mask's graph; of what is tried; the end of a slice
 LONGEST_CAUSAL = 1 << 12
 BATCH, SOME_NEW, SOME_PAST = 2, (1, 3), (1, 2, 9)
-SAME = (f, as_invariant)  # conversions that leave the forward's value as it is
+CPU = torch.device("cpu")
+KEEPING = (f, as_invariant)  # conversions that leave the forward's value as it is
 ARITHMETIC = (operator.add, operator.sub, operator.mul)
 
 
@@ -40,7 +42,7 @@ class MaskFamily:
 
     @property
     def everything(self) -> bool:
-        """Whether every new token attends to every other."""
+        """Say whether every new token attends to every other."""
         return isinstance(self.new, int) and self.new == 1 and self.position is self.padding is self.window is None
 
 
@@ -54,7 +56,7 @@ class Trial(NamedTuple):
 
 @dataclass(frozen=True)
 class Graph:
-    """What a mask is computed by.
+    """The nodes that a mask is computed by.
 
     Attributes:
         mask: the last of `nodes`, which are in order.
@@ -71,12 +73,12 @@ class Graph:
         """The whole numbers in it that may be a window or another border."""
         numbers: set[int] = set()
         for node in self.nodes:
-            numbers |= {abs(x) for x in _flat((node.args, node.kwargs)) if type(x) is int}
+            numbers |= {abs(x) for x in compat.tree_leaves((node.args, node.kwargs)) if type(x) is int}
         return {x for x in numbers if 2 < x < ENDLESS}
 
 
 def recognise(mask: fx.Node) -> MaskFamily | None:
-    """The member of the family that a mask in a rank's graph is; None where it is none, or that cannot be said."""
+    """Find the member of the family that a mask in a rank's graph is; None where it is none, or that cannot be said."""
     graph = _graph(mask)
     if graph is None or max(graph.numbers, default=0) >= LONGEST:
         return None
@@ -86,34 +88,34 @@ def recognise(mask: fx.Node) -> MaskFamily | None:
         return None
     windows = sorted({x + d for x in graph.numbers for d in (-1, 0, 1)})
     candidates = [MaskFamily(new, length, graph.position, graph.padding, w) for w in (None, *windows)]
-    trials = list(_trials(graph, sizes))
-    for trial in trials:
-        padding = _padding(graph.padding, sizes.length(trial))
-        try:
-            value = _computed(graph, sizes, trial, padding)
-        except Exception:  # it needs other sizes than are tried
-            return None
-        shape = (BATCH, 1, trial.new, sizes.length(trial))
-        candidates = [x for x in candidates if _equal(value, _member(x, trial, sizes.length(trial), padding), shape)]
-    return candidates[0] if candidates and trials else None
+    return next(iter(_fitting(graph, sizes, candidates, list(_trials(graph, sizes)))), None)
 
 
 def causal(mask: fx.Node) -> bool:
-    """Whether a mask in a captured graph, over the tokens of one sequence, is causal by index and nothing else."""
+    """Say whether a mask in a captured graph, over the tokens of one sequence, is causal by index and nothing else."""
     graph = _graph(mask)
     if graph is None or graph.position is not None or graph.padding is not None:
         return False
     sizes = _Sizes.of(mask)
     if sizes is None or sizes.new != sizes.whole or max(graph.numbers, default=0) >= LONGEST_CAUSAL:
         return False
-    for new in sorted({x + d for x in graph.numbers for d in (-1, 0, 1, 2)} | {1, 2, 3, 9}):
+    lengths = sorted({x + d for x in graph.numbers for d in (-1, 0, 1, 2)} | {1, 2, 3, 9})
+    plain = MaskFamily(sizes.new, sizes.whole, None, None, None)
+    return bool(_fitting(graph, sizes, [plain], [Trial(new, 0, 0) for new in lengths]))
+
+
+def _fitting(graph: Graph, sizes: _Sizes, candidates: list[MaskFamily], trials: Sequence[Trial]) -> list[MaskFamily]:
+    """The candidates that a mask is equal to in every trial; none where nothing is tried, or it needs other sizes."""
+    for trial in trials:
+        length = sizes.length(trial)
+        padding = _padding(graph.padding, length)
         try:
-            value = _computed(graph, sizes, Trial(new, 0, 0), None)
+            value = _computed(graph, sizes, trial, padding)
         except Exception:  # it needs other sizes than are tried
-            return False
-        if not _equal(value, torch.ones(new, new, dtype=torch.bool).tril(), (BATCH, 1, new, new)):
-            return False
-    return True
+            return []
+        shape = (BATCH, 1, trial.new, length)
+        candidates = [x for x in candidates if _equal(value, _member(x, trial, length, padding), shape)]
+    return candidates if trials else []
 
 
 def _graph(mask: fx.Node) -> Graph | None:
@@ -143,12 +145,12 @@ def _graph(mask: fx.Node) -> Graph | None:
 
 
 def _plain(node: fx.Node) -> bool:
-    """Whether it is an operator of torch on whole values."""
+    """Say whether it is an operator of torch on whole values."""
     layout = mark(node).layout
     if layout is not None and (layout.partial or layout.sharded_dim is not None or layout.groups is not None):
         return False
     of_aten = getattr(node.target, "namespace", None) == "aten"
-    return node.op == "call_function" and (of_aten or node.target in (*ARITHMETIC, *SAME))
+    return node.op == "call_function" and (of_aten or node.target in (*ARITHMETIC, *KEEPING))
 
 
 def _whole(node: fx.Node) -> bool:
@@ -161,7 +163,7 @@ def _is_size(node: fx.Node) -> bool:
 
 
 class _Sizes(NamedTuple):
-    """What the symbols of a mask are: of the batch, of new tokens, and of those before them."""
+    """The symbols of a mask: of the batch, of new tokens, and of those before them."""
 
     symbols: Mapping[Any, str]
     new: Any
@@ -193,12 +195,12 @@ class _Sizes(NamedTuple):
         return int(size.subs({s: values[self.symbols[s]] for s in size.free_symbols}))
 
     def length(self, trial: Trial) -> int:
-        """Of the cache."""
+        """The length of the cache."""
         return self.value(self.whole, trial)
 
 
 def _trials(graph: Graph, sizes: _Sizes) -> Iterator[Trial]:
-    """What is tried: around every number of the graph, and around the ends of a cache of fixed length."""
+    """Try around every number of the graph, and around the ends of a cache of fixed length."""
     news = (sizes.new,) if isinstance(sizes.new, int) else SOME_NEW
     near = sorted({max(x + d, 1) for x in graph.numbers for d in (-2, -1, 0, 1, 5)} | set(SOME_PAST))
     fixed = isinstance(sizes.whole, int)
@@ -237,8 +239,8 @@ def _computed(graph: Graph, sizes: _Sizes, trial: Trial, padding: Tensor | None)
             env[node] = padding.shape[dim] if source is graph.padding else _size(node, sizes, trial)  # type: ignore
             continue
         args, kwargs = fx.map_arg((node.args, node.kwargs), env.__getitem__)
-        args, kwargs = _on_cpu(args), _on_cpu(kwargs)
-        env[node] = args[0] if node.target in SAME else node.target(*args, **kwargs)  # type: ignore[operator]
+        args, kwargs = compat.tree_map(lambda x: CPU if isinstance(x, torch.device) else x, (args, kwargs))
+        env[node] = args[0] if node.target in KEEPING else node.target(*args, **kwargs)  # type: ignore[operator]
     return env[graph.mask]
 
 
@@ -248,7 +250,7 @@ def _size(node: fx.Node, sizes: _Sizes, trial: Trial) -> int:
 
 def _member(x: MaskFamily, trial: Trial, length: int, padding: Tensor | None) -> Tensor:
     position = None if x.position is None else torch.tensor(trial.position)
-    return attention_mask(trial.new, length, position, padding, x.window, torch.device("cpu"))
+    return attention_mask(trial.new, length, position, padding, x.window, CPU)
 
 
 def _equal(value: Tensor, member: Tensor, shape: Sequence[int]) -> bool:
@@ -270,21 +272,3 @@ def _available(mask: fx.Node, dim: int) -> Any:
         if isinstance(val, torch.SymInt) and node.op == "call_function" and expression(val) == size:
             return node
     return None
-
-
-def _flat(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, list | tuple):
-        for x in value:
-            yield from _flat(x)
-    else:
-        yield value
-
-
-def _on_cpu(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {k: _on_cpu(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)([_on_cpu(v) for v in value])
-    return torch.device("cpu") if isinstance(value, torch.device) else value

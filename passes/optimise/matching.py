@@ -15,6 +15,8 @@ from autotp.ir.marks import inherit, mark
 from autotp.ir.op import aten, is_tensor
 from autotp.ir.scopes import innermost, is_region, scope_path
 
+from .judged import Rewrite
+
 CASTS = (aten.to.dtype, aten._to_copy.default, aten.type_as.default)
 COMMUTE = (aten.add, aten.mul)
 
@@ -40,7 +42,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Cast:
-    """What it holds, or a cast of it to another dtype."""
+    """An expression, or a cast of it to another dtype."""
 
     of: Any
 
@@ -69,13 +71,13 @@ def find(pattern: Any, node: fx.Node) -> Match | None:
 
 
 def closed(nodes: Sequence[fx.Node], outs: Sequence[fx.Node]) -> bool:
-    """Whether of these nodes nothing but `outs` is read by others, and a checkpointed region holds all or none."""
+    """Say whether of these nodes nothing but `outs` is read by others, and a checkpointed region holds all or none."""
     inner = set(nodes)
     return one_region(nodes) and all(set(n.users) <= inner for n in inner if n not in outs)
 
 
 def one_region(nodes: Sequence[fx.Node]) -> bool:
-    """Whether these nodes are in the same checkpointed regions, if in any."""
+    """Say whether these nodes are in the same checkpointed regions, if in any."""
     return len({tuple(filter(is_region, scope_path(n))) for n in nodes}) == 1
 
 
@@ -101,7 +103,7 @@ def _matches(pattern: Any, value: Any, so_far: Match) -> Iterator[Match]:
 
 
 def _is_constant(pattern: Any, value: Any) -> bool:
-    """Whether a literal is the pattern's; numbers may have fewer digits, as 0.7978845608 for sqrt(2 / pi)."""
+    """Say whether a literal is the pattern's; numbers may have fewer digits, as 0.7978845608 for sqrt(2 / pi)."""
     if isinstance(value, fx.Node):
         return False
     if isinstance(pattern, float) and isinstance(value, int | float) and not isinstance(value, bool):
@@ -133,7 +135,7 @@ def _with(so_far: Match, node: fx.Node) -> Match:
 
 
 def calls(node: Any, *operators: Any) -> bool:
-    """Whether this is a call of one of these operators, in any overload."""
+    """Say whether this is a call of one of these operators, in any overload."""
     return isinstance(node, fx.Node) and getattr(node.target, "overloadpacket", None) in operators
 
 
@@ -147,7 +149,7 @@ def value_of(node: fx.Node) -> Tensor:
 
 
 def whole_along(node: fx.Node, dim: int) -> bool:
-    """Whether every rank has this node's value, not a summand of it, whole along the dimension."""
+    """Say whether every rank has this node's value, not a summand of it, whole along the dimension."""
     layout = mark(node).layout
     if layout is None:
         return True
@@ -155,7 +157,7 @@ def whole_along(node: fx.Node, dim: int) -> bool:
 
 
 def summable(node: fx.Node) -> bool:
-    """Whether all of the node's rows on a rank may be read: a kernel that sums gradients over rows reads them all."""
+    """Say whether all of the node's rows on a rank may be read: a kernel that sums over rows reads them all."""
     layout = mark(node).layout
     return layout is None or layout.groups is None
 
@@ -168,7 +170,7 @@ def scope_of(nodes: Sequence[fx.Node]) -> tuple[str, ...]:
 def put(
     target: Callable[..., Any], args: tuple[Any, ...], nodes: Sequence[fx.Node], out: fx.Node, *others: fx.Node | None
 ) -> fx.Node:
-    """A call in the place of these nodes, which are erased.
+    """Put a call in the place of these nodes, which are erased.
 
     It belongs to the innermost module that holds them all, so that the module tree stays as it is.
 
@@ -204,6 +206,13 @@ def put(
     # Last: fx refuses to erase a node that something reads.
     erase(nodes)
     return new
+
+
+def call_in_place(
+    target: Callable[..., Any], args: tuple[Any, ...], nodes: Sequence[fx.Node], out: fx.Node, *others: fx.Node | None
+) -> Rewrite:
+    """Describe what `put` would do with these arguments."""
+    return Rewrite(nodes, put, (target, args, nodes, out, *others))
 
 
 def erase(nodes: Sequence[fx.Node]) -> None:

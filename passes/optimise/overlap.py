@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar
@@ -24,8 +23,8 @@ from autotp.passes.base import Changes
 from autotp.text import seconds as told
 
 from .base import Optimisation, RankProgram, Setting
-from .judged import Change, Judged, Position
-from .products import GatheredProducts, Product, ScatteredProduct, dealt, fuse, fuse_dealt, groups
+from .judged import Judged, Rewrite
+from .products import Product, ProductGroup, dealt, fuse, fuse_dealt, groups, movable
 
 
 @dataclass(frozen=True)
@@ -52,47 +51,31 @@ class Overlap(Optimisation):
         return "nowhere: what sends between CPU processes takes the cores that compute" if running else ""
 
     def run(self, program: RankProgram) -> Changes:
-        """Where it fired, in how many chunks, and what it is predicted to save."""
-        setting = program.setting
-        judged = Judged(program, self, lambda graph, refused: self._fused(graph, refused, _Model(setting)))
-        model, fired = _Model(setting), Counter[str]()
-        for change in self._fused(program.graph, judged.refused, model):
-            fired[change.name] += 1
-        program.graph.eliminate_dead_code()
-        measurements = ", ".join(f"{name} {why}" for (name, on), why in sorted(judged.why.items()) if on)
-        refused = [x for x in judged.summary(Counter()) if "not used" in x]
-        text = "; ".join(
-            x for x in (_summary(fired, model), measurements and f"measured: {measurements}", *refused) if x
-        )
-        return Changes(sum(fired.values()), text)
-
-    def _fused(self, graph: fx.Graph, refused: Container[Position], model: _Model) -> Iterator[Change]:
-        """Fuse every group that saves enough by the model and is not refused."""
+        """Fuse every group that saves enough by the model, and that was not measured to be slower."""
+        judged, model = Judged(program, self), _Model(program.setting)
         least = self.least * model.cluster.launch_overhead
-        for group in chain(groups(graph), dealt(graph)):  # each is found in what the one before has left
-            position = group.conversion, 0
-            if position in refused:
-                continue
-            scattered = isinstance(group, ScatteredProduct)
-            chunks = model.dealing(group, self.chunks) if scattered else model.group(group, self.chunks)
+        for group in chain(groups(program.graph), dealt(program.graph)):  # each is found in what the one before left
+            chunks = model.dealing(group, self.chunks) if group.deals else model.group(group, self.chunks)
             if chunks.saved <= least:
                 model.small += 1
                 model.remaining += chunks.saved
                 continue
-            rows = model.rows(group.conversion) // chunks.number // 2  # a call of much fewer rows goes in one piece
-            if scattered:
-                call: fx.Node | None = fuse_dealt(group, chunks.number, rows)
-            else:
-                call = fuse(group, chunks.number, least=rows)
-            if call is None:
+            if not group.deals and not movable(group):
                 model.late += 1
                 continue
-            model.saved += chunks.saved
-            yield Change(_what(group, chunks.number), position, call)
+            rows = model.rows(group.conversion) // chunks.number // 2  # a call of much fewer rows goes in one piece
+            put, arguments = (fuse_dealt, (group, chunks.number, rows)) if group.deals else (
+                fuse, (group, chunks.number, False, rows))  # fmt: skip
+            if judged.put(_words(group, chunks.number), Rewrite(group.nodes, put, arguments)) is not None:
+                model.saved += chunks.saved
+        program.graph.eliminate_dead_code()
+        times = [f"measured: {', '.join(x)}" for x in (judged.measured(),) if x]
+        text = "; ".join([_summary(judged.fired, model), *times, *judged.refused()])
+        return Changes(judged.fired.total(), text)
 
 
-def _what(group: ScatteredProduct | GatheredProducts, chunks: int) -> str:
-    if isinstance(group, ScatteredProduct):
+def _words(group: ProductGroup, chunks: int) -> str:
+    if group.deals:
         return f"products with their g* in {chunks} chunks"
     if chunks > 1:
         return f"g with its products in {chunks} chunks"
@@ -111,7 +94,7 @@ def _summary(fired: Counter[str], model: _Model) -> str:
 
 
 class _Model:
-    """What the alternatives take, at the example inputs' sizes.
+    """Seconds of the alternatives, at the example inputs' sizes.
 
     Attributes:
         saved, remaining: seconds that are saved by what was fused, and not saved by what was too small.
@@ -125,8 +108,8 @@ class _Model:
         self.tp = setting.place.size
         self.seconds = OverlapModel(self.tp, setting.cluster, setting.objective.training)
 
-    def group(self, group: GatheredProducts, forced: int) -> Chunks:
-        """Of a conversion and its products: forward in chunks, backward under the weights' gradients."""
+    def group(self, group: ProductGroup, forced: int) -> Chunks:
+        """Price a conversion and its products: forward in chunks, backward under the weights' gradients."""
         size, products = tensor_bytes(group.conversion.meta["val"]), [_sized(p) for p in group.products]
         backward = 0.0
         if self.seconds.training:
@@ -137,12 +120,12 @@ class _Model:
         chunks, forward = self.seconds.gathering(size, self.rows(group.conversion), products, forced)
         return Chunks(chunks, forward + backward)
 
-    def dealing(self, group: ScatteredProduct, forced: int) -> Chunks:
-        """Of a product and its g*: in chunks, the reduce-scatter after it and the all-gather before its backward."""
+    def dealing(self, group: ProductGroup, forced: int) -> Chunks:
+        """Price a product and its g*: in chunks, the reduce-scatter after it and the all-gather before its backward."""
         if not _rows(group.conversion.args[2], group.conversion):
             return Chunks(1, 0.0)
         size = tensor_bytes(group.conversion.meta["val"])
-        return self.seconds.dealing(size, self.rows(group.conversion), _sized(group.product), forced)
+        return self.seconds.dealing(size, self.rows(group.conversion), _sized(group.products[0]), forced)
 
     def rows(self, conversion: fx.Node) -> int:
         """Rows of a rank's slice of a value, all dimensions but the last together, in the example."""
@@ -157,5 +140,5 @@ def _sized(p: Product) -> ProductSizes:
 
 
 def _rows(spec: Any, node: fx.Node) -> bool:
-    """Whether the layout deals out one run of rows, so that they can go in chunks."""
+    """Say whether the layout deals out one run of rows, so that they can go in chunks."""
     return isinstance(spec, ShardSpec) and len(spec.segments) == 1 and spec.dim < node.meta["val"].ndim - 1

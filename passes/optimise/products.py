@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
@@ -15,7 +14,7 @@ from autotp.ir.marks import inherit, mark, write
 from autotp.ir.op import Op, aten
 from autotp.ir.scopes import scope_path
 
-from .matching import calls, one_region
+from .matching import calls, erase, one_region
 
 # Operator -> (kind, names of its input, weight and bias); what else it takes must be as by default.
 FORMS: dict[Any, tuple[str, str, str, str]] = {
@@ -27,8 +26,7 @@ FORMS: dict[Any, tuple[str, str, str, str]] = {
 VIEWS = (aten.reshape, aten.view)
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A product of a value by a matrix.
 
     Attributes:
@@ -43,9 +41,12 @@ class Product:
     bias: fx.Node | None
 
 
-@dataclass(frozen=True)
-class GatheredProducts:
-    """A conversion f or g, and the products that are all that reads it, or the view of it as a matrix."""
+class ProductGroup(NamedTuple):
+    """A conversion and the products beside it: all that read what f or g gives, or the one that makes what g* deals.
+
+    Attributes:
+        view: as a matrix of what is converted, or of what the product makes.
+    """
 
     conversion: fx.Node
     products: tuple[Product, ...]
@@ -55,14 +56,14 @@ class GatheredProducts:
     def gathers(self) -> bool:
         return self.conversion.target is g
 
+    @property
+    def deals(self) -> bool:
+        return self.conversion.target is g_star
 
-@dataclass(frozen=True)
-class ScatteredProduct:
-    """A product, the view of it where there is one, and the g* that deals it out."""
-
-    conversion: fx.Node
-    product: Product
-    view: fx.Node | None
+    @property
+    def nodes(self) -> tuple[fx.Node, ...]:
+        products = [p.node for p in self.products]
+        return (self.conversion, *products) if self.view is None else (self.conversion, self.view, *products)
 
 
 def product_of(node: Any) -> Product | None:
@@ -90,11 +91,11 @@ def value(node: Any) -> Tensor | None:
 
 
 def over_tp(node: fx.Node, *targets: Any) -> bool:
-    """Whether this is one of these conversions over the tp axis."""
+    """Say whether this is one of these conversions over the tp axis."""
     return node.target in targets and mark(node).conversion is not None
 
 
-def groups(graph: fx.Graph) -> Iterator[GatheredProducts]:
+def groups(graph: fx.Graph) -> Iterator[ProductGroup]:
     """The conversions f and g of the graph that only products read, all in the same checkpointed region."""
     for node in list(graph.nodes):
         if not over_tp(node, f, g):
@@ -106,10 +107,10 @@ def groups(graph: fx.Graph) -> Iterator[GatheredProducts]:
         readers = [product_of(user) for user in source.users]
         products = tuple(p for p in readers if p is not None and p.x is source and p.weight is not source)
         if readers and len(products) == len(readers) and one_region([node, *(p.node for p in products)]):
-            yield GatheredProducts(node, products, view)
+            yield ProductGroup(node, products, view)
 
 
-def dealt(graph: fx.Graph) -> Iterator[ScatteredProduct]:
+def dealt(graph: fx.Graph) -> Iterator[ProductGroup]:
     """The g* of the graph that deal out what only a product makes."""
     for node in list(graph.nodes):
         if not over_tp(node, g_star):
@@ -121,7 +122,7 @@ def dealt(graph: fx.Graph) -> Iterator[ScatteredProduct]:
         if product is None or len(product.node.users) > 1:
             continue
         if dst.dim < _ndim(node) - 1 and one_region([node, product.node]):
-            yield ScatteredProduct(node, product, view)
+            yield ProductGroup(node, (product,), view)
 
 
 def _same_columns(view: fx.Node) -> bool:
@@ -129,21 +130,16 @@ def _same_columns(view: fx.Node) -> bool:
     return before is not None and after is not None and before.shape[-1] == after.shape[-1]
 
 
-def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node | None:
-    """One call in the place of a conversion and its products; None where an operand is made too late.
+def fuse(group: ProductGroup, chunks: int = 1, regather: bool = False, least: int = 1) -> fx.Node:
+    """Put one call in the place of a conversion and its products.
 
     Args:
-        group: the conversion and the products that read it.
+        group: the conversion and the products that read it; `movable`.
         chunks, regather, least: as `autotp.comm.overlapped.grouped` takes them.
     """
     conversion, products = group.conversion, group.products
     graph, first = conversion.graph, min(p.node for p in products)
-    operands = [t for p in products for t in (p.weight, p.bias) if t is not None]
-    # The call stands where the first product did. In half precision the cast of v's weight may come after q's product.
-    late = _late(operands, first)
-    if late is None:
-        return None
-    for node in late:
+    for node in _late(group):
         first.prepend(node)
     kinds, weights, biases = zip(*((p.kind, p.weight, p.bias) for p in products), strict=True)
     args = (*conversion.args, list(kinds), list(weights), list(biases), chunks, regather, least)
@@ -161,20 +157,17 @@ def fuse(group: GatheredProducts, chunks: int = 1, regather: bool = False, least
                 item = graph.call_function(aten.flatten.using_ints, (item, 0, -2))
             inherit(item, p.node, scope=scope)
             p.node.replace_all_uses_with(item)
-    # Readers first: fx refuses to erase a node that something reads.
-    for node in (*(p.node for p in products), group.view, conversion):
-        if node is not None:
-            graph.erase_node(node)
+    erase(group.nodes)
     return call
 
 
-def fuse_dealt(group: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
-    """One call in the place of a product and its g*, in the product's module.
+def fuse_dealt(group: ProductGroup, chunks: int, least: int = 1) -> fx.Node:
+    """Put one call in the place of a product and its g*, in the product's module.
 
     Args:
         group: the product and its conversion. chunks, least: as `autotp.comm.overlapped.scattered` takes them.
     """
-    conversion, product = group.conversion, group.product
+    conversion, [product] = group.conversion, group.products
     graph = conversion.graph
     view = list(group.view.args[1])[:-1] if group.view is not None else None  # type: ignore[arg-type]
     args = (product.x, *conversion.args[1:], product.kind, product.weight, product.bias, view, chunks, least)
@@ -182,18 +175,16 @@ def fuse_dealt(group: ScatteredProduct, chunks: int, least: int = 1) -> fx.Node:
         call = graph.call_function(scattered, args, dict(conversion.kwargs))
     inherit(call, conversion, scope=scope_path(product.node), conversion=None)
     conversion.replace_all_uses_with(call)
-    for node in (conversion, group.view, product.node):
-        if node is not None:
-            graph.erase_node(node)
+    erase(group.nodes)
     return call
 
 
-def _late(operands: Sequence[fx.Node], first: fx.Node) -> list[fx.Node] | None:
-    """What must move before a node for these to be there: made of parameters alone (casts); None where others are."""
-    late: dict[fx.Node, None] = {}
-    for operand in operands:
-        if not operand < first:
-            if any(i.op != "placeholder" for i in operand.all_input_nodes):
-                return None
-            late[operand] = None
-    return list(late)
+def movable(group: ProductGroup) -> bool:
+    """Say whether all operands of the products can be there before the first: the others are made of parameters."""
+    return all(i.op == "placeholder" for late in _late(group) for i in late.all_input_nodes)
+
+
+def _late(group: ProductGroup) -> list[fx.Node]:
+    """Operands made after the first product: in half precision the cast of v's weight may follow q's product."""
+    first = min(p.node for p in group.products)
+    return list(dict.fromkeys(t for p in group.products for t in (p.weight, p.bias) if t and not t < first))

@@ -18,13 +18,13 @@ from autotp.passes.base import Changes
 from autotp.text import amount
 
 from .base import Optimisation, RankProgram
-from .products import fuse, groups, over_tp
+from .products import fuse, groups, movable, over_tp
 
 REGATHER = 7  # position of `regather` among the arguments of `grouped`
 
 
 def too_large(objective: Objective, cluster: Cluster, rank_bytes: float) -> bool:
-    """Whether a step of training, of which a rank holds so many bytes, is more than a device has memory for."""
+    """Say whether a step of training, of which a rank holds so many bytes, is more than a device has memory for."""
     return objective.training and rank_bytes > cluster.memory_size
 
 
@@ -45,10 +45,10 @@ class Regather(Optimisation):
         return f"nowhere: a rank holds {rank_bytes} of {limit} by the memory model"
 
     def run(self, program: RankProgram) -> Changes:
-        """Where it fired, and what autograd keeps less."""
+        """Gather again what products alone read, and say what autograd keeps less."""
         graph, setting = program.graph, program.setting
         gathers = [n for n in graph.nodes if n.target is grouped and not n.args[1].whole]
-        gathers += [call for x in groups(graph) if x.gathers and (call := fuse(x)) is not None]
+        gathers += [fuse(x) for x in groups(graph) if x.gathers and movable(x)]
         for call in gathers:
             call.update_arg(REGATHER, True)
         others = sum(over_tp(n, g) for n in graph.nodes)

@@ -18,7 +18,7 @@ from torch import Tensor, fx
 from autotp.ir.graph import Capture, Leaf, differentiable, floating, resolve, shape_of, tensors
 from autotp.ir.layouts import I, Layout, Partition, R, Segment, Shard, Size
 from autotp.ir.op import Carry, Factor, Op, Rule, aten, sizes
-from autotp.kernels.dealt_attention import dealt_attention
+from autotp.kernels.attention import dealt_attention
 from autotp.rules.core import rule_of
 from autotp.rules.local import ShardCall
 

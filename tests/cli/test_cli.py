@@ -308,10 +308,11 @@ def test_tune_measures_what_a_model_has_and_keeps_it(run, monkeypatch, tmp_path)
     assert done.exit_code == 0 and found["file"] == str(tmp_path / "measured.json")
     assert {row["name"] for row in found["measured"]} == {"bias_gelu"}
     kept = (tmp_path / "measured.json").read_text()
-    assert len(json.loads(kept)["devices"]) == 1 and "bias_gelu" in kept
-    counts: list[tuple[str, int, int]] = []
-    monkeypatch.setattr(Screen, "counting", lambda self, what: nullcontext(lambda *now: counts.append(now)))
+    assert all(row["line"] in kept and row["without"] > 0 and row["with"] > 0 for row in found["measured"])
+    assert len(json.loads(kept)["lines"]) == len(found["measured"]) == 1
+    texts: list[str] = []
+    monkeypatch.setattr(Screen, "working", lambda self, what: nullcontext(texts.append))
     shown = run("tune", SMALL, "--tp", 2, "--seq", 8)  # from the file
-    assert [now[1:] for now in counts] == [(0, 1), (1, 1)] and counts[-1][0] == "measured: bias_gelu"
+    assert texts[-1] == "measured 1: bias_gelu"
     assert all(row["why"] in shown.stdout for row in found["measured"])
     assert (tmp_path / "measured.json").read_text() == kept

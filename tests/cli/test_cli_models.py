@@ -203,10 +203,6 @@ def test_work_shows_only_once_it_takes_long(monkeypatch, capsys):
         time.sleep(0.4)
     shown = capsys.readouterr()
     assert "slow work" in shown.err and not shown.out
-    with Screen().counting("counted work") as counting:
-        counting("counted", 2, 3)
-        time.sleep(0.4)
-    assert "2/3" in capsys.readouterr().err
     monkeypatch.delenv("FORCE_COLOR")
     with Screen().working("work in a log"):
         time.sleep(0.2)

@@ -8,7 +8,7 @@ from torch.nn.functional import scaled_dot_product_attention as attention
 
 from autotp.ir.layouts import Partition, Shard
 from autotp.ir.partitions import Segment
-from autotp.kernels.dealt_attention import dealt_attention
+from autotp.kernels.attention import dealt_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]  # "@pytest.mark.cuda" is how `make gpu` finds this file
 RANKS = 3

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from autotp.errors import InputError
-from autotp.kernels import bias_gelu, gated, norm_triton
+from autotp.kernels import bias_gelu, norm
 from tests.helpers.cases.kernel_cases import CASES, EPS, error, errors
 from tests.helpers.cases.kernel_compile import compiling
 
@@ -28,7 +28,7 @@ def test_by_triton(interpreter, name):
 
 def by_turns(name: str) -> dict[Any, float]:
     """More rows than programs."""
-    with patch.object(norm_triton, "TILE", 64):
+    with patch.object(norm, "TILE", 64):
         return errors(name, "triton", ((40, 37),))
 
 
@@ -40,7 +40,7 @@ def test_many_rows(interpreter, name):
 
 def in_pieces(name: str) -> dict[Any, float]:
     """Rows are longer than what a program holds."""
-    with patch.multiple(norm_triton, WHOLE=16, WHOLE_BACK=16, PIECE=16):
+    with patch.multiple(norm, WHOLE=16, WHOLE_BACK=16, PIECE=16):
         return errors(name, "triton", ((2, 37),))
 
 
@@ -66,11 +66,10 @@ class Nothing:
 def unwritten() -> dict[str, float]:
     found = {}
     for module, function, name in (
-        (gated, "_forward", "gated silu"),
-        (gated, "_backward", "gated_halves silu True"),
+        (bias_gelu, "_forward", "bias_gelu False"),
         (bias_gelu, "_backward", "bias_gelu True"),
-        (norm_triton, "_forward", "rms norm, 1 vectors"),
-        (norm_triton, "_backward", "layer norm, 2 vectors, added"),
+        (norm, "_forward", "rms norm, 1 vectors"),
+        (norm, "_backward", "layer norm, 2 vectors, added"),
     ):
         with patch.object(module, function, Nothing()):
             found[f"{name} {function}"] = error(name, "triton", torch.float32, (5, 37), "contiguous")
@@ -85,8 +84,6 @@ def test_what_is_not_written_is_noticed(interpreter):
     ("name", "other"),
     [
         ("bias_gelu True", "bias_gelu False"),
-        ("gated silu", "gated gelu"),
-        ("gated gelu_tanh", "gated gelu"),
         ("layer norm, 0 vectors", "rms norm, 0 vectors"),
     ],
 )
@@ -119,10 +116,6 @@ X, W = torch.randn(2, 3, 10), torch.randn(10)
 CALLS = {
     "bias_gelu": (X, W, True),
     "bias_gelu_backward": (X, X, W, False),
-    "gated": (X, X.sin(), "silu"),
-    "gated_backward": (X, X, X.sin(), "gelu"),
-    "gated_halves": (X, "gelu_tanh", True),
-    "gated_halves_backward": (X[..., :5], X, "silu", False),
     "norm": (X, W, None, EPS, False),
     "add_norm": (X, X.cos(), W, W, EPS, True),
     "norm_backward": (X, None, X, torch.ones(2, 6), W, None, True),
@@ -168,15 +161,12 @@ def test_only_the_sum_of_a_norm_may_have_a_gradient():
     [
         ("bias_gelu", (X.double(), W.double(), True), "float64"),
         ("bias_gelu", (X, W[:-1], True), "as long as"),
-        ("gated", (X.int(), X.int(), "silu"), "int32"),
-        ("gated", (X, X.half(), "silu"), "one shape and dtype"),
-        ("gated", (X, X[:1], "silu"), "one shape and dtype"),
-        ("gated", (X, X, "relu"), "'relu'"),
-        ("gated_halves", (X[..., 1:], "silu", True), "even size"),
+        ("norm", (X.int(), None, None, EPS, True), "int32"),
         ("norm", (X, W[1:], None, EPS, True), "as long as"),
         ("norm", (X, W.double(), None, EPS, True), "float64"),
         ("norm", (X[..., :0], None, None, EPS, True), "not empty"),
         ("add_norm", (X, X[0], None, None, EPS, True), "one shape and dtype"),
+        ("add_norm", (X, X.half(), None, None, EPS, True), "one shape and dtype"),
         ("norm", (X, W.to("meta"), None, EPS, True), "one device"),
     ],
 )

@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.distributed.tensor import Shard
 
 import autotp
@@ -17,7 +17,8 @@ from autotp.ir.runs import Runs
 from autotp.kernels import cross_entropy, embedding
 from autotp.kernels.operators import class_sums, class_sums_backward
 from autotp.passes.decompose.losses import DecomposeLosses
-from autotp.passes.optimise.kernels import vocabulary
+from autotp.passes.optimise import vocabulary
+from autotp.rules.lookup import vocabulary_embedding
 from tests.helpers.cases.kernel_compile import compiling
 from tests.helpers.close import CLOSE, DTYPES, differ
 from tests.helpers.compare import difference, gradients_differ, mesh_of
@@ -218,7 +219,6 @@ def test_a_model_trains_the_same_with_kernels(pool, name):
     for loss, grads, told in pool.run(with_and_without, name, world=2):
         assert loss < 1e-6 and grads < 1e-5, (loss, grads)
         assert "vocabulary_rows" in told and "class_terms" in told, told
-        assert ("rotary 2 times" in told) == (name == "llama-uneven")
 
 
 class Words(nn.Module):
@@ -266,6 +266,18 @@ def test_an_uneven_vocabulary_dealt_out(pool, world, options):
         assert told == "kernels: class_terms, vocabulary_rows"
 
 
+@pytest.mark.parametrize(("segments", "found"), [(((4, 1),), True), (((3, 1), (1, 1)), False)])
+def test_a_lookup_runs_by_its_kernel_on_all_ranks_or_on_none(segments, found):
+    """Of the second way rank 1 has one run of ids, and rank 0 two: ranks measure a kernel together."""
+    for rank in range(2):
+        graph = fx.Graph()
+        weight, ids = graph.placeholder("weight"), graph.placeholder("ids")
+        weight.meta["val"] = torch.empty(4, 8)
+        place: Any = {"rank": rank, "tp": 2}
+        node = graph.call_function(vocabulary_embedding, (weight, ids, Runs(1, segments), -1), place)
+        assert (vocabulary.look_up(node) is not None) == found
+
+
 class Widened(nn.Module):
     """Scores in half precision, whose loss is taken in float32; and perhaps something else of them."""
 
@@ -291,7 +303,8 @@ def test_scores_are_not_copied_to_float32(other):
     for on in (False, True):
         if on:
             (sums,) = (n for n in program.graph.nodes if n.target is OPS.class_sums.default)
-            assert vocabulary.sum_in_one_pass(sums) is not None
+            rewrite = vocabulary.sum_in_one_pass(sums)
+            assert rewrite is not None and rewrite.put(*rewrite.arguments)
             program.graph.eliminate_dead_code()
         losses.append(values(program, [x, target], model))
         grads.append(torch.autograd.grad(losses[-1], list(model.parameters())))

@@ -12,7 +12,7 @@ from torch import Tensor, fx, nn
 
 from autotp.ir.copying import copy_graph
 from autotp.ir.op import aten
-from autotp.kernels.cached_attention import attend, attention_mask, cached_attention, decomposed
+from autotp.kernels.attention import attend, attention_mask, cached_attention, decomposed
 from autotp.passes.optimise.base import RankProgram
 from autotp.passes.optimise.cached_attention import SDPA, CachedAttention
 from autotp.passes.optimise.masks import recognise

@@ -19,15 +19,15 @@ from autotp.ir.graph import short_name
 from autotp.ir.marks import inherit, write
 from autotp.ir.op import aten
 from autotp.ir.program import MeshPlace
-from autotp.passes.optimise import matching
+from autotp.passes.optimise import kernels, matching, norms
 from autotp.passes.optimise.base import RankProgram, Setting
-from autotp.passes.optimise.kernels import norm, place
+from autotp.passes.optimise.judged import Rewrite
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, redrawn, transformer
 
 ON, OFF = {"kernels": True}, {"kernels": False}
 CLOSE = 1e-5  # of float32
-MINE = ("add_norm", "bias_gelu", "gated", "gated_halves", "norm")
+MINE = ("add_norm", "bias_gelu", "norm")
 
 
 def put_in(sharded: Any) -> dict[str, int]:
@@ -45,11 +45,11 @@ def program(model: nn.Module, inputs: Any, tp: int = 2, **options: Any) -> Any:
 # ---- where they are --------------------------------------------------------------------------------------------------
 
 EXPECTED = {
-    "llama": {"add_norm": 2, "gated": 2, "norm": 3},
+    "llama": {"add_norm": 2, "norm": 3},
     "gpt2": {"add_norm": 2, "bias_gelu": 2, "norm": 3},
     "bert": {"add_norm": 4, "bias_gelu": 3, "norm": 2},
-    "phi3": {"add_norm": 2, "gated_halves": 2, "norm": 3},
-    "qwen3": {"add_norm": 2, "gated": 2, "norm": 7},
+    "phi3": {"add_norm": 2, "norm": 3},
+    "qwen3": {"add_norm": 2, "norm": 7},
     "gpt_neox": {"bias_gelu": 2, "norm": 5},
 }
 
@@ -79,7 +79,7 @@ def test_on_a_device_only_where_somebody_measures_them(backend):
     def idle(device: str, judges: Any) -> str:
         given: Any = (MeshPlace(0, 2, ""), None, None, torch.device(device), backend)
         setting = Setting(*given, judges=judges)
-        return place.Kernels().idle(RankProgram(torch.fx.Graph(), setting))
+        return kernels.Kernels().idle(RankProgram(torch.fx.Graph(), setting))
 
     assert idle("cpu", {}) == idle("cpu", {"kernels": None}) == PLAIN
     assert idle("cuda", {}) == "nowhere: not measured (optimise={'kernels': True})"
@@ -237,7 +237,8 @@ ROWS = layouts.Partition.plain(8, 2)
 )
 def test_only_whole_rows_that_may_be_read(layout, dtype, found):
     graph, node = expression(layout, dtype)
-    assert (norm.norm(node) is not None) == found
+    rewrite = norms.norm(node)
+    assert (rewrite is not None and rewrite.put(*rewrite.arguments) is not None) == found
     graph.lint()
 
 
@@ -258,20 +259,21 @@ def test_products_in_either_order():
 # ---- that nothing but rounding changes -------------------------------------------------------------------------------
 
 
-def written_wrong(node: fx.Node) -> fx.Node | None:
+def written_wrong(node: fx.Node) -> Rewrite | None:
     """The pattern of norms with another eps."""
-    new = norm.norm(node)
-    if new is not None:
-        new.args = (*new.args[:3], 0.1, new.args[4])
-    return new
+    rewrite = norms.norm(node)
+    if rewrite is None:
+        return None
+    target, args, *rest = rewrite.arguments
+    return rewrite._replace(arguments=(target, (*args[:3], 0.1, args[4]), *rest))
 
 
 def differences(rank: int, world: int, group: Any, name: str, options: dict, wrong: bool = False) -> tuple[Any, ...]:
     """Outputs' and gradients' from the unsharded model, and which kernels were in."""
     model: Any = transformer(name)
     inputs = inputs_of(model)
-    table = (("norm", written_wrong),) if wrong else place.PATTERNS
-    with patch.object(place, "PATTERNS", table):
+    table = (("norm", written_wrong),) if wrong else kernels.PATTERNS
+    with patch.object(kernels, "PATTERNS", table):
         sharded: Any = autotp.compile(model, example_inputs=inputs, mesh=mesh_of(group), **options)
     found, wanted = sharded(**inputs).logits, model(**inputs).logits
     for out in (found, wanted):

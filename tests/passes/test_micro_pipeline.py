@@ -20,8 +20,7 @@ from autotp import compat
 from autotp.comm import peers, symmetric
 from autotp.ir.program import MeshPlace
 from autotp.passes.optimise import RankProgram, Setting
-from autotp.passes.optimise.micro_pipeline import MicroPipeline
-from autotp.passes.optimise.one_shot import OneShot
+from autotp.passes.optimise.symmetric_memory import MicroPipeline, OneShot
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 
 

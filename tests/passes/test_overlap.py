@@ -12,7 +12,7 @@ from torch import Tensor
 
 import autotp
 from autotp.comm import collectives, overlapped
-from autotp.passes.optimise import table
+from autotp.passes import optimise
 from autotp.passes.optimise.overlap import Overlap
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import redrawn
@@ -28,8 +28,8 @@ FREE = dataclasses.replace(  # of machines without latencies: everything is wort
 
 def forced(chunks: int) -> Any:
     """The table with overlap in so many chunks wherever it can be."""
-    rest = tuple(x for x in table.OPTIMISATIONS if x.name != "overlap")
-    return patch.object(table, "OPTIMISATIONS", (*rest[:-1], Overlap(chunks=chunks, least=-1e30), rest[-1]))
+    rest = tuple(x for x in optimise.OPTIMISATIONS if x.name != "overlap")
+    return patch.object(optimise, "OPTIMISATIONS", (*rest[:-1], Overlap(chunks=chunks, least=-1e30), rest[-1]))
 
 
 def equal(rank: int, world: int, group: Any, names: list[str]) -> dict[Any, Any]:

@@ -14,7 +14,7 @@ from autotp.driver.options import CaptureRequest, Options, Steering, read_axis
 from autotp.driver.verify import grid_of
 from autotp.errors import InputError
 from autotp.inputs import normalise
-from autotp.kernels import dealt_attention
+from autotp.kernels import attention as attention_kernel
 from autotp.passes.shard import batch_axis
 from autotp.proof.simulate import run
 
@@ -68,7 +68,7 @@ def test_heads_are_dealt_where_they_divide_and_keys_are_gathered_where_they_do_n
 
 def test_what_a_rank_gets_wrong_shows():
     """Negative controls: queries without their places, and a loss of all ranks that counts once on each."""
-    with patch.object(dealt_attention, "attention_mask", lambda *_: None):
+    with patch.object(attention_kernel, "attention_mask", lambda *_: None):
         wrong = autotp.verify(Causal(2), 2, inputs(), cp=2)
     assert not wrong and wrong.output_error > 1e-3
     with patch.object(batch_axis, "scale_gradient", lambda x, factor: x):

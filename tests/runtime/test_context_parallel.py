@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import autotp
 from autotp.errors import StateError
-from autotp.kernels import dealt_attention
+from autotp.kernels import attention
 from autotp.runtime import calls
 from autotp.runtime.samples import NOTHING, Sample, sampled
 from tests.helpers.compare import difference, gradients_differ
@@ -71,7 +71,7 @@ def test_outputs_losses_and_gradients_are_those_of_one_device(pool):
 
 def misplaced(rank: int, world: int, group: Any) -> dict[str, Any]:
     """The negative control: queries without their places in the sequence."""
-    with patch.object(dealt_attention, "attention_mask", lambda *_: None):
+    with patch.object(attention, "attention_mask", lambda *_: None):
         return two_axes(rank, world, group, "llama", False)
 
 

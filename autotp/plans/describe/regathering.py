@@ -10,7 +10,7 @@ from torch import fx
 from autotp.cost import call_seconds, collective_bytes, hidden_seconds
 from autotp.cost.terms import Cost
 from autotp.ir.program import Planned, Sharded
-from autotp.passes.optimise.products import GatheredProducts, groups
+from autotp.passes.optimise.products import ProductGroup, groups
 from autotp.passes.optimise.regather import too_large
 from autotp.passes.shard.planner import Builder
 from autotp.plans.plan import Plan
@@ -51,7 +51,7 @@ def gathered_again(planned: Planned, sharded: Sharded, builder: Builder) -> Iter
             yield group.conversion, size, alone - hidden_seconds(alone, beside)
 
 
-def _gradient_seconds(group: GatheredProducts, planned: Planned, sharded: Sharded, builder: Builder) -> float:
+def _gradient_seconds(group: ProductGroup, planned: Planned, sharded: Sharded, builder: Builder) -> float:
     """Seconds of the products that make the gradient of the gathered value: each takes as long as its forward."""
     return sum(
         _forward(sharded.origin[p.node][0], planned, builder) for p in group.products if p.node in sharded.origin

@@ -22,17 +22,16 @@ from autotp.log import dump
 from autotp.passes.base import run_passes
 from autotp.passes.optimise import MEASURED, OPTIMISATIONS, Fired, Judge, RankProgram, Setting, read_switches
 
-from .measured import Measures
+from .measured import Measures, path_of
 from .reduced import read_reduce_dtype, reduce_in
 from .regional import Compiler
-from .verdicts import Verdicts, device_key, path_of
 
 EAGER, INDUCTOR = "eager", "inductor"
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """How programs run.
+    """A backend and its options, and which optimisations run before it.
 
     Attributes:
         backend: "eager", or what `torch.compile` takes as its backend; `options`: what it takes as its options.
@@ -59,7 +58,7 @@ class Lowering:
         return cls(backend, options, read_switches(switches), reduces=read_reduce_dtype(reduce_dtype))
 
     def compiler(self, graph: fx.Graph) -> Compiler | None:
-        """What compiles one program; None where it runs as it is."""
+        """Make what compiles one program; None where it runs as it is."""
         if self.backend == EAGER:
             return None
         fused, options = self._options(graph)
@@ -83,11 +82,11 @@ class Lowering:
         return self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "backend")
 
     def priced(self, cluster: Cluster, objective: Objective) -> Lowering:
-        """The same, for these machines and this objective."""
+        """Copy it for these machines and this objective."""
         return replace(self, cluster=cluster, objective=objective)
 
     def judges(self, ranks: Ranks | None, tp: int, device: torch.device) -> dict[str, Judge]:
-        """What measures optimisations before they are used, by name: on CUDA devices those that are not switched.
+        """Make what measures optimisations, by name: on CUDA devices those that are not switched.
 
         Where there is one process for several ranks, what they send cannot be measured, and the rest only if asked for.
 
@@ -102,9 +101,7 @@ class Lowering:
         if not names or (planners is not None and dist.get_backend(planners.group) == "fake"):
             return {}
         compiled = None if self.backend == EAGER else self._compiled
-        verdicts = Verdicts(path_of(), device_key(device))
-        judge = Measures(planners, device, self.objective.training, verdicts, compiled)
-        return dict.fromkeys(names, judge)
+        return dict.fromkeys(names, Measures(planners, device, self.objective.training, path_of(), compiled))
 
     def program(
         self,

@@ -1,159 +1,141 @@
-"""What claims to be faster, measured: it is used where it gives the same numbers in less time on this very device.
+"""A table of what was measured on a device: a rewrite is used where it gives the same numbers in less time there.
 
 Both ways of an `Alternative` run on the same random operands, forward and backward. They are compared in value, then
-timed in turns, warm. All ranks take one verdict, that of the rank which gains least, and keep it in a file
-(`autotp.runtime.lower.verdicts`).
+timed in turns, warm. The seconds stand in a file of the user's cache folder, by rewrite, shape class, type and device.
+All ranks take one verdict, that of rank 0, and a failure on any.
 """
 
 from __future__ import annotations
 
-import contextlib
-import socket
+import functools
+import hashlib
+import json
+import os
+import stat
 import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, fx
 
-from autotp import compat
-from autotp.comm.ranks import Ranks, from_all
+from autotp import compat, kernels
+from autotp.comm.ranks import Ranks, broadcast, from_all
+from autotp.errors import AutoTPError
+from autotp.ir.files import opened, parse_json
+from autotp.kernels.common import triton
 from autotp.log import log
-from autotp.passes.optimise import Alternative, Verdict
-from autotp.passes.optimise.alternatives import Value
-
-from .verdicts import Speed, Verdicts
+from autotp.passes.optimise import Alternative, Value, Verdict
 
 Outputs = tuple[Tensor, ...]
 Clock = Callable[[Callable[[], object]], float]
 GAIN = 1.02  # how much faster it must be: a lead of less may be noise
-LIMIT, LEAST, MOST = 0.2, 5, 50  # seconds for both ways together, and rounds
-PATIENCE = 120.0  # seconds for the first call, in which a kernel is compiled
-CLOSE = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value of a result
-EXACT = 1e-10  # in float64
+TIMED_SECONDS, MIN_ROUNDS, MAX_ROUNDS = 0.2, 5, 50  # of both ways together
+COMPILE_SECONDS = 120.0  # of the first call, in which a kernel is compiled
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}  # of the largest value of a result
+OTHER_TOLERANCE = 1e-10  # in float64
+FORMAT = 2  # of the file
+MAX_BYTES = 1 << 22  # of the file
+OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+FOLDER = "AUTOTP_CACHE"  # names the folder of the file; "0" keeps none
 
 
-def clock_of(device: torch.device) -> Clock:
-    """What measures the seconds of one call on a device."""
-    if device.type != "cuda":
+class Line(NamedTuple):
+    """A line of the table: seconds of a call without a rewrite and with it; `fault`: why it must not be used."""
 
-        def on_cpu(call: Callable[[], object]) -> float:
-            began = time.perf_counter()
-            call()
-            return time.perf_counter() - began
+    without: float = 0.0
+    with_it: float = 0.0
+    fault: str = ""
 
-        return on_cpu
-
-    def on_device(call: Callable[[], object]) -> float:
-        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        began.record()
-        call()
-        ended.record()
-        ended.synchronize()
-        return began.elapsed_time(ended) / 1e3
-
-    return on_device
+    @property
+    def verdict(self) -> Verdict:
+        """The answer to whether it is used."""
+        ratio = self.without / max(self.with_it, 1e-12)
+        return Verdict(not self.fault and ratio >= GAIN, self.fault or f"{ratio:.2f} of torch's speed")
 
 
-class Watcher(NamedTuple):
-    """Who follows the measuring: `verdict` is called with each, and `ahead` with how many more are to come."""
-
-    verdict: Callable[[Alternative, Verdict, torch.device], None]
-    ahead: Callable[[int], None] = lambda count: None
-
-
-_watcher: ContextVar[Watcher | None] = ContextVar("watcher", default=None)
-
-
-@contextlib.contextmanager
-def watched(watcher: Watcher) -> Iterator[None]:
-    """Within this context every verdict is told, as soon as it is there."""
-    token = _watcher.set(watcher)
-    try:
-        yield
-    finally:
-        _watcher.reset(token)
+watcher: ContextVar[Callable[[Alternative, Line, torch.device], None] | None] = ContextVar("watcher", default=None)
 
 
 @dataclass
 class Measures:
-    """The judge of a rank's program.
+    """The judge of a rank's program, which reads the table and extends it.
 
     Attributes:
         ranks: those that take one verdict; None in one plain process.
         device: where both ways run.
         training: whether the backward is measured too.
-        verdicts: what was measured before.
+        path: of the table; None keeps it in this process alone.
         compile: of a function, for what runs through `torch.compile`; None runs it as it is.
-        clock: seconds of a call; by default of the device.
+        lines: of the table that were asked for.
     """
 
     ranks: Ranks | None
     device: torch.device
     training: bool
-    verdicts: Verdicts
+    path: Path | None
     compile: Callable[[Any], Any] | None = None
-    clock: Clock | None = None
-    speeds: dict[str, Speed] = field(default_factory=dict)
+    lines: dict[str, Line] = field(default_factory=dict)
 
     def __call__(self, alternative: Alternative) -> Verdict:
-        """Measure where some rank has not yet, and agree. A collective call."""
-        parts = [alternative.key, "trained" * self.training, "compiled" * (self.compile is not None)]
-        parts += [self._link] if alternative.sends else []
-        key = " ".join(filter(None, parts))
-        speed = self.speeds.get(key) or self.verdicts.read(key)
-        if any(x is None for x in self._everyone(speed, alternative.name)):
-            speed = self.measure(alternative)
-            self.verdicts.write(key, speed)
-        assert speed is not None
-        self.speeds[key] = speed
-        worst = min(self._everyone(speed, alternative.name), key=lambda x: (not x.fault, x.ratio))
-        verdict = Verdict(not worst.fault and worst.ratio >= GAIN, worst.text)
-        log.info("%s on %s: %s", alternative.name, self.device, verdict.why)
-        if (watcher := _watcher.get()) is not None:
-            watcher.verdict(alternative, verdict, self.device)
-        return verdict
+        """Read its line of the table, or measure it. A collective call."""
+        kinds = ["trained" * self.training, "compiled" * (self.compile is not None), self._link * alternative.sends]
+        key = ", ".join([alternative.key, *filter(None, kinds), device_key(self.device)])
+        if key not in self.lines:
+            self.lines[key] = self._line(key, alternative)
+        line = self.lines[key]
+        log.info("%s on %s: %s", alternative.name, self.device, line.verdict.why)
+        if (see := watcher.get()) is not None:
+            see(alternative, line, self.device)
+        return line.verdict
 
-    def ahead(self, count: int) -> None:
-        """So many are about to come."""
-        if (watcher := _watcher.get()) is not None:
-            watcher.ahead(count)
+    def _line(self, key: str, alternative: Alternative) -> Line:
+        first = self.ranks is None or self.ranks.rank == 0
+        line = broadcast(self.ranks, read_table(self.path).get(key) if first else None)
+        if line is None:
+            everyone = self._everyone(self.measure(alternative), alternative.name)
+            line = next((x for x in everyone if x.fault), everyone[0])
+            if first and self.path is not None:
+                write_line(self.path, key, line)
+        return line
 
     @property
     def _link(self) -> str:
-        """How the ranks send: what times of conversions depend on beside the device."""
+        """The way the ranks send, which times of conversions depend on beside the device."""
         if self.ranks is None:
-            return "nothing"
-        hosts = len(set(from_all(self.ranks, socket.gethostname(), "where the ranks are")))
-        return f"{dist.get_backend(self.ranks.group)}, {self.ranks.tp} ranks on {hosts} hosts"
+            return "sent nowhere"
+        here = os.environ.get("LOCAL_WORLD_SIZE", "all")
+        return f"{dist.get_backend(self.ranks.group)}, {self.ranks.tp} ranks, {here} on a host"
 
     def _everyone(self, mine: Any, name: str) -> list[Any]:
         return [mine] if self.ranks is None else from_all(self.ranks, mine, f"the speed of {name}")
 
-    def measure(self, alternative: Alternative) -> Speed:
-        """What fails or gives other numbers is a fault, never an error. A collective call where both ways send."""
+    def measure(self, alternative: Alternative) -> Line:
+        """Time both ways; what fails or gives other numbers is a fault, never an error. Collective where they send."""
         forked = [self.device] if self.device.type == "cuda" else []
         with compat.without_modes(), torch.random.fork_rng(forked):
             ways, fault = self._prepared(alternative)
             faults = self._everyone(fault, alternative.name) if alternative.sends else [fault]
             if any(faults):
-                return Speed(0.0, fault or "failed on another rank")
-            return Speed(self._ratio(*ways, sends=alternative.sends))
+                return Line(fault=fault or "failed on another rank")
+            return self._timed(*ways, sends=alternative.sends)
 
     def _prepared(self, alternative: Alternative) -> tuple[list[Callable[[], Outputs]], str]:
         """Calls of both ways, which ran once; and what is wrong with them."""
         try:
             torch.manual_seed(0)
             operands = [self._draw(x, alternative.operands) for x in alternative.operands]
-            ways = [self._way(f, operands) for f in (alternative.plain, alternative.other)]
+            ways = [self._way(f, operands) for f in (alternative.plain, alternative.ours)]
             expected, began = ways[0](), time.monotonic()
             fault = differs(ways[1](), expected)
             took = time.monotonic() - began
-            return ways, fault or (f"its first call took {took:.0f} s" if took > PATIENCE else "")
+            return ways, fault or (f"its first call took {took:.0f} s" if took > COMPILE_SECONDS else "")
         except Exception as error:  # of Triton, of Inductor, of the device: training goes on without it
             log.warning("%s cannot be used on %s", alternative.name, self.device, exc_info=True)
             return [], f"failed: {type(error).__name__}"
@@ -161,7 +143,7 @@ class Measures:
     def _way(self, function: fx.GraphModule, operands: list[Any]) -> Callable[[], Outputs]:
         """A call: results, and in training the gradients of operands from random gradients of the results."""
         run = function if self.compile is None else self.compile(function)
-        graded = [x for x in operands if self.training and isinstance(x, Tensor) and x.requires_grad]
+        graded = [x for x in operands if isinstance(x, Tensor) and x.requires_grad]
         grads: list[Tensor] = []
 
         def call() -> Outputs:
@@ -178,16 +160,15 @@ class Measures:
 
         return call
 
-    def _ratio(self, plain: Callable[[], Outputs], other: Callable[[], Outputs], *, sends: bool) -> float:
-        """How many times as long the plain way takes: medians of rounds in which both run."""
-        clock = self.clock or clock_of(self.device)
-        once = clock(plain) + clock(other)
+    def _timed(self, plain: Callable[[], Outputs], ours: Callable[[], Outputs], *, sends: bool) -> Line:
+        """Medians of rounds in which both run, without the rewrite and with it."""
+        clock = clock_of(self.device)
+        once = clock(plain) + clock(ours)
         if sends:  # as many rounds on every rank
             once = max(self._everyone(once, "a round"))
-        rounds = max(LEAST, min(MOST, int(LIMIT / max(once, 1e-9))))
-        times = [(clock(plain), clock(other)) for _ in range(rounds)]
-        theirs, ours = map(statistics.median, zip(*times, strict=True))
-        return theirs / max(ours, 1e-12)
+        rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(TIMED_SECONDS / max(once, 1e-9))))
+        times = [(clock(plain), clock(ours)) for _ in range(rounds)]
+        return Line(*map(statistics.median, zip(*times, strict=True)))
 
     def _draw(self, value: Value, among: tuple[Value, ...]) -> Any:
         """A random operand. Whole numbers are below every length of the others, so that they may be indices."""
@@ -195,20 +176,38 @@ class Measures:
             return value.number
         if value.dtype.is_floating_point or value.dtype.is_complex:
             operand = torch.randn(value.shape, dtype=value.dtype, device=self.device)
-            return operand.requires_grad_(value.graded)
+            return operand.requires_grad_(self.training)
         if value.dtype == torch.bool:
             return torch.rand(value.shape, device=self.device) < 0.5
         lengths = [n for x in among if x.dtype.is_floating_point for n in x.shape or () if n > 1]
         return torch.randint(min(lengths, default=2), value.shape, dtype=value.dtype, device=self.device)
 
 
+def clock_of(device: torch.device) -> Clock:
+    """Make what measures the seconds of one call on a device."""
+
+    def clock(call: Callable[[], object]) -> float:
+        if device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) / 1e3
+
+    return clock
+
+
 def differs(results: Outputs, expected: Outputs) -> str:
-    """How far results are apart, where that is more than rounding; "" where it is not."""
+    """Say how far results are apart, where that is more than rounding; "" where it is not."""
     if list(map(_form, results)) != list(map(_form, expected)):
         return "differs in shape or type"
     for a, b in zip(results, expected, strict=True):
         apart = (a.double() - b.double()).abs().max() / b.double().abs().max().clamp(min=1e-30) if a.numel() else 0.0
-        if not float(apart) <= CLOSE.get(a.dtype, EXACT):  # nan too
+        if not float(apart) <= TOLERANCES.get(a.dtype, OTHER_TOLERANCE):  # nan too
             return f"differs by {float(apart):.1e} of the largest value"
     return ""
 
@@ -218,5 +217,69 @@ def _form(x: Tensor) -> tuple[torch.Size, torch.dtype]:
 
 
 def _detached(x: Tensor | None) -> Tensor:
-    """Without its graph; 0 for no gradient."""
+    """Take a tensor off its graph; 0 for no gradient."""
     return torch.zeros(()) if x is None else x.detach()
+
+
+# ---- the file ----------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def device_key(device: torch.device) -> str:
+    """A device with all that its timings depend on: its name, driver, torch, Triton, and the kernels' sources."""
+    name = device.type
+    if device.type == "cuda":
+        driver = Path("/sys/module/nvidia/version")  # where Linux shows it
+        installed = driver.read_text(encoding="ascii").strip() if driver.exists() else "unknown"
+        properties = torch.cuda.get_device_properties(device)
+        name = f"{properties.name} {properties.major}.{properties.minor}, CUDA {torch.version.cuda}, driver {installed}"
+    sources = b"".join(p.read_bytes() for p in sorted(Path(kernels.__file__).parent.glob("*.py")))
+    versions = f"torch {torch.__version__}, triton {getattr(triton, '__version__', None)}"
+    return f"{name}, {versions}, kernels {hashlib.sha256(sources).hexdigest()[:16]}"
+
+
+def path_of() -> Path | None:
+    """The table's file in the folder that `AUTOTP_CACHE` names, by default the user's own; None where that is off."""
+    folder = os.environ.get(FOLDER, "").strip()
+    if folder.lower() in ("0", "off", "false", "no"):
+        return None
+    if folder.lower() in ("", "1", "on", "true", "yes"):
+        folder = os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "autotp")
+    return Path(folder).expanduser() / "measured.json"
+
+
+def read_table(path: Path | None) -> dict[str, Line]:
+    """Read a file of the user's own; no line, but one in the log, where it is broken or may be somebody else's."""
+    if path is None or not path.exists():
+        return {}
+    try:
+        with opened(path, MAX_BYTES, error=AutoTPError) as file:
+            status = os.fstat(file.fileno())
+            if hasattr(os, "getuid") and (status.st_uid != os.getuid() or status.st_mode & OTHERS_WRITE):
+                raise AutoTPError("others can write to it: chmod go-w")
+            data = parse_json(file.read().decode(), str(path), error=AutoTPError)
+        lines = data["lines"] if data["format"] == FORMAT else {}
+        return {key: Line(float(x), float(y), str(fault)) for key, (x, y, fault) in lines.items()}
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, AutoTPError) as error:
+        log.warning("%s is not read (%s: %s)", path, type(error).__name__, error)
+        return {}
+
+
+def write_line(path: Path, key: str, line: Line) -> None:
+    """Keep a line for later processes; a file that cannot be written is a line in the log.
+
+    Args:
+        path: of the table. key, line: what was measured.
+    """
+    lines = read_table(path) | {key: line}  # now: other processes write too
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, draft = tempfile.mkstemp(dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump({"format": FORMAT, "lines": lines}, file, indent=1)
+            os.replace(draft, path)
+        finally:
+            Path(draft).unlink(missing_ok=True)
+    except OSError as error:
+        log.warning("%s cannot be written (%s): what was measured is measured again next time", path, error)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from autotp.kernels import bias_gelu, gated, norm, norm_triton
+from autotp.kernels import bias_gelu, norm
 from autotp.kernels.common import DTYPES
 
 EPS = 1e-5
@@ -58,41 +58,13 @@ def _pointwise(name: str, forward: Any, backward: Any, twins: Any, shapes: Any, 
     )
 
 
-ACT: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
-
-def _halved(act: Callable[[Tensor], Tensor], first: bool) -> Callable[[Tensor], Tensor]:
-    return lambda x: act(x.chunk(2, -1)[0 if first else 1]) * x.chunk(2, -1)[1 if first else 0]
-
-
 POINTWISE = [
-    *(
-        _pointwise(
-            "bias_gelu", bias_gelu._launch, bias_gelu._launch_backward,
-            (bias_gelu.bias_gelu, bias_gelu.bias_gelu_backward), lambda n, m: [(n, m), (m,)],
-            lambda x, b, act=act: act(x + b), tanh,
-        )
-        for tanh, act in ((False, ACT["gelu"]), (True, ACT["gelu_tanh"]))
-    ),
-    *(
-        _pointwise(
-            "gated", gated._launch, gated._launch_backward, (gated.gated, gated.gated_backward),
-            lambda n, m: [(n, m), (n, m)], lambda x, y, act=act: act(x) * y, name,
-        )
-        for name, act in ACT.items()
-    ),
-    *(
-        _pointwise(
-            "gated_halves", gated._launch_halves, gated._launch_halves_backward,
-            (gated.gated_halves, gated.gated_halves_backward), lambda n, m: [(n, 2 * m)],
-            _halved(ACT[name], first), name, first,
-        )
-        for name, first in (("silu", True), ("gelu_tanh", False))
-    ),
+    _pointwise(
+        "bias_gelu", bias_gelu._launch, bias_gelu._launch_backward,
+        (bias_gelu.bias_gelu, bias_gelu.bias_gelu_backward), lambda n, m: [(n, m), (m,)],
+        lambda x, b, way=way: F.gelu(x + b, approximate=way), tanh,
+    )
+    for tanh, way in ((False, "none"), (True, "tanh"))
 ]  # fmt: skip
 
 
@@ -134,7 +106,7 @@ def _norm(centred: bool, vectors: int, added: bool) -> Case:
         return y, x, stats
 
     kind = "layer" if centred else "rms"
-    triton = run(norm_triton.forward, norm._launch_backward)
+    triton = run(norm.launch_forward, norm._launch_backward)
     return Case(
         f"{kind} norm, {vectors} vectors{', added' * added}", shapes, reference, triton,
         run(twin, norm.norm_backward),

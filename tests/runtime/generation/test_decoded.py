@@ -14,7 +14,7 @@ import autotp
 from autotp.driver.options import CaptureRequest, Options
 from autotp.errors import InputError
 from autotp.inputs import Inputs
-from autotp.kernels.cached_attention import attend, cached_attention
+from autotp.kernels.attention import attend, cached_attention
 from autotp.proof.both import Both
 from autotp.runtime.generation.decoded import compared, explained
 from autotp.runtime.generation.simulated import Simulated

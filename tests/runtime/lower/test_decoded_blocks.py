@@ -13,7 +13,7 @@ from torch import Tensor, fx, nn
 
 from autotp import compat
 from autotp.errors import InputError
-from autotp.kernels.cached_attention import attend
+from autotp.kernels.attention import attend
 from autotp.runtime.generation.in_place import WRITES
 from autotp.runtime.lower.regional import Compiler, renumbered
 

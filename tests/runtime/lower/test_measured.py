@@ -12,16 +12,15 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 
 import autotp
 from autotp import compat
 from autotp.comm import one_shot, symmetric
 from autotp.errors import InputError
-from autotp.passes.optimise.alternatives import Alternative, Value
+from autotp.passes.optimise import Alternative, Value
 from autotp.runtime.lower import lower, measured
-from autotp.runtime.lower.measured import Measures
-from autotp.runtime.lower.verdicts import Speed, Verdicts, device_key
+from autotp.runtime.lower.measured import Line, Measures, device_key, read_table
 from tests.helpers.clocks import clock_by_turns
 from tests.helpers.compare import difference, gradients_differ, mesh_of
 from tests.helpers.models import inputs_of, transformer
@@ -32,7 +31,7 @@ MEASURED: Any = {"kernels": "measured"}
 FREE = dataclasses.replace(  # of machines without latencies: all that could overlap is measured
     autotp.Cluster.preset("h100"), name="free", launch_overhead=1e-15, intra_latency=1e-15, collective_overhead=1e-15
 )
-OPERAND = Value((4, 8), torch.float32, graded=True)
+OPERAND = Value((4, 8), torch.float32)
 FORMULAS: dict[str, Callable[[Any], Any]] = {
     "plain": lambda x: x * torch.sigmoid(x),
     "equal": torch.nn.functional.silu,
@@ -54,11 +53,13 @@ def alternative(other: str) -> Alternative:
         traced = fx.symbolic_trace(lambda x: (formula(x),))
         return fx.GraphModule({}, traced.graph)
 
-    return Alternative(other, graph(FORMULAS["plain"]), graph(FORMULAS[other]), (OPERAND,))
+    return Alternative(other, other, graph(FORMULAS["plain"]), graph(FORMULAS[other]), (OPERAND,))
 
 
-def judge(path: Path | None = None, clock: Any = None) -> Measures:
-    return Measures(None, CPU, True, Verdicts(path, device_key(CPU)), clock=clock or clock_by_turns(2.0, 1.0)(CPU))
+def verdict(other: str, plain: float = 2.0, ours: float = 1.0, path: Path | None = None) -> Any:
+    """The answer to whether a formula is used that takes so many seconds."""
+    with patch.object(measured, "clock_of", clock_by_turns(plain, ours)):
+        return Measures(None, CPU, True, path)(alternative(other))
 
 
 @pytest.mark.parametrize(
@@ -73,45 +74,84 @@ def judge(path: Path | None = None, clock: Any = None) -> Measures:
     ],
 )
 def test_only_what_gives_the_same_numbers_is_used(other, why):
-    used, said = judge()(alternative(other))
+    used, said = verdict(other)
     assert used == (not why) and (why or "2.00 of torch's speed") in said
 
 
 def test_what_takes_too_long_to_compile_is_left_out():
-    with patch.object(measured, "PATIENCE", -1.0):
-        assert judge()(alternative("equal")) == (False, "its first call took 0 s")
+    with patch.object(measured, "COMPILE_SECONDS", -1.0):
+        assert verdict("equal") == (False, "its first call took 0 s")
 
 
 @pytest.mark.parametrize("seconds, used", [(2.0, True), (1.01, False), (0.5, False)])
 def test_only_what_is_faster_is_used(seconds, used):
-    assert judge(clock=clock_by_turns(seconds, 1.0)(CPU))(alternative("equal")).used == used
+    assert verdict("equal", seconds).used == used
 
 
-def test_a_verdict_is_kept_for_this_device_versions_and_kernels(tmp_path):
-    path, count = tmp_path / "of mine" / "measured.json", [0]
-
-    def clock(call: Callable[[], object]) -> float:
-        count[0] += 1
-        return 1.0
-
-    first = judge(path, clock)(alternative("equal"))
-    measurements = count[0]
-    assert measurements and judge(path, clock)(alternative("equal")) == first and count[0] == measurements
-    kept = json.loads(path.read_text())
-    kept["devices"] = {"another device": kept["devices"][device_key(CPU)]}
-    path.write_text(json.dumps(kept))
-    judge(path, clock)(alternative("equal"))
-    assert count[0] == 2 * measurements and "another device" in path.read_text()  # measured again, and nothing is lost
-    path.write_text("{")
-    judge(path, clock)(alternative("equal"))
-    assert count[0] == 3 * measurements
+def test_a_line_is_kept_for_this_device_versions_and_kernels(tmp_path):
+    path = tmp_path / "of mine" / "measured.json"
+    first = verdict("equal", 2.0, 1.0, path)
+    assert verdict("equal", 1.0, 2.0, path) == first == (True, "2.00 of torch's speed")  # from the file
+    assert read_table(path) == {f"equal, trained, {device_key(CPU)}": Line(2.0, 1.0)}
+    assert path.stat().st_mode & 0o77 == 0 and [x.name for x in path.parent.iterdir()] == [path.name]
+    path.write_text(path.read_text().replace(device_key(CPU), "another device"))
+    assert not verdict("equal", 1.0, 2.0, path).used  # measured again, and nothing is lost
+    assert "another device" in path.read_text()
     for part in ("torch", "triton", "kernels"):
         assert part in device_key(CPU)
 
 
+KEY = f"equal, trained, {device_key(CPU)}"
+LINES = {KEY: [2.0, 1.0, ""]}
+
+
+@pytest.mark.parametrize(
+    "text, why",
+    [
+        ("{", "is not JSON"),
+        (json.dumps({"format": 1, "lines": LINES}), ""),  # of another version
+        (json.dumps({"format": 2, "lines": {KEY: [2.0]}}), "not enough values"),
+        (
+            json.dumps({"format": 2, "lines": {KEY: ["2x", 1, ""]}}),
+            "could not convert",
+        ),
+        ("[" * 99 + "]" * 99, "nested"),
+        (" " * 5_000_000, "at most 4.0 MiB"),
+    ],
+)
+def test_a_broken_file_is_measured_over(tmp_path, caplog, text, why):
+    path = tmp_path / "measured.json"
+    path.write_text(text)
+    assert not verdict("equal", 1.0, 2.0, path).used
+    assert why in caplog.text and bool(why) == ("is not read" in caplog.text)
+    assert read_table(path) == {KEY: Line(1.0, 2.0)}
+
+
+def test_a_file_that_others_can_write_to_is_not_read(tmp_path, caplog):
+    path = tmp_path / "measured.json"
+    path.write_text(json.dumps({"format": 2, "lines": LINES}))
+    path.chmod(0o600)
+    assert verdict("equal", 1.0, 2.0, path).used
+    path.chmod(0o662)
+    assert not verdict("equal", 1.0, 2.0, path).used and "chmod go-w" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_is_a_line_in_the_log(tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    assert verdict("equal", path=tmp_path / "file" / "measured.json").used
+    assert "cannot be written" in caplog.text
+
+
+def test_the_folder_is_the_users_own_unless_the_environment_names_one(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/somewhere")
+    for named, path in (("", "/somewhere/autotp"), ("1", "/somewhere/autotp"), ("/there", "/there"), ("0", None)):
+        monkeypatch.setenv("AUTOTP_CACHE", named)
+        assert measured.path_of() == (None if path is None else Path(path) / "measured.json")
+
+
 def test_measuring_draws_nothing_from_the_users_generators():
     state = torch.get_rng_state()
-    judge()(alternative("equal"))
+    verdict("equal")
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -128,18 +168,37 @@ def kernels_of(name: str, plain: float, other: float) -> tuple[str, str]:
 
 def test_kernels_stand_where_they_were_faster_and_the_plan_says_so():
     told, graph = kernels_of("llama", 2.0, 1.0)
-    assert "add_norm 2 times (2.00 of torch's speed), gated 2 times" in told and "add_norm" in graph
+    assert "add_norm 2 times (2.00 of torch's speed), norm 3 times" in told and "add_norm" in graph
     told, graph = kernels_of("llama", 1.0, 2.0)
-    assert "add_norm not used (0.50 of torch's speed), gated not used" in told and "norm not used" in told
-    assert not any(name in graph for name in ("add_norm", "gated("))
+    assert "add_norm not used (0.50 of torch's speed), norm not used" in told
+    assert "norm(" not in graph
 
 
 def test_a_kernel_that_lies_stays_out_of_the_program():
-    right = torch.ops.autotp.gated.default
-    wrong = patch.object(measured, "differs", lambda a, b: "differs by 1.0e+00" if len(b) == 3 else "")
-    with wrong:  # gated alone has one result and two operands with gradients
+    wrong = patch.object(measured, "differs", lambda a, b: "differs by 1.0e+00" if len(b) == 5 else "")
+    with wrong:  # of a sum and its norm there are two results, and three operands with gradients
         told, graph = kernels_of("llama", 2.0, 1.0)
-    assert "gated not used (differs by 1.0e+00)" in told and str(right.name()).split("::")[1] + "(" not in graph
+    assert "add_norm not used (differs by 1.0e+00)" in told and "norm 5 times (2.00 of torch's speed)" in told
+    assert "add_norm(" not in graph and "norm(" in graph  # the norm alone takes the place
+
+
+def test_a_line_says_what_stands_there_and_of_which_sizes(tmp_path):
+    """Sizes are rounded up to powers of two, so the next batch has a line already; other operators have their own."""
+    path = tmp_path / "measured.json"
+    keys = []
+    for length, norm in ((5, nn.RMSNorm), (7, nn.RMSNorm), (9, nn.RMSNorm), (5, nn.LayerNorm)):
+        model = nn.Sequential(norm(16), nn.Linear(16, 32), nn.GELU())
+        with timed(2.0, 1.0)[0], patch.object(lower, "path_of", lambda: path):
+            autotp.compile(model, 1, example_inputs=torch.ones(3, length, 16), optimise=MEASURED)
+        keys.append({key.removesuffix(f", trained, {device_key(CPU)}") for key in read_table(path)})
+    assert keys[0] == keys[1]
+    assert sorted(keys[0]) == [
+        "bias_gelu for linear gelu: 4x8x16 float32, 32x16 float32, 32 float32 -> 4x8x32 float32",
+        "norm for rms_norm: 4x8x16 float32, 16 float32 -> 4x8x16 float32",
+    ]
+    assert len(keys[2] - keys[1]) == 2 and all("4x16x16" in key for key in keys[2] - keys[1])
+    [line] = keys[3] - keys[2]
+    assert line == "norm for layer_norm: 4x8x16 float32, 16 float32, 16 float32 -> 4x8x16 float32"
 
 
 def test_on_a_cpu_nothing_is_measured_by_itself():
@@ -212,7 +271,7 @@ def judging(rank: int, world: int, group: Any, name: str) -> dict[str, Any]:
     forms = one_shot.FORMS if name == "one_shot" else symmetric.FORMS
     found: dict[str, Any] = {"off": 0.0}
     cases: dict[str, tuple[float, Any]] = {
-        "faster": (0.5, None), "slower": (2.0, None), "disagreeing": (2.0 if rank else 0.5, None),
+        "faster": (0.5, None), "slower": (2.0, None), "disagreeing": (0.5 if rank else 2.0, None),
         "wrong": (0.5, wrong), "crashing": (0.5, lambda _: crash),
     }  # fmt: skip
     for case, (other, fault) in cases.items():
@@ -247,9 +306,9 @@ def test_the_micro_pipeline(pool):
 
 
 def disagreeing(rank: int, world: int, group: Any) -> list[Any]:
-    """Rank 1 finds every kernel slower, rank 0 faster; then sums and products that send, on both faster or slower."""
+    """Rank 1 finds every kernel faster, rank 0 slower; then sums and products that send, on both faster or slower."""
     model, found = transformer("llama", num_hidden_layers=1), []
-    with timed(1.0, 2.0 if rank else 0.5)[0], timed(1.0, 1.0)[1]:
+    with timed(1.0, 0.5 if rank else 2.0)[0], timed(1.0, 1.0)[1]:
         sharded: Any = autotp.compile(model, example_inputs=inputs_of(model), mesh=mesh_of(group), optimise=MEASURED)
     found.append(next(line for line in sharded.plan.fired if line.startswith("kernels: ")))
     model, inputs = made("plain")
@@ -266,14 +325,15 @@ def disagreeing(rank: int, world: int, group: Any) -> list[Any]:
     return found
 
 
-def test_ranks_take_one_verdict_that_of_the_slowest(pool):
+def test_ranks_take_one_verdict_that_of_rank_0(pool):
     one, other = pool.run(disagreeing, world=2)
     assert one == other
     kernels, bucketed, apart, overlapped, plain = one
-    assert "gated not used (0.50 of torch's speed)" in kernels and "times" not in kernels
+    assert "norm not used (0.50 of torch's speed)" in kernels and "times" not in kernels
     assert "became 3 (2.00 of torch's speed)" in bucketed and "not used (0.50 of torch's speed)" in apart
-    assert "weights' gradients 2.00 of torch's speed" in overlapped and "not used (0.50 of torch's speed)" in plain
+    assert "weights' gradients (2.00 of torch's speed)" in overlapped and "not used (0.50 of torch's speed)" in plain
 
 
-def test_a_speed_in_words():
-    assert Speed(1.314).text == "1.31 of torch's speed" and Speed(0.0, "failed: OSError").text == "failed: OSError"
+def test_a_verdict_in_words():
+    assert Line(1.314, 1.0).verdict == (True, "1.31 of torch's speed")
+    assert Line(2.0, 1.0, "failed: OSError").verdict == (False, "failed: OSError")

@@ -53,13 +53,13 @@ def test_what_is_measured_computes_the_same(device):
     model = transformer("llama", num_hidden_layers=1).to(device)
     inputs = {k: x.to(device) for k, x in inputs_of(model).items()}
     switches: Any = {"kernels": "measured"} if device == "cpu" else None  # the default where there is a device
-    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "LIMIT", 0.01):
+    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "TIMED_SECONDS", 0.01):
         sharded: Any = autotp.compile(model, 1, example_inputs=inputs, optimise=switches)
     for m in (model, sharded):
         m(**inputs).logits.float().square().mean().backward()
     assert gradients_differ(sharded, model) < CLOSE
     [told] = [line for line in sharded.plan.fired if line.startswith("kernels: ")]
-    for name in ("gated", "add_norm", "norm", "rotary"):
+    for name in ("add_norm", "norm"):
         assert name in told
     assert "of torch's speed" in told and "failed" not in told and "differs" not in told, told
 
@@ -68,7 +68,7 @@ def test_what_is_measured_computes_the_same(device):
 def test_what_is_measured_computes_the_same_compiled():
     model = transformer("llama", num_hidden_layers=1).to("cuda")
     inputs = {k: x.to("cuda") for k, x in inputs_of(model).items()}
-    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "LIMIT", 0.01):
+    with patch.object(lower, "path_of", lambda: None), patch.object(measured, "TIMED_SECONDS", 0.01):
         sharded: Any = autotp.compile(model, 1, example_inputs=inputs, backend="inductor")
     for m in (model, sharded):
         m(**inputs).logits.float().square().mean().backward()

@@ -1,4 +1,4 @@
-"""Where norms are in a graph, as one operator or written out, with the residual that is added before."""
+"""Patterns of norms: as one operator or written out, with the residual that is added before."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from torch import fx
 from autotp.ir.op import aten, is_tensor, sizes
 from autotp.ir.scopes import scope_path
 from autotp.kernels.common import DTYPES
-from autotp.passes.optimise.matching import (
+
+from .judged import Rewrite
+from .matching import (
     Call,
     Cast,
     Either,
     Name,
+    call_in_place,
     calls,
     find,
     one_region,
-    put,
     scope_of,
     summable,
     value_of,
@@ -52,19 +54,21 @@ class FoundNorm:
         return self.weight, self.bias, self.eps, self.centred
 
 
-def norm(node: fx.Node) -> fx.Node | None:
-    """LayerNorm or RMSNorm over the last dimension."""
+def norm(node: fx.Node) -> Rewrite | None:
+    """Find LayerNorm or RMSNorm over the last dimension."""
     match = _match(node)
-    return None if match is None else put(OPS.norm.default, (match.x, *match.options), match.nodes, node, None)
+    if match is None:
+        return None
+    return call_in_place(OPS.norm.default, (match.x, *match.options), match.nodes, node, None)
 
 
-def norm_of_sum(node: fx.Node) -> fx.Node | None:
-    """The same, with the addition before it where the module that calls the norm makes it."""
+def norm_of_sum(node: fx.Node) -> Rewrite | None:
+    """Find a norm with the addition before it, where the module that calls the norm makes it."""
     match = _match(node)
     if match is None or not _added(match, node):
         return None
     x, residual = match.x.args[:2]
-    return put(OPS.add_norm.default, (x, residual, *match.options), (match.x, *match.nodes), node, match.x)
+    return call_in_place(OPS.add_norm.default, (x, residual, *match.options), (match.x, *match.nodes), node, match.x)
 
 
 def _match(node: fx.Node) -> FoundNorm | None:
@@ -91,7 +95,7 @@ def _written_out(node: fx.Node) -> FoundNorm | None:
 
 
 def _fits(match: FoundNorm, node: fx.Node) -> bool:
-    """Whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
+    """Say whether the kernel takes it: whole rows of a dtype that it knows, and vectors as long as they are."""
     x, out = value_of(match.x), value_of(node)
     vectors = [value_of(v) for v in (match.weight, match.bias) if v is not None]
     return (
@@ -105,7 +109,7 @@ def _fits(match: FoundNorm, node: fx.Node) -> bool:
 
 
 def _added(match: FoundNorm, node: fx.Node) -> bool:
-    """Whether what is normalised is a sum of two values of its own shape, made where the norm is called.
+    """Say whether what is normalised is a sum of two values of its own shape, made where the norm is called.
 
     A sum that another module makes stays there: it may be that module's output.
     """

@@ -1,7 +1,9 @@
-"""Where a vocabulary is looked up in and scored against: the embedding and the cross entropy over dealt rows."""
+"""Patterns over a vocabulary that is dealt out: the embedding, and the cross entropy."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,8 +16,10 @@ from autotp.ir.op import aten
 from autotp.ir.scopes import scope_path
 from autotp.ir.specs import PartialSpec
 from autotp.kernels.common import DTYPES, WIDE
-from autotp.passes.optimise.matching import CASTS, calls, erase, put, value_of
 from autotp.rules.lookup import vocabulary_embedding
+
+from .judged import Rewrite
+from .matching import CASTS, call_in_place, calls, erase, value_of
 
 OPS: Any = torch.ops.autotp
 MAX = "max"
@@ -23,8 +27,8 @@ VIEWS = (aten.reshape, aten.view, aten.flatten, aten.unsqueeze, aten.squeeze, at
 CONVERSIONS = frozenset(convert.FUNCTIONS.values())
 
 
-def look_up(node: fx.Node) -> fx.Node | None:
-    """An embedding whose vocabulary is dealt out, where this rank's rows are one run of ids."""
+def look_up(node: fx.Node) -> Rewrite | None:
+    """Find an embedding whose vocabulary is dealt out, where each rank's rows are one run of ids."""
     if node.target is not vocabulary_embedding:
         return None
     operands: Any = node.args
@@ -33,15 +37,21 @@ def look_up(node: fx.Node) -> fx.Node | None:
     if value_of(weight).dtype not in DTYPES or not all(isinstance(n, int) for n in numbers):
         return None
     place: Any = node.kwargs
-    mine = [(start, length) for start, length in runs.spans(**place) if length]
-    if any(start + length != then for (start, length), (then, _) in zip(mine, mine[1:], strict=False)):
-        return None
+    if not all(_one_run(runs.spans(rank, place["tp"])) for rank in range(place["tp"])):
+        return None  # on all ranks or on none, for they are measured together
+    mine = [span for span in runs.spans(**place) if span[1]]
     args = weight, ids, mine[0][0] if mine else 0, runs.length, padding
-    return put(OPS.vocabulary_rows.default, args, (node,), node)
+    return call_in_place(OPS.vocabulary_rows.default, args, (node,), node)
 
 
-def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
-    """The sums of a cross entropy and the maximum that they take: together, and then the maximum over the ranks.
+def _one_run(spans: Sequence[tuple[int, int]]) -> bool:
+    """Say whether runs, some of which may be empty, follow each other."""
+    runs = [span for span in spans if span[1]]
+    return all(start + length == then for (start, length), (then, _) in pairwise(runs))
+
+
+def sum_in_one_pass(node: fx.Node) -> Rewrite | None:
+    """Find the sums of a cross entropy and the maximum that they take: together, and then the maximum over the ranks.
 
     The maximum of the scores is the maximum of every rank's own, so where the scores were gathered for it, a number an
     example is now reduced instead. Scores that were cast to float32 for their loss are read as they were before that.
@@ -49,10 +59,17 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
     if node.target is not OPS.class_sums.default:
         return None
     operands: Any = node.args
-    scores, most, target, total = operands
+    scores, most, *_ = operands
     chain = _maximum(scores, most, node)
     if chain is None or value_of(scores).dtype not in DTYPES:
         return None
+    return Rewrite((node, *chain, *_casted(scores, node)), _in_one_pass, (node, chain))
+
+
+def _in_one_pass(node: fx.Node, chain: list[Any]) -> fx.Node:
+    """Put in the terms of the scores, the maximum over the ranks, and the sums of both."""
+    operands: Any = node.args
+    scores, most, target, total = operands
     graph, scope = node.graph, scope_path(node)
     with graph.inserting_before(node):
         scores = _before_cast(scores, node, scope)
@@ -64,7 +81,8 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
         maximum = graph.call_function(aten.select.int, (terms, 0, 0))
         _unlaid(maximum, most, scope, value.new_empty(value.shape[1:]))
         for old in reversed(chain):
-            maximum = _again(old, maximum, scope)
+            if old.target in CONVERSIONS:
+                maximum = _again(old, maximum, scope)
         new = graph.call_function(OPS.class_sums_of.default, (scores, maximum, target, terms, total))
     inherit(new, node, scope=scope)
     node.replace_all_uses_with(new)
@@ -73,23 +91,40 @@ def sum_in_one_pass(node: fx.Node) -> fx.Node | None:
 
 
 def _maximum(scores: Any, most: Any, reader: fx.Node) -> list[Any] | None:
-    """The conversions from the largest of these scores to its reader, the last one first; None if it is not that."""
+    """The calls from the largest of these scores to its reader, the last one first; None if it is not that.
+
+    Of conversions among them there is one that gathers the scores before, or those of their largest after.
+    """
     chain: list[Any] = []
     while True:
         if set(most.users) != {chain[-1] if chain else reader}:
             return None
+        chain.append(most)
         if most.target not in CONVERSIONS:
             break
-        chain.append(most)
         most = most.args[0]
     if not calls(most, aten.amax) or len(most.args) != 2 or list(most.args[1]) not in ([1], [-1]):
         return None
     of = most.args[0]
     if of.target in CONVERSIONS:
-        if chain or of.args[1].sharded_dim != 1 or not of.args[2].whole:
+        if len(chain) > 1 or of.args[1].sharded_dim != 1 or not of.args[2].whole:
             return None
-        chain, of = [of], of.args[0]
-    return chain if calls(of, aten.detach) and of.args[0] is scores else None
+        chain, of = [*chain, of], of.args[0]
+    return [*chain, of] if calls(of, aten.detach) and of.args[0] is scores else None
+
+
+def _casted(scores: fx.Node, reader: fx.Node) -> list[Any]:
+    """The cast to float32 and the views of it that scores are, the last first, where nothing else reads them."""
+    nodes: list[Any] = []
+    node: Any = scores
+    while calls(node, *VIEWS):
+        nodes, node = [*nodes, node], node.args[0]
+    nodes.append(node)
+    if node.target not in CASTS or value_of(node).dtype != WIDE or value_of(node.args[0]).dtype not in DTYPES:
+        return []
+    inside = {reader, *nodes}
+    outside = [u for n in nodes for u in n.users if u not in inside and not calls(u, aten.detach)]
+    return [] if outside else nodes
 
 
 def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx.Node:
@@ -97,16 +132,10 @@ def _before_cast(scores: fx.Node, reader: fx.Node, scope: tuple[str, ...]) -> fx
 
     The kernels compute in float32 and round a gradient once, as the cast's own gradient does: no number changes.
     """
-    views: list[Any] = []
-    node: Any = scores
-    while calls(node, *VIEWS):
-        views, node = [*views, node], node.args[0]
-    if node.target not in CASTS or value_of(node).dtype != WIDE or value_of(node.args[0]).dtype not in DTYPES:
+    *views, cast = _casted(scores, reader) or [None]
+    if cast is None:
         return scores
-    inside = {reader, node, *views}
-    if any(u not in inside and not calls(u, aten.detach) for n in (node, *views) for u in n.users):
-        return scores
-    half = node.args[0]
+    half: Any = cast.args[0]
     for old in reversed(views):
         value = value_of(old)
         with scores.graph.inserting_before(reader):
