@@ -6,9 +6,7 @@ files that they have saved: on the disk, or in the page cache; with the digests 
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import logging
 import os
 import statistics
@@ -26,11 +24,10 @@ import autotp
 from autotp.runtime import state
 from autotp.runtime.checkpoint.folders import DIGESTS
 from autotp.runtime.checkpoint.loading import materialise
-from benchmarks.helpers.command import made
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.interleaved import interleaved, ratio
 from benchmarks.helpers.isolate import Record
-from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.performance import command, table
 
 HEADING = "Digests of a checkpoint"
 RANKS, BLOCKS, WIDTH, INNER, ROUNDS = 2, 4, 4096, 14336, 15
@@ -148,17 +145,7 @@ load average {record["load_before"]} before.
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.digests", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
-    options = parser.parse_args(arguments)
-    before = os.getloadavg()[0]
-    record = {"benchmark": "digests", **made("benchmarks.digests", arguments), "cores": os.cpu_count()}
-    record |= {"rounds": options.rounds, "load_before": round(before, 1), "rows": run(options.rounds)}
-    print(page(record))
-    print(json.dumps(record))
-    if options.write:
-        write_section(HEADING, page(record))
+    command("digests", HEADING, run, page, ROUNDS, __doc__, arguments)
 
 
 if __name__ == "__main__":

@@ -7,10 +7,7 @@ samples of its inputs, the messages, and the queue of threads. CPU seconds withi
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,12 +19,11 @@ import torch.distributed as dist
 
 from autotp.comm.turn import Turn
 from autotp.runtime.calls import Calls, Ticket
-from benchmarks.helpers.command import made
 from benchmarks.helpers.decode_legs import legs
 from benchmarks.helpers.gloo import on_ranks
 from benchmarks.helpers.isolate import Record
 from benchmarks.helpers.megatron import untouched
-from benchmarks.helpers.performance import table, write_section
+from benchmarks.helpers.performance import command, table
 from benchmarks.helpers.variants import ours, training_step
 
 from .decode import PROMPT
@@ -133,17 +129,7 @@ Medians of {record["rounds"]} rounds on each rank. {record["cores"]} cores of {r
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.turns", description=__doc__)
-    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
-    parser.add_argument("--rounds", type=int, default=ROUNDS, help=f"rounds (default {ROUNDS})")
-    options = parser.parse_args(arguments)
-    before = os.getloadavg()[0]
-    record = {"benchmark": "turns", **made("benchmarks.turns", arguments), "cores": os.cpu_count()}
-    record |= {"rounds": options.rounds, "load_before": round(before, 1), "rows": run(options.rounds)}
-    print(page(record))
-    print(json.dumps(record))
-    if options.write:
-        write_section(HEADING, page(record))
+    command("turns", HEADING, run, page, ROUNDS, __doc__, arguments)
 
 
 if __name__ == "__main__":

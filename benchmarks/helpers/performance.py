@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+from .command import made
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "performance.md"
 HEAD = "# Performance\n\nEach section is written by the command that it names, with `--write`.\n"
@@ -14,6 +20,30 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table; the first column is text, the others are numbers."""
     lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+def command(
+    name: str, heading: str, run: Callable[[int], Any], page: Callable[[Mapping[str, Any]], str], rounds: int,
+    description: str | None, arguments: Sequence[str] | None,
+) -> None:  # fmt: skip
+    """Measure in rounds, print the section and the record, and with `--write` write the section.
+
+    Args:
+        name: of the benchmark's module. heading: of its section. run: gives the rows of so many rounds.
+        page: makes the section from a record with them. rounds: by default. description: for `--help`.
+        arguments: of the command line.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m benchmarks.{name}", description=description)
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"rounds (default {rounds})")
+    options = parser.parse_args(arguments)
+    before = os.getloadavg()[0]
+    record = {"benchmark": name, **made(f"benchmarks.{name}", arguments), "cores": os.cpu_count()}
+    record |= {"rounds": options.rounds, "load_before": round(before, 1), "rows": run(options.rounds)}
+    print(page(record))
+    print(json.dumps(record))
+    if options.write:
+        write_section(heading, page(record))
 
 
 def write_section(title: str, text: str, page: Path = PAGE) -> None:
