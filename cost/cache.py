@@ -9,8 +9,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from autotp.ir.graph import Capture, placed_outputs, resolve, shape_of, tensors
-from autotp.ir.layouts import Size
-from autotp.ir.op import Op, aten, sizes
+from autotp.ir.op import Op, aten, sizes, symbols_of
 from autotp.ir.parts import GraphPart
 from autotp.ir.program import Planned
 
@@ -108,7 +107,7 @@ def _spoken(program: Capture, plain: Collection[int]) -> set[Any]:
     an encoder gave does not grow."""
     symbols = lengths(program)
     for position, node in placed_outputs(program):
-        sides = set().union(*(_symbols(s) for s in shape_of(node)[1:]))
+        sides = set().union(*(symbols_of(s) for s in shape_of(node)[1:]))
         if program.becomes(position) is None and position not in plain and sides & symbols:
             return sides & symbols
     return symbols
@@ -119,17 +118,13 @@ def _rows(ends: list[Tensor], spoken: set[Any], hints: Hints) -> float | None:
     begins one with the length of what is said; not the first, the batch's. None where it does not."""
     hint = sizer(hints)
     for each in list(zip(*(sizes(v) for v in ends), strict=True))[1:]:
-        own = _symbols(each[-1]) if len(ends) > 1 else _symbols(each[-1]) & spoken
+        own = symbols_of(each[-1]) if len(ends) > 1 else symbols_of(each[-1]) & spoken
         if own:
             more = sizer({**hints, **{s: 2 * hints[s] for s in own}})(each[-1]) - hint(each[-1])
             return more / sum(hints[s] for s in own) / max(hint(each[-1]), 1)
         if len(set(each)) > 1:
             return 1 / max(hint(each[-1]), 1)
     return None
-
-
-def _symbols(size: Size) -> set[Any]:
-    return set() if isinstance(size, int) else set(size.free_symbols)
 
 
 def _value(node: fx.Node) -> Tensor:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -246,11 +246,10 @@ def from_all(ranks: Ranks, obj: T, what: str) -> list[T]:
     # Small ones go with the turn: in a collective that one rank leaves, others wait for the group's time-out.
     messages = meet(channel, what, data if channel is not None and len(data) <= channel.room else b"")
     with _telling(ranks):
-        if channel is not None and all(messages):
-            return [pickle.loads(message) for message in messages]
-        everyone: list[Any] = [None] * ranks.tp
-        dist.all_gather_object(everyone, obj, group=ranks.group)
-    return everyone
+        if not all(messages):
+            messages = [b""] * ranks.tp
+            dist.all_gather_object(messages, data, group=ranks.group)
+        return [pickle.loads(message) for message in messages]
 
 
 @contextlib.contextmanager

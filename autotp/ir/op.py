@@ -93,6 +93,11 @@ def expression(size: Any) -> Size:
     return simplify(size.node.expr) if isinstance(size, torch.SymInt) else int(size)
 
 
+def symbols_of(size: Size) -> set[Any]:
+    """The symbols in a size; none in a number."""
+    return set() if isinstance(size, int) else set(size.free_symbols)
+
+
 @dataclass
 class Op:
     """One call in the captured graph, as rules see it: named arguments, tensor slots, and shapes."""

@@ -92,8 +92,6 @@ class Calls:
     def __post_init__(self) -> None:
         self.inventory = Inventory(self.order)
         self.shards.counter = self
-        if not self.copy:  # the tensors of a copy are not all there yet
-            self.settle()
         _ = self.own  # there from now on, as the other: to make one is a collective that no turn comes before
         if self.channel is not None:
             self.channel.modules += self.copy == ""

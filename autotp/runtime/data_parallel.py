@@ -53,8 +53,6 @@ def spread(shards: ShardState, reads: Iterable[Read], reduces: torch.dtype | Non
     for part in _units(shards):
         apply(part, mesh=ranks.batch.mesh, ignored_params=scalars, **policy)
     _roots.add(shards.root)
-    if _recover_all not in recoveries:
-        recoveries.append(_recover_all)
 
 
 def show_gradients(shards: ShardState) -> None:
@@ -89,6 +87,9 @@ def _recover_all() -> None:
     """After a backward that failed, of whichever module."""
     for root in list(_roots):
         compat.reset_iteration(root)
+
+
+recoveries.append(_recover_all)
 
 
 def follow_types(shards: ShardState) -> None:

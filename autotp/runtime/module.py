@@ -83,7 +83,7 @@ class ShardedModule(Finds, Generates, Exports, Methods, OriginalInterface, Refus
         for captured, sharded in source.ready:
             self._install(captured, sharded)
         source.ready.clear()
-        self._calls.settle()  # with dp others stand for the parameters now
+        self._calls.settle()  # not before: with dp others stand for the parameters now
         self._looks_like(model)
 
     # ---- running ---------------------------------------------------------------------------------------------------

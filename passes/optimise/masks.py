@@ -19,7 +19,7 @@ from torch import Tensor, fx
 from autotp import compat
 from autotp.comm.conversions import as_invariant, f
 from autotp.ir.marks import mark
-from autotp.ir.op import expression, is_tensor
+from autotp.ir.op import expression, is_tensor, symbols_of
 from autotp.kernels.attention import attention_mask
 
 MOST_NODES, LONGEST, ENDLESS = 96, 1 << 18, 1 << 62  # of a mask's graph; of what is tried; the end of a slice
@@ -177,9 +177,9 @@ class _Sizes(NamedTuple):
             kinds[new] = "new"
         elif not isinstance(new, int):
             return None
-        symbols = set() if isinstance(whole, int) else whole.free_symbols
+        symbols = symbols_of(whole)
         past = [s for s in symbols if s not in kinds]
-        if len(past) > 1 or not isinstance(whole, int) and any(kinds.get(s) == "batch" for s in whole.free_symbols):
+        if len(past) > 1 or any(kinds.get(s) == "batch" for s in symbols):
             return None
         return cls(kinds | dict.fromkeys(past, "past"), new, whole)
 

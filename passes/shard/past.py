@@ -19,7 +19,7 @@ from autotp.cost import node_flops
 from autotp.cost.prices import is_free, lengths, sizer
 from autotp.ir.graph import Capture, Value, placed_outputs, resolve, short_name, tensors
 from autotp.ir.layouts import Size
-from autotp.ir.op import Op, Rule, aten, expression, sizes
+from autotp.ir.op import Op, Rule, aten, expression, sizes, symbols_of
 from autotp.ir.program import Parts, Past
 from autotp.ir.scopes import block_of, module_path
 
@@ -52,12 +52,12 @@ def cache_parts(program: Capture, begun: Capture, like: Mapping[str, str]) -> di
     for node in (n for position, n in placed_outputs(begun) if begun.becomes(position) is not None):
         state = resolve(node)
         source, length = _source(state, own, values), sizes(tensors(state[0])[state[1]])
-        if source is None and any(_symbols(s) & lengths(begun) for s in length):
+        if source is None and any(symbols_of(s) & lengths(begun) for s in length):
             return None
         state_sizes = [theirs(s) for s in length]
         for value in values[own[source]] if source is not None else ():
             shape = sizes(tensors(value[0])[value[1]])
-            grown = [d for d, s in enumerate(shape) if _symbols(s) & symbols]
+            grown = [d for d, s in enumerate(shape) if symbols_of(s) & symbols]
             alike = len(state_sizes) == len(shape)  # what is kept of a window is less than what is there
             parts = dict.fromkeys(grown, 1.0)
             if alike:
@@ -201,7 +201,7 @@ class _Reader:
         return self.one(size) / max(self.whole(size), 1)
 
     def _long(self, size: Size) -> bool:
-        return bool(_symbols(size) & self.symbols)
+        return bool(symbols_of(size) & self.symbols)
 
     def _entering(self, op: Op, operands: list[Value]) -> list[Value]:
         """Keys and values of an attention: of a fused one, and second operands of products whose shapes have the length
@@ -220,7 +220,3 @@ class _Reader:
         times = self.past.copies.get(resolve(op.slots[0]), 1.0) * after / max(before, 1)
         if times > 1:
             self.past.copies[op.node, 0] = times
-
-
-def _symbols(size: Size) -> set[Any]:
-    return set() if isinstance(size, int) else set(size.free_symbols)

@@ -309,9 +309,7 @@ class Pipe:
         Args:
             source, optimizer, options: see `ShardedModule.load_checkpoint`.
         """
-        loaded = checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
-        self.module._shards.loaded()
-        return loaded
+        return checkpoint.load(self._everywhere(), source, optimizer=optimizer, **options)
 
     def _everywhere(self) -> Any:
         """What this rank holds, as a part of what all ranks hold."""
