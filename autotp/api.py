@@ -23,10 +23,9 @@ from autotp.ir.graph import Capture
 from autotp.passes.decompose.losses import with_loss
 from autotp.passes.optimise import Switches
 from autotp.passes.shard.pins import Pins
+from autotp.plans.choices import MeshChoice, Sweep
 from autotp.plans.estimates import Axis
-from autotp.plans.mesh_choice import MeshChoice
 from autotp.plans.plan import Plan
-from autotp.plans.sweep import Sweep
 from autotp.runtime.build import Build, capture_on_ranks
 from autotp.runtime.compare.module import kind_of
 from autotp.runtime.lazy import LazyModule

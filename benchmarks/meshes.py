@@ -23,7 +23,7 @@ from rich.progress import track
 from torch import nn
 
 import autotp
-from autotp.plans.mesh_choice import MeshChoice, MeshRow
+from autotp.plans.choices import MeshChoice, MeshRow
 from autotp.text import seconds
 from benchmarks.helpers import isolate
 from benchmarks.helpers.command import made, versions

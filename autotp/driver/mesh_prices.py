@@ -55,7 +55,7 @@ class RankSums(NamedTuple):
 
 
 class Priced(NamedTuple):
-    """A step: its parts by the names of `autotp.plans.show.mesh_rows.TIMES`, bytes sent by axis, bytes held."""
+    """A step: its parts by the names of `autotp.plans.choices.TIMES`, bytes sent by axis, bytes held."""
 
     times: dict[str, float]
     sends: dict[str, float]

@@ -10,11 +10,10 @@ from autotp.cost.meshes import KEEPS, SHARDS, Mesh, divisors, factorisations, va
 from autotp.cost.prices import lengths
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
+from autotp.plans.choices import MeshChoice, MeshRow, call_of, reason
 from autotp.plans.describe.batch_axis import described
 from autotp.plans.estimates import Axis
-from autotp.plans.mesh_choice import MeshChoice, MeshRow, call_of
 from autotp.plans.plan import Plan
-from autotp.plans.show.mesh_rows import reason
 from autotp.text import listed
 
 from .mesh_prices import Priced, Pricer, saves

@@ -24,7 +24,7 @@ from autotp.ir.parts import HeadDims
 from autotp.ir.scopes import module_path, scope_path
 from autotp.passes.analysis.blocks import find_blocks
 from autotp.passes.stages.units import Unit, units_of
-from autotp.plans.describe.regathering import gathered_again
+from autotp.plans.describe.describe import gathered_again
 
 from .pipeline import Staged
 

@@ -35,10 +35,8 @@ from autotp.passes.shard.past import CacheParts, cache_parts
 from autotp.passes.shard.planner import Builder
 from autotp.passes.shard.ranks import ShardedProgram
 from autotp.plans.describe.batch_axis import described
-from autotp.plans.describe.describe import describe
-from autotp.plans.describe.groups import few_groups
-from autotp.plans.describe.reasons import without_rule
-from autotp.plans.describe.regathering import with_regathering
+from autotp.plans.describe.describe import describe, with_regathering
+from autotp.plans.describe.reasons import few_groups, without_rule
 from autotp.plans.estimates import ALONE, Axis
 from autotp.plans.plan import Plan
 

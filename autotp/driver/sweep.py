@@ -16,9 +16,9 @@ from autotp.cost.prices import lengths
 from autotp.cost.solver.band import BAND
 from autotp.errors import InputError, PlanError
 from autotp.ir.graph import Capture, shape_of, size_hint
+from autotp.plans.choices import Sweep
 from autotp.plans.estimates import Degree
 from autotp.plans.plan import Plan
-from autotp.plans.sweep import Sweep
 
 from .options import CaptureRequest, Options, Steering
 from .pipeline import Staged, capture_model, plan_stages, required_inputs

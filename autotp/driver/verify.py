@@ -15,7 +15,7 @@ from autotp.errors import InputError, PlanError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
 from autotp.passes.shard.sequence_program import Dealt, deal_sequence, own_copy
-from autotp.plans.export.annotations import spmd_types
+from autotp.plans.export.styles import spmd_types
 from autotp.plans.plan import Plan
 from autotp.proof.certificate.certificate import certificate
 from autotp.proof.certificate.report import Certificate

@@ -14,8 +14,7 @@ from autotp.ir.layouts import Layout
 from autotp.plans.show.overview import overview, screen
 from autotp.plans.show.report import render
 
-from .decoding import Decoding, decoding
-from .estimates import ALONE, Axis, Degree, Layer, Sublayer, Totals
+from .estimates import ALONE, Axis, Decoding, Degree, Layer, Sublayer, Totals, decoding
 
 if TYPE_CHECKING:
     from autotp.passes.shard.planner import Builder
@@ -214,7 +213,7 @@ class Plan:
         Raises:
             InputError: spmd_types is not installed (`pip install 'autotp[certify]'`).
         """
-        from autotp.plans.export.annotations import to_spmd_types  # noqa: PLC0415  it is an extra
+        from autotp.plans.export.styles import to_spmd_types  # noqa: PLC0415  it is an extra
 
         return to_spmd_types(self)
 

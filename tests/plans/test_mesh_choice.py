@@ -17,8 +17,7 @@ from autotp.driver.options import Options, Steering
 from autotp.driver.pipeline import capture_model
 from autotp.driver.staging import staging
 from autotp.errors import InputError
-from autotp.plans.mesh_choice import MeshChoice
-from autotp.plans.show.mesh_rows import TIMES
+from autotp.plans.choices import TIMES, MeshChoice
 from tests.helpers.models import inputs_of, transformer
 
 

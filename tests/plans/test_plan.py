@@ -21,11 +21,10 @@ from autotp.inputs import Inputs
 from autotp.ir.layouts import Partition, Shard
 from autotp.ir.marks import mark, write
 from autotp.ir.program import Decision
-from autotp.plans.alike import fold, unfold
 from autotp.plans.describe.describe import describe
 from autotp.plans.estimates import Axis, Degree, Layer, Sublayer, Timed, Totals
 from autotp.plans.plan import Block, Collective, Parameter, Plan
-from autotp.plans.saved import FORMAT, SAVED, file_name, sealed
+from autotp.plans.saved import FORMAT, SAVED, file_name, fold, sealed, unfold
 from tests.helpers.models import BATCH, HIDDEN, LENGTH, inputs_of, transformer
 from tests.helpers.plans import communicating, planned_for, stages
 

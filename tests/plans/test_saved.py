@@ -22,8 +22,7 @@ from autotp.driver.pipeline import capture_model
 from autotp.errors import PlanError
 from autotp.inputs import normalise
 from autotp.passes.shard.planner import Builder
-from autotp.plans.alike import fold, unfold
-from autotp.plans.saved import sealed
+from autotp.plans.saved import fold, sealed, unfold
 from tests.helpers.plans import planned_for
 
 

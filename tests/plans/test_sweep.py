@@ -15,8 +15,8 @@ from autotp import sweep as public
 from autotp.cost import call_seconds
 from autotp.driver.sweep import DEGREES
 from autotp.errors import InputError, PlanError
+from autotp.plans.choices import Sweep
 from autotp.plans.plan import Plan
-from autotp.plans.sweep import Sweep
 from autotp.runtime import build
 from tests.helpers.models import inputs_of, transformer
 

@@ -32,7 +32,7 @@ FLOORS = (
     "integrations", "api", "cli", "__main__",
 )  # fmt: skip
 # A Plan, and a Sweep of plans, offer their views as methods, and the views take one: the only circles allowed.
-FACADE = ("autotp.plans.plan", "autotp.plans.sweep", "autotp.plans.mesh_choice")
+FACADE = ("autotp.plans.plan", "autotp.plans.choices", "autotp.plans.choices")
 PRIVATE_TORCH = "autotp.compat"  # the one folder that may touch torch's private modules
 MAX_FILE, MAX_FUNCTION = LIMITS["lines of a file"], LIMITS["lines of a function"]
 MAX_FILES, MAX_TOP = LIMITS["files in a folder"], LIMITS["files in `autotp/` itself"]

@@ -19,7 +19,7 @@ from autotp.ir.layouts import I, P, R
 from autotp.ir.marks import mark
 from autotp.ir.op import aten
 from autotp.ir.program import Planned, Sharded
-from autotp.plans.export import annotations
+from autotp.plans.export import styles
 from autotp.proof.certificate.certificate import RefusedError, Typing, certificate, checking
 from autotp.proof.certificate.report import Refusal
 from autotp.proof.certificate.steps import STEPS, transit
@@ -219,7 +219,7 @@ def test_the_public_functions(linear, monkeypatch):
     def missing(name: str) -> None:
         raise ModuleNotFoundError(name)
 
-    monkeypatch.setattr(annotations, "import_module", missing)
+    monkeypatch.setattr(styles, "import_module", missing)
     with pytest.raises(InputError, match=r"autotp\[certify\]"):
         autotp.certify(model, plan, x)
 

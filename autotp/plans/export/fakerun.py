@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from autotp import compat
 from autotp.inputs import Inputs
 
-from .boundary import Boundary
+from .boundaries import Boundary
 
 Calls = list[tuple[tuple[Any, ...], dict[str, Any]]]  # positional and named arguments of each
 

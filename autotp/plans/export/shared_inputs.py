@@ -9,8 +9,7 @@ from dataclasses import replace
 from autotp.ir.graph import Value, read
 from autotp.ir.scopes import module_path
 
-from .boundaries import Boundaries
-from .boundary import Boundary
+from .boundaries import Boundaries, Boundary
 from .fakerun import FakeRun
 
 

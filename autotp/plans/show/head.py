@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.text import Text
 
-from autotp.plans.decoding import Decoding, decoding
+from autotp.plans.estimates import Decoding, decoding
 from autotp.text import amount
 
 from . import rows

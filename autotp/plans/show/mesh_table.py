@@ -8,13 +8,13 @@ from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.text import Text
 
+from autotp.plans import choices
 from autotp.text import amount, number
 
-from . import mesh_rows
 from .table import Columns
 
 if TYPE_CHECKING:
-    from autotp.plans.mesh_choice import MeshChoice
+    from autotp.plans.choices import MeshChoice
 
 NAMES = ("", "pp", "dp", "cp", "tp", "micro", "split", "kept", "chunks", "step", "bubble", "sends", "memory")
 
@@ -26,8 +26,8 @@ def mesh_table(choice: MeshChoice) -> RenderableType:
     for i, row in enumerate(choice.rows, 1):
         m = row.mesh
         degrees = (str(n) for n in (i, *m.degrees))
-        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, mesh_rows.chunks(row), mesh_rows.step(row)
-        shares = f"{row.share('bubble'):.0%}", mesh_rows.exposed(row), amount(row.memory)
+        how = f"{m.microbatches} x {m.batch}", m.shard or "-", m.keep, choices.chunks(row), choices.step(row)
+        shares = f"{row.share('bubble'):.0%}", choices.exposed(row), amount(row.memory)
         table.add_row(*degrees, *how, *shares, number(row.throughput))
     of = f" x {choice.length}" if choice.length else ""
     at = f"{choice.cluster}, {choice.examples}{of} a step, {amount(choice.limit)} a rank"
@@ -49,4 +49,4 @@ def _last(choice: MeshChoice) -> list[Text]:
     much = "" if row.mesh == choice.best.mesh else f", {slower:.1%} slower than the first"
     keep = "" if m.keep == "all" else f", keeps {m.keep}"
     counts = f"micro-batches: {m.microbatches} of {m.batch}{keep}"
-    return [Text(f"autotp runs: {row.call}  {counts}: {mesh_rows.step(row)}{much}")]
+    return [Text(f"autotp runs: {row.call}  {counts}: {choices.step(row)}{much}")]

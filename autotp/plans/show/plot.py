@@ -16,7 +16,7 @@ from . import rows
 from .drawing import template, ticks
 
 if TYPE_CHECKING:
-    from autotp.plans.sweep import Sweep
+    from autotp.plans.choices import Sweep
 
 WIDTH, LEFT, RIGHT = 560, 78, 26
 TOP, PANEL, BETWEEN, BOTTOM = 112, 170, 52, 44  # above the panels, of one, between two, below

@@ -21,7 +21,7 @@ from autotp.ir.op import sizes
 from autotp.ir.program import Planned, Sharded
 from autotp.ir.scopes import module_path
 from autotp.ir.specs import Spec
-from autotp.plans.export.annotations import AXIS, spmd_types
+from autotp.plans.export.styles import AXIS, spmd_types
 
 from .linear import linear_slots, tensors_in, type_by_rule
 from .report import Certificate, Refusal

@@ -11,7 +11,7 @@ from torch import Tensor
 from autotp.ir.op import aten
 from autotp.kernels import float8 as _operators  # noqa: F401  defines them
 from autotp.kernels.operators import OPS
-from autotp.plans.export.annotations import AXIS, spmd_types
+from autotp.plans.export.styles import AXIS, spmd_types
 
 Groups = tuple[tuple[str, ...], ...]  # argument names: linear in those of a group together, in every group by itself
 Values = Mapping[str, Any]

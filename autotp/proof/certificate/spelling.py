@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from autotp.ir.op import aten
-from autotp.plans.export.annotations import spmd_types
+from autotp.plans.export.styles import spmd_types
 
 from .linear import type_by_rule
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from autotp.errors import PlanError
 from autotp.ir.specs import Spec
-from autotp.plans.export.annotations import AXIS, spmd_types
+from autotp.plans.export.styles import AXIS, spmd_types
 
 Step = tuple[str, str, str]  # a transition of `spmd_types.rules`, and the types that it goes from and to
 

@@ -1,0 +1,310 @@
+"""Choices priced beside each other: meshes of many devices (`autotp.plan(devices=N)`), and degrees (`autotp.sweep`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import RenderableType
+
+from autotp.cost.meshes import Mesh
+from autotp.errors import InputError, PlanError
+from autotp.plans.show.report import plain, precisions_table, sweep_table
+from autotp.text import amount, seconds
+
+from .estimates import Degree
+from .plan import Plan
+
+
+@dataclass(frozen=True)
+class MeshRow:
+    """A mesh and the figures of a step on it.
+
+    Attributes:
+        mesh: degrees, micro-batches, schedule, what is split over dp and what is kept.
+        seconds: of a step; `times`: what they are made of, by the names of `TIMES`.
+        sent: bytes that a rank sends in a step over each axis; `network`: axes whose groups leave the node.
+        memory: bytes that the fullest rank holds. fits: whether that is within the limit.
+        throughput: `unit` a second and device. flops: floating-point operations of the model a second and device,
+            without what is computed again.
+        why: it is slower than the best; empty for that.
+    """
+
+    mesh: Mesh
+    seconds: float
+    times: Mapping[str, float]
+    sent: Mapping[str, float]
+    network: tuple[str, ...]
+    memory: float
+    fits: bool
+    throughput: float
+    unit: str
+    flops: float
+    why: str = ""
+
+    def share(self, *names: str) -> float:
+        """The part of the step that these of its times are."""
+        part = sum(self.times[name] for name in names)
+        return part / self.seconds if self.seconds else 0.0
+
+    @property
+    def call(self) -> str:
+        """The call of autotp that runs it; empty where autotp does not."""
+        return call_of(self.mesh)
+
+
+def call_of(mesh: Mesh) -> str:
+    """The call of autotp that runs a mesh; empty where it does not: cp beside dp or a pipeline, states alone that are
+    split, and weights that are split beside a pipeline. What is computed again is the caller's to wrap."""
+    if mesh.shard == "states" or (mesh.pp > 1 and mesh.shard) or (mesh.cp > 1 and mesh.pp * mesh.dp > 1):
+        return ""
+    if mesh.pp > 1:
+        chunks = f", chunks={mesh.chunks}" if mesh.chunks > 1 else ""
+        return f"autotp.stages(model, {mesh.pp}, {mesh.tp}, dp={mesh.dp}{chunks}, ...)"
+    axis = f"cp={mesh.cp}" if mesh.cp > 1 else f"dp={mesh.dp}"
+    split = ", fully_shard=True" if mesh.shard else ""
+    return f"autotp.compile(model, {mesh.tp}, {axis}{split}, ...)"
+
+
+@dataclass(frozen=True)
+class MeshChoice:
+    """The best meshes of so many devices for a model. Print it to read it; `to_dict` gives it as data.
+
+    Attributes:
+        model: class name; `cluster`, `optimizer`: what it was priced for.
+        devices: how many; `examples`: in a step over all of them; `length`: of a sequence, 0 where there is none.
+        limit: bytes that a rank may hold.
+        ranked: of every pp x dp x cp x tp that fits its fastest variant, the fastest first, and after these of those
+            that do not fit the one that holds least.
+        considered, fitting: how many variants were priced, and how many of them fit.
+        plans: of every tp, of one micro-batch.
+        runs: the fastest variant without cp that autotp runs, `plan`: its plan with its dp, or None where none fits; a
+            pipeline's is that of the whole model, which `autotp.stages(..., plan=)` cuts.
+    """
+
+    model: str
+    cluster: str
+    optimizer: str
+    devices: int
+    examples: int
+    length: int
+    limit: float
+    ranked: tuple[MeshRow, ...] = field(repr=False)
+    considered: int
+    fitting: int
+    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
+    runs: MeshRow | None = field(repr=False, default=None)
+    plan: Plan | None = field(repr=False, default=None)
+
+    @property
+    def rows(self) -> tuple[MeshRow, ...]:
+        """The best ten that fit; where none does, the ten that hold least."""
+        fit = [row for row in self.ranked if row.fits]
+        return tuple((fit or sorted(self.ranked, key=lambda row: row.memory))[:10])
+
+    @property
+    def best(self) -> MeshRow | None:
+        """The fastest that fits."""
+        first = next(iter(self.ranked), None)
+        return first if first is not None and first.fits else None
+
+    def place(self, pp: int = 1, dp: int = 1, cp: int = 1, tp: int = 1) -> tuple[int, MeshRow]:
+        """Where these degrees rank among all, counted from 1, and their figures.
+
+        Args:
+            pp, dp, cp, tp: ranks of each axis.
+
+        Raises:
+            InputError: they are not among those that were priced.
+        """
+        for i, row in enumerate(self.ranked, 1):
+            if row.mesh.degrees == (pp, dp, cp, tp):
+                return i, row
+        raise InputError(
+            f"pp={pp} x dp={dp} x cp={cp} x tp={tp} was not priced for {self.devices} devices: their product is "
+            f"{pp * dp * cp * tp}, a tp group stays in a node, stages have a repeated block each, slices of the "
+            "sequence are equal, and micro-batches make up the examples of a step."
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the plans, as plain data that JSON can hold."""
+        apart = ("ranked", "plans", "plan", "runs")
+        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
+        runs = _data(self.runs) if self.runs is not None else None
+        return {**fields, "rows": [_data(row) for row in self.rows], "runs": runs}
+
+    def to_svg(self, path: str | Path) -> None:
+        """Draw the rows: a bar for each, of what its step is made of. The file needs nothing else.
+
+        Args:
+            path: of the SVG file.
+        """
+        from autotp.plans.show.mesh_plot import write_svg  # noqa: PLC0415  jinja2 is read only where it is wanted
+
+        write_svg(self, path)
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        from autotp.plans.show.mesh_table import mesh_table  # noqa: PLC0415  it reads this file's names
+
+        return mesh_table(self)
+
+
+def _data(row: MeshRow) -> dict[str, Any]:
+    return {**asdict(row), "network": list(row.network), "call": row.call}
+
+
+# several degrees
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The figures of each degree. Print it to read it; `to_dict` gives it as data.
+
+    Attributes:
+        model: class name; `cluster`, `objective`, `optimizer`: what it was priced for.
+        batch: examples in the batch that was priced: the first dimension of the example inputs.
+        limit: bytes that a rank may hold.
+        rows: one `Degree` for each degree, in the order asked for; `plans`: their plans.
+        precision: of the large products, in words; empty for the model's own. own: then the sweep in that, beside it.
+    """
+
+    model: str
+    cluster: str
+    objective: str
+    optimizer: str
+    batch: int
+    limit: float
+    rows: tuple[Degree, ...]
+    plans: Mapping[int, Plan] = field(repr=False, default_factory=dict)
+    precision: str = ""
+    own: Sweep | None = field(repr=False, default=None)
+
+    @property
+    def best(self) -> Degree | None:
+        """The degree with the most throughput per device among those that fit; of equals the smallest."""
+        fitting = [row for row in self.rows if row.fits]
+        return min(fitting, key=lambda row: (-row.throughput, row.tp)) if fitting else None
+
+    def chosen(self) -> Plan:
+        """The plan of the best degree, which holds the table of all.
+
+        Raises:
+            PlanError: no degree fits.
+        """
+        if self.best is None:
+            least = min(self.rows, key=lambda row: row.memory)
+            raise PlanError(
+                f"tp='auto': no degree of {', '.join(str(r.tp) for r in self.rows)} fits into "
+                f"{amount(self.limit)} a rank: the least is {amount(least.memory)}, at tp={least.tp}.\n"
+                f"{self}Take a smaller batch or a shorter length, more ranks, or larger devices (cluster=, memory=)."
+            )
+        why = f"tp='auto' took tp={self.best.tp}: of the degrees that fit, the most throughput per device"
+        plan = self.plans[self.best.tp]
+        return replace(plan, degrees=self.rows, notes=(*plan.notes, why))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the plans, as plain data that JSON can hold."""
+        apart = ("rows", "plans", "precision", "own")
+        fields = {k: getattr(self, k) for k in self.__dataclass_fields__ if k not in apart}
+        beside = {} if self.own is None else {"precision": self.precision, "own": self.own.to_dict()["rows"]}
+        return {**fields, "rows": [asdict(row) for row in self.rows], **beside}
+
+    def to_svg(self, path: str | Path, without: Sweep | None = None) -> None:
+        """Draw step time, memory per rank and exposed communication against tp. The file needs nothing else.
+
+        Args:
+            path: of the SVG file.
+            without: a sweep of the same model with `sequence_parallel=False`, to draw beside this one, which is then
+                the one with sequence parallelism.
+
+        Raises:
+            InputError: a sweep has no rows, or the two are not of the same model, cluster, objective and batch.
+        """
+        from autotp.plans.show.plot import write_svg  # noqa: PLC0415  jinja2 is read only where it is wanted
+
+        write_svg(self, path, without)
+
+    def __str__(self) -> str:
+        return plain(self.__rich__())
+
+    def __rich__(self) -> RenderableType:
+        precise = f", {self.precision}" if self.precision else ""
+        at = f"{self.cluster}, {self.objective}, batch of {self.batch}, {amount(self.limit)} a rank{precise}"
+        heading = f"{self.model} ({at})"
+        if self.own is None:
+            return sweep_table(self.rows, heading)
+        return precisions_table(self.rows, self.own.rows, heading)
+
+
+# meshes in words
+
+TIMES = {
+    "compute": "kernels of forward and backward",
+    "again": "computed or gathered again",
+    "tp": "over tp",
+    "cp": "over cp",
+    "pp": "between stages",
+    "uneven": "stages that wait for the slowest",
+    "bubble": "bubble",
+    "dp": "waiting for dp",
+    "optimizer": "optimizer",
+}
+AXES = ("tp", "cp", "pp", "dp")
+
+
+def reason(row: MeshRow, best: MeshRow) -> str:
+    """Why a mesh takes longer than the best: the time that grew most.
+
+    Args:
+        row: of the mesh. best: of the fastest that fits.
+    """
+    if not row.fits:
+        return f"too much: {amount(row.memory)}"
+    name = max(TIMES, key=lambda x: row.times[x] - best.times[x])
+    if row is best or row.times[name] - best.times[name] <= 0:
+        return ""
+    shares = f"{row.share(name):.0%} against {best.share(name):.0%}"
+    if name in AXES:
+        return _sends(name, row, best, shares)
+    if name == "compute":
+        more = row.times[name] / best.times[name] - 1
+        return f"smaller kernels: {more:.1%} more seconds in them"
+    if name == "again":
+        what = "computes blocks again" if row.mesh.keep == "inputs" else "gathers again"
+        return f"{what} to fit: {shares}"
+    if name == "uneven":
+        return f"uneven stages: {shares}"
+    return f"{name} {shares}"
+
+
+def _sends(axis: str, row: MeshRow, best: MeshRow, shares: str) -> str:
+    """The reason where it is an axis."""
+    where = "over the network" if axis in row.network else "in the node"
+    before, now = best.sent[axis], row.sent[axis]
+    if not before:
+        return f"sends {amount(now)} over {axis} {where}: {shares}"
+    if axis in row.network and axis not in best.network:
+        return f"{axis} over the network, not in the node: {shares}"
+    if now > 1.05 * before:
+        return f"sends {now / before:.1f}x more over {axis} {where}: {shares}"
+    return f"waits longer for {axis} {where}: {shares}"
+
+
+def chunks(row: MeshRow) -> str:
+    """Stages of each rank of the pipeline: with 1 the schedule is 1F1B, with more the interleaved one."""
+    return "-" if row.mesh.pp == 1 else str(row.mesh.chunks)
+
+
+def exposed(row: MeshRow) -> str:
+    """The share of communication that nothing hides."""
+    return f"{row.share(*AXES):.0%}"
+
+
+def step(row: MeshRow) -> str:
+    """The seconds of a step."""
+    return seconds(row.seconds)
