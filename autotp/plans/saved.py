@@ -23,9 +23,9 @@ from .plan import Block, Collective, Parameter, Plan
 FORMAT = 10
 UNSAVED = ("fired", "builder")  # they say something of one process alone
 SAVED = tuple(f.name for f in fields(Plan) if f.name not in UNSAVED)
-LARGEST = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
+MAX_FILE_BYTES = 100_000_000  # bytes of a file; the plan of a model with hundreds of layers has a few million
 FOLDED = ("parameters", "collectives", "blocks", "decisions", "states", "tables")  # as `alike` writes them
-MOST_RANKS = 1 << 20  # on an axis
+MAX_RANKS = 1 << 20  # on an axis
 # A file's names for fields that have another one here: to rename a field needs no new format.
 FILE_NAMES = {"Totals": {"parameter_bytes": "stored", "least_parameter_bytes": "least_stored"}}
 
@@ -48,7 +48,7 @@ def _seal(data: Mapping[str, Any]) -> str:
 
 def load_plan(path: Path) -> Plan:
     """Read the file that `Plan.save` wrote; errors are those of `read_plan`, or say that there is no such file."""
-    return read_plan(read_text(path, LARGEST, error=PlanError), str(path))
+    return read_plan(read_text(path, MAX_FILE_BYTES, error=PlanError), str(path))
 
 
 def read_plan(text: str, name: str = "the text") -> Plan:
@@ -94,7 +94,7 @@ def _checked(plan: Plan) -> Plan:
             if allowed is not None and (flag or not isinstance(value, allowed)):
                 raise TypeError(f"{type(record).__name__}.{f.name} is {value!r}, which is no {f.type}")
     for axis, size in (("tp", plan.tp), (plan.batch.name, plan.batch.size)):
-        if not 1 <= size <= MOST_RANKS:
+        if not 1 <= size <= MAX_RANKS:
             raise ValueError(f"{axis} is {size}, which is no number of ranks")
     return plan
 
@@ -185,10 +185,10 @@ def _tuples(record: dict[str, Any]) -> dict[str, Any]:
 
 HOLE = "#"
 NUMBER = re.compile(r"(?<!\d)(?:0|[1-9]\d{0,14})(?!\d)")
-GREATEST = 1 << 63  # as `autotp.ir.files` bounds what a file says itself
-MOST = 1 << 20  # records of a list
-LARGEST = 400_000_000  # characters of all of them
-LONGEST = 24  # numbers that recur in a run: those of one block
+MAX_SIZE = 1 << 63  # as `autotp.ir.files` bounds what a file says itself
+MAX_RECORDS = 1 << 20  # records of a list
+MAX_CHARACTERS = 400_000_000  # characters of all of them
+MAX_PERIOD = 24  # numbers that recur in a run: those of one block
 
 
 def fold(records: Sequence[Any]) -> list[dict[str, Any]]:
@@ -218,12 +218,12 @@ def unfold(data: Any) -> list[Any]:
         TypeError, ValueError, KeyError: it did not, or they are too many.
     """
     records: dict[int, Any] = {}
-    room = LARGEST
+    room = MAX_CHARACTERS
     for entry in data:
         pattern, places = entry["like"], _numbers(entry["at"])
         columns = [_numbers(column) for column in entry.get("numbers", ())]
         room -= len(json.dumps(pattern)) * len(places)
-        if room < 0 or len(records) + len(places) > MOST:
+        if room < 0 or len(records) + len(places) > MAX_RECORDS:
             raise ValueError("more records than a plan has")
         for place, row in zip(places, zip(*columns, strict=True) if columns else [()] * len(places), strict=True):
             if place in records:
@@ -302,7 +302,7 @@ def _runs(numbers: Sequence[int]) -> list[Any]:
 
 def _runs_at(numbers: Sequence[int], at: int) -> Iterator[tuple[int, int]]:
     """Of every run that begins here: how many numbers recur, and how often they are there."""
-    for period in range(1, min(LONGEST, (len(numbers) - at) // 2) + 1):
+    for period in range(1, min(MAX_PERIOD, (len(numbers) - at) // 2) + 1):
         step, end = numbers[at + period] - numbers[at], at + period
         while end < len(numbers) and numbers[end] - numbers[end - period] == step:
             end += 1
@@ -319,9 +319,9 @@ def _numbers(runs: Any) -> list[int]:
         first, step, times = run if isinstance(run, list) else (run, 0, 1)
         first = first if isinstance(first, list) else [first]
         whole = all(type(x) is int for x in (step, times, *first))
-        if not whole or not first or not 0 < times * len(first) <= MOST - len(out):
+        if not whole or not first or not 0 < times * len(first) <= MAX_RECORDS - len(out):
             raise ValueError(f"{str(run)[:40]} is no run of numbers")
-        if max(map(abs, first)) + abs(step) * times > GREATEST:
+        if max(map(abs, first)) + abs(step) * times > MAX_SIZE:
             raise ValueError(f"{str(run)[:40]} are numbers that are no size of anything")
         out += [x + step * i for i in range(times) for x in first]
     return out
