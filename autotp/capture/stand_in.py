@@ -24,7 +24,7 @@ from .selfcheck import LARGEST, Results, Trial, bytes_of, finite, on_meta
 
 CHEAP = 1 << 24  # numbers in all weights up to which a model on the meta device is made real as it is
 LIMIT = 1 << 26  # numbers in all weights of a stand-in
-LENGTH = 16  # what the first dimensions of inputs are cut to
+EXAMPLES, LENGTH = 2, 16  # what the first two dimensions of inputs are cut to
 COPIES = 4  # times the weights: a copy, the gradients of both sides, and what is computed on the way
 MOST = 8 * 10**9  # bytes of weights above which a model takes minutes on its own
 Capturer = Callable[[Trial], Capture]  # captures the model of a trial, and holds the capture against it
@@ -96,14 +96,8 @@ def _count(model: nn.Module) -> int:
 
 
 def _smaller(model: nn.Module) -> Iterator[Small]:
-    """Small models of the same classes, those first that are most like the model; large ones only after the others."""
-    large = []
-    for small in _candidates(model):
-        if _count(small.model) <= LIMIT:
-            yield small
-        else:
-            large.append(small)
-    yield from (small for small in large if bytes_of(small.model) < LARGEST)
+    """Small models of the same classes, those first that are most like the model."""
+    return (small for small in _candidates(model) if _count(small.model) <= LIMIT)
 
 
 def _candidates(model: nn.Module) -> Iterator[Small]:
@@ -131,7 +125,7 @@ def shortened(inputs: Inputs, widths: Mapping[int, int]) -> Iterator[Inputs]:
     def own(tensor: Tensor, dims: int) -> Tensor:
         part = tensor
         for d in range(min(tensor.ndim, dims if tensor.ndim <= 3 else min(dims, 1))):
-            part = part.narrow(d, 0, min(LENGTH, part.shape[d]))
+            part = part.narrow(d, 0, min(LENGTH if d else EXAMPLES, part.shape[d]))
         if tensor.is_floating_point() and tensor.ndim > 1 and tensor.shape[-1] in widths:
             part = part.narrow(-1, 0, min(widths[tensor.shape[-1]], part.shape[-1]))
         return tensor if part.shape == tensor.shape else part.detach().clone().requires_grad_(tensor.requires_grad)
@@ -154,10 +148,15 @@ class StandIn(Trial):
     capturer: Capturer | None = None
     whole: Trial | None = None
 
+    @cached_property
+    def _trial(self) -> Trial:
+        """A trial of the small model for captures of its own."""
+        return Trial(self.model, self.inputs, self.device, ground=self.ground)
+
     def runs(self) -> bool:
-        """Whether the small model takes these inputs, and gives numbers."""
+        """Return whether the small model takes these inputs, and gives numbers."""
         try:
-            outputs = self.outputs(self.mapped()).values()
+            outputs = self._trial.outputs(self._trial.mapped()).values()
         except Exception:  # whatever a forward thinks of these sizes
             return False
         return finite(outputs)
@@ -165,7 +164,7 @@ class StandIn(Trial):
     @cached_property
     def _small_capture(self) -> tuple[Capture | None, str, str]:
         """The capture of the small model that was found right, or why there is none; and what was refused of it."""
-        trial = Trial(self.model, self.inputs, self.device, ground=self.ground)
+        trial = self._trial
         assert self.capturer is not None
         try:
             program = self.capturer(trial)

@@ -14,6 +14,7 @@ from autotp import compat
 from autotp.errors import PlanError
 from autotp.ir.specs import Spec
 
+PERIOD = 65537  # elements after which weights repeat: a prime, so that no two rows of a value are weighed alike
 FLOOR = 1e-3  # of the operands' (or the gradients') largest value: below it a value may be zero by mathematics
 
 
@@ -90,9 +91,11 @@ def loss(outputs: Any) -> Tensor:
 
 
 def weights(value: Tensor) -> Tensor:
-    """What `loss` weighs the elements of a whole value by, as the value is laid out; real and imaginary parts apart."""
+    """Weights of the elements of a whole value in `loss`, as the value is laid out; real and imaginary parts apart."""
     shape = torch.view_as_real(value).shape if value.is_complex() else value.shape
-    return torch.cos(torch.arange(shape.numel(), dtype=torch.float64, device=value.device) + 0.5).reshape(shape)
+    count = shape.numel()
+    pattern = torch.cos(torch.arange(min(count, PERIOD), dtype=torch.float64, device=value.device) + 0.5)
+    return pattern.repeat(-(-count // PERIOD))[:count].reshape(shape) if count > PERIOD else pattern.reshape(shape)
 
 
 def weighted(value: Tensor, weight: Tensor) -> Tensor:
