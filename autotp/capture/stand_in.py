@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from autotp import compat
-from autotp.cost.machines import processor
+from autotp.cost.machines import this_machine
 from autotp.errors import AutoTPError, CaptureError
 from autotp.inputs import Inputs
 from autotp.ir.graph import Capture
@@ -88,7 +88,7 @@ def trial_of(model: nn.Module, inputs: Inputs, device: torch.device, check: bool
 
 def free_memory(device: torch.device) -> int:
     """Bytes that a process can take on this device; 0 where that cannot be told."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else processor.free_memory()
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else this_machine.free_memory()
 
 
 def _count(model: nn.Module) -> int:

@@ -19,7 +19,7 @@ from torch.cuda import nccl
 from autotp import __version__
 from autotp.comm.peers import unavailable
 from autotp.cost.machines.presets import PRESETS
-from autotp.cost.machines.processor import memory, processor
+from autotp.cost.machines.this_machine import memory, processor
 
 PACKAGES = ("torch", "transformers", "triton", "highspy", "networkx", "sympy", "rich", "typer", "numpy")
 BACKENDS = ("gloo", "nccl", "mpi", "ucc", "xccl")

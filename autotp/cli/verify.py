@@ -133,7 +133,7 @@ def calibrate(
 
     Under torchrun its links are measured too.
     """
-    from autotp.cost.machines.files import SUFFIXES  # noqa: PLC0415  it needs torch
+    from autotp.cost.machines.cluster import SUFFIXES  # noqa: PLC0415  it needs torch
 
     writable(out)
     if out is not None and out.suffix not in SUFFIXES:

@@ -1,31 +1,110 @@
-"""Measure the machine that this process runs on, and describe it as a `Cluster`."""
+"""Measure the machine that this process runs on, and describe it as a `Cluster`: medians, without a fit."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+import math
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import cycle
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-from torch.distributed import ProcessGroup
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
 
 from autotp.comm.collectives import real
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
-from autotp.cost.collectives import COLLECTIVES
+from autotp.cost.collectives import COLLECTIVES, Link, ring_seconds
 from autotp.errors import InputError
 
-from .clock import Clock
-from .fit import Kernel, Sample, Transfer, errors, fit
-from .operators import SIZES, kernels, product
 from .this_machine import described
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+BATCHES = 5  # of calls, of which the median counts
+MAX_CALLS = 1000  # in a batch: many launches, and turns on a shared core
+LAUNCHES = 48  # operators that a launch is the mean of
+TINY_ROWS = 8  # and width of a product that is all launch
+SLOW_SECONDS = 0.05  # of a matmul after which no larger one of its dtype is measured
+PASSES = 3  # the cost model counts a backward as twice its forward
+COLD_BYTES = 2**26  # of operands taken in turn, more than a core's cache: what a step multiplies was read a step ago
+LEAST_LATENCY = 1e-9  # seconds: a link is never free
+LEAST_SHARE = 0.1  # of a kernel's time that is its own, and not its launch
+UNITS = {
+    "launch_overhead": (1e6, "us"),
+    "product_launches": (1.0, "launches"),
+    "memory_bandwidth": (1e-9, "GB/s"),
+    "intra_latency": (1e6, "us"),
+    "intra_bandwidth": (1e-9, "GB/s"),
+    "inter_latency": (1e6, "us"),
+    "inter_bandwidth": (1e-9, "GB/s"),
+}  # a field of `Cluster` -> its unit on the screen
+
+Samples = dict[str, list[float]]  # a field of `Cluster`, or a dtype's name for its rate -> what was found for it
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Times calls, on all ranks alike where there are some."""
+
+    ranks: Ranks | None
+    device: torch.device
+    budget: float
+
+    def time(self, call: Callable[[], object]) -> float:
+        """Return the median seconds of one call; the slowest rank's, on every rank."""
+        self._batch(call, 1)
+        once = max(self.worst(self._batch(call, 1)), 1e-7)
+        calls = min(max(int(self.budget / BATCHES / once), 1), MAX_CALLS)
+        return self.worst(statistics.median(self._batch(call, calls) for _ in range(BATCHES)))
+
+    def worst(self, seconds: float) -> float:
+        """Return the most of all ranks."""
+        if self.ranks is None or self.ranks.tp == 1:
+            return seconds
+        worst = torch.tensor([seconds], dtype=torch.float64, device=self.device)
+        dist.all_reduce(worst, dist.ReduceOp.MAX, group=self.ranks.group)
+        return float(worst)
+
+    def _batch(self, call: Callable[[], object], calls: int) -> float:
+        self.worst(0.0)  # every rank starts now
+        begun = time.perf_counter()
+        for _ in range(calls):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return (time.perf_counter() - begun) / calls
+
+
+@dataclass(frozen=True)
+class MeasuredSizes:
+    """Sizes that are measured on a kind of device.
+
+    Attributes:
+        matmuls: rows and width of square weights; the second is what ranks compute between two collectives.
+        copies: bytes. transfers: bytes of the whole tensor, of a short message and of a long one.
+        budget: seconds for each.
+    """
+
+    matmuls: tuple[tuple[int, int], ...]
+    copies: tuple[int, ...]
+    transfers: tuple[int, int]
+    budget: float = 0.1
+
+
+SIZES = {
+    "cpu": MeasuredSizes(
+        ((96, 192), (384, 384), (768, 192), (48, 768), (768, 768)), (2**18, 2**20, 2**22), (2**12, 2**21)
+    ),
+    "cuda": MeasuredSizes(
+        ((1024, 1024), (2048, 2048), (4096, 4096), (8192, 8192)), (2**24, 2**26, 2**28), (2**12, 2**27)
+    ),
+}
 
 
 def calibrate(
@@ -37,13 +116,13 @@ def calibrate(
     dtypes: Sequence[torch.dtype] = DTYPES,
     show: bool = True,
 ) -> Cluster:
-    """Measure the machine that this runs on and fit a `Cluster` to it.
+    """Measure the machine that this runs on and describe it as a `Cluster`.
 
-    Matmuls by dtype, attention, operators bound by memory and the launch of a kernel are timed on every rank at once,
-    so ranks that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun),
-    also each collective, over sizes and group sizes. Operands are read in turn, so that no cache holds them, as in a
-    step; on a processor a matmul counts with all that eager execution starts for it. The numbers are least squares of
-    the logarithms of predicted over measured times. Call it on all ranks alike.
+    Matmuls by dtype, an operator bound by memory and the launch of a kernel are timed on every rank at once, so ranks
+    that share a device's memory or a processor's cores share them here too; where there are ranks (torchrun), also
+    each collective, short and long, over the ranks of a node and over one rank of each node. Operands are read in
+    turn, so that no cache holds them, as in a step. Each number is the median of what the sizes say. Call it on all
+    ranks alike.
 
     Args:
         mesh: whose ranks take part; otherwise the process group that is there, or one made under torchrun. In one
@@ -54,7 +133,7 @@ def calibrate(
         devices_per_node: default: what torchrun started on this machine, where that is not all ranks; otherwise this
             machine's CUDA devices, or the base's number.
         dtypes: of the matmuls that are measured; float32 always is. A dtype left out counts as float32.
-        show: print what was found with the fit's error, and how far the measuring is, on rank 0.
+        show: print each median with the least and the most of its samples, on rank 0.
 
     Returns:
         The cluster, the same on every rank. `save` writes it to a file, which `cluster=` of the public functions takes.
@@ -73,97 +152,173 @@ def calibrate(
     start = replace(start, **described(name, start, ranks, device, devices_per_node))
     first = ranks is None or ranks.rank == 0
     clock = Clock(ranks, device, SIZES[device.type].budget)
-    with _progress(show and first) as step:
-        measured = list(kernels(clock, dict.fromkeys([torch.float32, *dtypes]), step))
-        transfers = list(_transfers(clock, start, step)) if ranks is not None and ranks.tp > 1 else []
-    cluster = fit(measured, transfers, start)
+    samples = kernel_samples(clock, dict.fromkeys([torch.float32, *dtypes]))
+    if ranks is not None and ranks.tp > 1:
+        samples |= _links(clock, ranks, start)
+    cluster = with_medians(samples, start)
     if show and first:
-        console = Console()
-        console.print(_table(cluster, measured, transfers))
-        console.print(_numbers(cluster, transfers), highlight=False, soft_wrap=True)
+        print(f"{cluster.name}: {cluster.device}", *_lines(cluster, samples), sep="\n")
     return cluster
 
 
-def _transfers(clock: Clock, cluster: Cluster, step: Callable[[str], None]) -> Iterator[Transfer]:
-    """Each collective over each size and group: neighbours in a node, and one rank of each node."""
-    assert clock.ranks is not None
-    world = clock.ranks.tp
-    per_node = min(world, cluster.devices_per_node)
-    inside = [(n, 1) for n in _degrees(per_node)]
-    for n, stride in [*inside, *((n, per_node) for n in _degrees(world // per_node))]:
-        group, work = _subgroup(clock.ranks, n, stride), product(clock.device)
-        alone = clock.time(work)
+def with_medians(samples: Samples, base: Cluster) -> Cluster:
+    """Return the cluster with the median of each field's samples; a field without samples stays.
+
+    Args:
+        samples: by field; rates by dtype. Where there are some, a dtype that has none counts as float32.
+        base: gives what has no samples.
+    """
+    medians = {name: statistics.median(x) for name, x in samples.items()}
+    rates = {name: x for name, x in medians.items() if name not in UNITS}
+    cluster = replace(base, **{name: x for name, x in medians.items() if name in UNITS})
+    if rates:
+        cluster = replace(cluster, peak_flops={"float32": base.peak("float32"), **rates})
+    # What a collective takes before its first step shows in its latency, but for the start of a kernel.
+    return replace(cluster, collective_overhead=cluster.launch_overhead) if "intra_latency" in samples else cluster
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+
+
+def kernel_samples(clock: Clock, dtypes: Iterable[torch.dtype]) -> Samples:
+    """Time launches, an operator bound by memory, and products of each dtype that this device has them for.
+
+    Args:
+        clock: of this rank; its device is measured. dtypes: of the products.
+    """
+    sizes, device = SIZES[clock.device.type], clock.device
+    run = _layer if device.type == "cpu" else _products  # what eager execution starts besides a device's queue hides
+    launch = clock.time(partial(_launches, device)) / LAUNCHES
+    product = clock.time(_in_turn(run, [(TINY_ROWS, TINY_ROWS)] * 3, torch.float32, device)) / PASSES
+    samples: Samples = {"launch_overhead": [launch], "product_launches": [product / launch], "memory_bandwidth": []}
+    for size in sizes.copies:
+        seconds = clock.time(_in_turn(_gelu, [(size // 1024, 256)], torch.float32, device)) / PASSES
+        samples["memory_bandwidth"].append(2.0 * size / own_seconds(seconds, launch))
+    for dtype in filter(partial(_multiplies, device), dtypes):
+        rates = samples.setdefault(str(dtype).removeprefix("torch."), [])
+        for rows, n in sizes.matmuls:
+            operands = [(rows, n), (n, n), (rows, n)]
+            seconds = clock.time(_in_turn(run, operands, dtype, device)) / PASSES
+            rates.append(2.0 * rows * n * n / own_seconds(seconds, product))
+            if seconds > SLOW_SECONDS:  # this device is slow with the dtype
+                break
+    return samples
+
+
+def own_seconds(seconds: float, launch: float) -> float:
+    """Return the seconds of a kernel after its launch."""
+    return max(seconds - launch, LEAST_SHARE * seconds)
+
+
+def _products(x: Tensor, w: Tensor, g: Tensor) -> object:
+    """Multiply as a linear layer does, forward and backward: laid out differently, these take different times."""
+    return x @ w.T, g @ w, g.T @ x
+
+
+def _layer(x: Tensor, w: Tensor, g: Tensor) -> object:
+    """Run a linear layer forward and backward, with all that eager execution starts for its three products."""
+    x, w, bias = (t.detach().requires_grad_() for t in (x, w, g[0]))
+    return F.linear(x, w, bias).backward(g)
+
+
+def _gelu(x: Tensor) -> object:
+    """Run a GeLU forward and backward."""
+    y = F.gelu(x.detach().requires_grad_())
+    return y.backward(x)
+
+
+def _launches(device: torch.device) -> None:
+    """Run a chain of operators on next to nothing, forward and backward, as eager training runs them."""
+    x = w = torch.ones(8, device=device, requires_grad=True)
+    for _ in range(LAUNCHES // 3):  # one operator forward, two backward: as the cost model counts
+        x = x * w
+    x.backward(torch.ones_like(x))
+
+
+def _in_turn(
+    run: Callable[..., object], shapes: list[tuple[int, int]], dtype: torch.dtype, device: torch.device
+) -> Callable[[], object]:
+    """Return a call on operands of these shapes, others each time until `COLD_BYTES` have been read."""
+    count = max(COLD_BYTES // (sum(map(math.prod, shapes)) * dtype.itemsize), 1)
+    # Random numbers: a device multiplies ones faster, for they take less power.
+    operands = cycle(zip(*(torch.rand(count, *shape, device=device).to(dtype) for shape in shapes), strict=True))
+    return lambda: run(*next(operands))
+
+
+def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
+    x = torch.ones(8, 8, dtype=dtype, device=device)
+    try:
+        _products(x, x, x)
+    except RuntimeError:  # "not implemented for": the device, or this build of torch, lacks the dtype
+        return False
+    return True
+
+
+# ---- links -------------------------------------------------------------------------------------------------------
+
+
+def _links(clock: Clock, ranks: Ranks, cluster: Cluster) -> Samples:
+    """Time a short and a long message of each collective: over the ranks of a node, and over one rank of each node."""
+    everyone, per_node = dist.get_process_group_ranks(ranks.group), min(ranks.tp, cluster.devices_per_node)
+    node = ranks.rank - ranks.rank % per_node
+    groups = {
+        "intra": everyone[node : node + per_node],
+        "inter": everyone[ranks.rank % per_node :: per_node],
+    }
+    samples: Samples = {}
+    for kind, members in groups.items():
+        n = len(members)
+        if n == 1:
+            continue
+        whole, forwards = n == ranks.tp, kind == "intra" and not cluster.switch
+        group: Any = ranks.group if whole else dist.new_group(members, use_local_synchronization=True)
         for primitive in COLLECTIVES:
-            for size in SIZES[clock.device.type].transfers:
-                step(f"{primitive}, {n} ranks")
-                count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can deal out
-                call = _collective(primitive, count, n, group, clock.device)
-                # Beside work ranks come late to each other and sleep meanwhile, which costs more than calls in a row.
-                beside = clock.time(lambda work=work, call=call: (work(), call())) - alone
-                yield Transfer(primitive, 4.0 * count, n, stride, max(beside, clock.time(call)))
-        if n < world:
+            timed = [_transfer(clock, primitive, size, n, group) for size in SIZES[clock.device.type].transfers]
+            latency, bandwidth = link_of(primitive, n, timed, forwards, 1 / cluster.memory_bandwidth)
+            samples.setdefault(f"{kind}_latency", []).append(latency)
+            samples.setdefault(f"{kind}_bandwidth", []).append(bandwidth)
+        if not whole:
             dist.destroy_process_group(group)
+    return samples
 
 
-def _degrees(most: int) -> list[int]:
-    """The sizes of groups that leave no rank over."""
-    return [n for n in range(2, most + 1) if most % n == 0]
+def link_of(
+    primitive: str, n: int, timed: Sequence[tuple[float, float]], forwards: bool, least: float
+) -> tuple[float, float]:
+    """Return latency and bandwidth of the links of a ring over which a short and a long message took so long.
+
+    Args:
+        primitive: the collective. n: ranks. timed: bytes of the whole tensor and seconds, of both messages.
+        forwards: whether ranks forward for each other. least: seconds that a byte takes at least.
+    """
+    steps = ring_seconds(primitive, 0.0, n, Link(1.0, math.inf, forwards))
+    (short, first), (long, second) = ((ring_seconds(primitive, x, n, Link(0.0, 1.0, forwards)), t) for x, t in timed)
+    per_byte = max((second - first) / (long - short), least)
+    return max((first - per_byte * short) / steps, LEAST_LATENCY), 1 / per_byte
 
 
-def _subgroup(ranks: Ranks, n: int, stride: int) -> ProcessGroup:
-    """This rank's group of `n` ranks, `stride` apart; the other ranks are in groups of their own."""
-    if n == ranks.tp:
-        return ranks.group
-    everyone, block = dist.get_process_group_ranks(ranks.group), n * stride
-    starts = [start + offset for start in range(0, ranks.tp, block) for offset in range(stride)]
-    groups = [everyone[start : start + n * stride : stride] for start in starts]
-    if ranks.tp == dist.get_world_size():
-        return dist.new_subgroups_by_enumeration(groups)[0]  # type: ignore[return-value]
-    mine = next(g for g in groups if dist.get_rank() in g)  # ranks outside of the mesh are not here to take part
-    return dist.new_group(mine, use_local_synchronization=True)  # type: ignore[return-value]
-
-
-def _collective(
-    primitive: str, count: int, n: int, group: ProcessGroup, device: torch.device
-) -> Callable[[], torch.Tensor]:
-    """A call of the primitive, as plans run it, whose whole tensor has `count` float32 elements."""
+def _transfer(clock: Clock, primitive: str, size: int, n: int, group: dist.ProcessGroup) -> tuple[float, float]:
+    """Time a call of the primitive, as plans run it, on a whole tensor of about so many bytes: bytes, and seconds."""
+    rows, width = SIZES[clock.device.type].matmuls[1]
+    x, w = torch.rand(rows, width, device=clock.device), torch.rand(width, width, device=clock.device)
+    count = max(size // (4 * n * n), 1) * n * n  # elements that every primitive can deal out
     shape = {"all_reduce": (count,), "all_gather": (count // n,), "reduce_scatter": (n, count // n)}
-    x = torch.zeros(shape.get(primitive, (n, count // (n * n))), device=device)
-    return lambda: real(primitive, x, "sum", tp=n, group=group.group_name)  # type: ignore[arg-type]
+    message = torch.zeros(shape.get(primitive, (n, count // (n * n))), device=clock.device)
+
+    def call() -> object:
+        return real(primitive, message, "sum", tp=n, group=group.group_name)  # type: ignore[arg-type]
+
+    # Beside work ranks come late to each other and sleep meanwhile, which costs more than calls in a row.
+    beside = clock.time(lambda: (x @ w @ w @ w, call())) - clock.time(lambda: x @ w @ w @ w)
+    return 4.0 * count, max(beside, clock.time(call))
 
 
-@contextmanager
-def _progress(show: bool) -> Iterator[Callable[[str], None]]:
-    """`step(what)` before each measurement; shows how many there were, and goes away."""
-    columns = (TextColumn("calibrating: {task.description:28}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not show) as progress:
-        task = progress.add_task("", total=None)
-        yield lambda what: progress.update(task, description=what, advance=1)
-
-
-def _table(cluster: Cluster, kernels: list[Kernel], transfers: list[Transfer]) -> Table:
-    """How far the cluster's predictions are from each item's times."""
-    samples: list[Sample] = [*kernels, *transfers]
-    table = Table(title=f"{cluster.name}: {cluster.device}", title_justify="left")
-    for column in ("measured", "sizes", "mean error of the fit", "worst"):
-        table.add_column(column, justify="left" if column == "measured" else "right")
-    for e in errors(samples, cluster):
-        table.add_row(e.item, str(e.samples), f"{e.mean:.0%}", f"{e.worst:.0%}")
-    return table
-
-
-def _numbers(c: Cluster, transfers: list[Transfer]) -> str:
-    """The fitted numbers, in words."""
-
-    def link(latency: float, bandwidth: float, measured: bool) -> str:
-        return f"{latency * 1e6:.3g} us, {bandwidth / 1e9:.3g} GB/s{'' if measured else ' (not measured)'}"
-
-    rates = ", ".join(f"{d} {r / 1e9:.4g}" for d, r in c.peak_flops.items())
-    inside = link(c.intra_latency, c.intra_bandwidth, any(t.stride == 1 for t in transfers))
-    between = link(c.inter_latency, c.inter_bandwidth, any(c.spans_nodes(t.n, t.stride) for t in transfers))
-    memory = f"memory {c.memory_bandwidth / 1e9:.4g} GB/s, launch {c.launch_overhead * 1e6:.3g} us"
-    memory += f", {c.product_launches:.3g} launches a matmul"
-    products = (
-        f"matmuls move their operands {c.packing:.2g} times besides, attention at {c.attention_rate:.0%} of the rate"
-    )
-    return f"GFLOP/s: {rates}\n{memory}\n{products}\nin a node: {inside}\nbetween nodes: {between}"
+def _lines(cluster: Cluster, samples: Samples) -> Iterator[str]:
+    """Write each median beside the least and the most of its samples, and what was not measured."""
+    yield f"{'measured':20}{'samples':>8}{'median':>12}{'least':>12}{'most':>12}"
+    for name in [*UNITS, *(x for x in samples if x not in UNITS)]:
+        scale, unit = UNITS.get(name, (1e-9, "GFLOP/s"))
+        values = samples.get(name) or [getattr(cluster, name)]
+        amounts = (f"{scale * x:>12.4g}" for x in (statistics.median(values), min(values), max(values)))
+        count = len(values) if name in samples else "none"
+        yield f"{name:20}{count:>8}{''.join(amounts)}  {unit}"

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields
 from os import PathLike, fspath
 from pathlib import Path
 from typing import Any
 
 from autotp.errors import InputError
+from autotp.ir.files import parse_json, parse_toml, read_text
 
-from . import files
 from .presets import PRESETS
 
 DEFAULT_PRESET = "h100"
+SUFFIXES = (".json", ".toml")
+MAX_FILE_BYTES = 1 << 16  # bytes: a description has about one thousand
 NotNegative = float
 
 
@@ -71,7 +74,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            _CHECKS[str(f.type)](f"Cluster.{f.name}", getattr(self, f.name))
+            _check(f"Cluster.{f.name}", getattr(self, f.name), str(f.type))
         object.__setattr__(self, "peak_flops", dict(self.peak_flops))  # the caller's mapping may change later
 
     @classmethod
@@ -100,7 +103,7 @@ class Cluster:
         """
         if cluster is None:
             return cls.preset(DEFAULT_PRESET)
-        if isinstance(cluster, PathLike) or isinstance(cluster, str) and cluster.endswith(files.SUFFIXES):
+        if isinstance(cluster, PathLike) or isinstance(cluster, str) and cluster.endswith(SUFFIXES):
             return cls.load(cluster)
         if isinstance(cluster, str):
             return cls.preset(cluster)
@@ -122,7 +125,7 @@ class Cluster:
             InputError: the file cannot be read, or a field is missing, unknown or not what it must be; the message
                 names the file and the field.
         """
-        data = files.read(path)
+        data = read_fields(path)
         try:
             return cls.from_dict(_filled(data, path))
         except InputError as error:
@@ -134,7 +137,7 @@ class Cluster:
         Raises:
             InputError: the path has another suffix, or cannot be written.
         """
-        files.write(path, self.to_dict())
+        write_fields(path, self.to_dict())
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> Cluster:
@@ -190,50 +193,84 @@ def _filled(data: Mapping[str, Any], path: str | PathLike[str]) -> dict[str, Any
     return {**base, "source": f"preset {preset}; changed: {names}", **fields}
 
 
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "str": (lambda x: isinstance(x, str), "a string"),
+    "float": (_positive, "a finite number greater than 0"),
+    "NotNegative": (lambda x: x == 0.0 or _positive(x), "a finite number greater than 0"),
+    "int": (lambda x: _positive(x) and isinstance(x, int), "an int of at least 1"),
+    "bool": (lambda x: isinstance(x, bool), "True or False"),
+    "Mapping[str, float]": (
+        lambda x: isinstance(x, Mapping) and "float32" in x,
+        "a mapping from dtype names to FLOP/s that has at least 'float32'",
+    ),
+}  # annotation of a field -> what holds for its value, and in words
+
+
+def _check(what: str, value: Any, kind: str) -> None:
+    holds, must = _RULES[kind]
+    if not holds(value):
+        raise _refuse(what, value, must)
+    if isinstance(value, Mapping):
+        for dtype, rate in value.items():
+            if not isinstance(dtype, str):
+                raise _refuse(f"a key of {what}", dtype, "a dtype's name, such as 'bfloat16'")
+            _check(f"{what}[{dtype!r}]", rate, "float")
+
+
 def _refuse(what: str, value: Any, must: str) -> InputError:
     return InputError(f"{what} is {value!r}: it must be {must}. Correct the cluster's description.")
 
 
-def _check_number(what: str, value: Any) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    if not good:
-        raise _refuse(what, value, "a finite number greater than 0")
+# ---- files --------------------------------------------------------------------------------------------------
 
 
-def _check_amount(what: str, value: Any) -> None:
-    if value != 0.0:
-        _check_number(what, value)
+def read_fields(path: str | PathLike[str]) -> dict[str, Any]:
+    """The fields that a file holds, by the format that its suffix says.
+
+    Raises:
+        InputError: another suffix, no such file, a large one, text that is not in that format, or no fields in it.
+    """
+    file, suffix = Path(path), _suffix(path)
+    text = read_text(file, MAX_FILE_BYTES, error=InputError)
+    data = (parse_json if suffix == ".json" else parse_toml)(text, str(file), error=InputError)
+    if not isinstance(data, dict):
+        raise InputError(f"{file} holds a {type(data).__name__}: it must hold the fields of one cluster.")
+    return data
 
 
-def _check_rates(what: str, value: Any) -> None:
-    if not isinstance(value, Mapping) or "float32" not in value:
-        raise _refuse(what, value, "a mapping from dtype names to FLOP/s that has at least 'float32'")
-    for dtype, rate in value.items():
-        if not isinstance(dtype, str):
-            raise _refuse(f"a key of {what}", dtype, "a dtype's name, such as 'bfloat16'")
-        _check_number(f"{what}[{dtype!r}]", rate)
+def write_fields(path: str | PathLike[str], data: Mapping[str, Any]) -> None:
+    """Write fields that are strings, numbers, flags and mappings of those, in the format that the suffix says.
+
+    Raises:
+        InputError: another suffix, or the file cannot be written.
+    """
+    file, suffix = Path(path), _suffix(path)
+    text = json.dumps(data, indent=1, ensure_ascii=False) + "\n" if suffix == ".json" else _toml(data)
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{file} cannot be written: {error.strerror or error}. Check the path.") from None
 
 
-def _check_count(what: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _refuse(what, value, "an int of at least 1")
+def _suffix(path: str | PathLike[str]) -> str:
+    suffix = Path(path).suffix
+    if suffix not in SUFFIXES:
+        raise InputError(f"{Path(path)} must end in {' or '.join(SUFFIXES)}: the suffix says the format.")
+    return suffix
 
 
-def _check_flag(what: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise _refuse(what, value, "True or False")
+def _toml(data: Mapping[str, Any]) -> str:
+    """Plain fields first, as TOML wants it, then a table for each mapping. JSON's scalars are TOML's."""
+    tables = {k: v for k, v in data.items() if isinstance(v, Mapping)}
+    lines = [f"{k} = {_scalar(v)}" for k, v in data.items() if k not in tables]
+    for name, table in tables.items():
+        lines += ["", f"[{name}]", *(f"{_scalar(k)} = {_scalar(v)}" for k, v in table.items())]
+    return "\n".join(lines) + "\n"
 
 
-def _check_text(what: str, value: Any) -> None:
-    if not isinstance(value, str):
-        raise _refuse(what, value, "a string")
-
-
-_CHECKS = {
-    "str": _check_text,
-    "float": _check_number,
-    "NotNegative": _check_amount,
-    "int": _check_count,
-    "bool": _check_flag,
-    "Mapping[str, float]": _check_rates,
-}
+def _scalar(x: Any) -> str:
+    return json.dumps(x, ensure_ascii=False).replace("\x7f", "\\u007f")  # the one character that only TOML escapes

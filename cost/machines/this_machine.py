@@ -1,17 +1,17 @@
-"""The machine that this process runs on, as far as it is known without measuring."""
+"""This machine, as far as it is known without measuring: its processor, its memory, its devices."""
 
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.errors import InputError
-
-from .processor import memory, processor
 
 
 def described(
@@ -44,3 +44,24 @@ def described(
     return {
         "name": name, "device": title, "memory_size": float(size), "devices_per_node": per_node, "source": source,
     }  # fmt: skip
+
+
+def memory() -> float:
+    """Bytes of this machine's memory; a nominal number where the platform does not tell."""
+    countable = hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names
+    return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) if countable else 16e9
+
+
+def free_memory() -> int:
+    """Bytes of it that a process can still take; 0 where the platform does not tell."""
+    info = Path("/proc/meminfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return next((1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable:")), 0)
+
+
+def processor() -> str:
+    """The name of this machine's CPU."""
+    info = Path("/proc/cpuinfo")
+    text = info.read_text() if info.exists() else ""
+    lines = [x for x in text.splitlines() if x.startswith("model name")]
+    return lines[0].partition(":")[2].strip() if lines else platform.processor() or platform.machine()

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
-from autotp.cost.machines.clock import Clock
+from autotp.cost.machines.calibrate import Clock
 from benchmarks.cost_accuracy import HEADING, Point, Shape, fitted, page, rank_correlation, step, summary
 from benchmarks.helpers.performance import PAGE, write_section
 

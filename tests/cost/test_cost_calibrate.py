@@ -1,7 +1,8 @@
-"""Calibration: the fit finds the numbers that made the times, and says how far it is off; measuring on gloo ranks."""
+"""Calibration: times give the numbers that made them; medians of these; measuring on gloo ranks."""
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -11,95 +12,52 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 import autotp
-from autotp.cost import Cluster
+import autotp.cost.machines.calibrate as measuring
+from autotp.cost import Cluster, collective_seconds
 from autotp.cost.collectives import COLLECTIVES
-from autotp.cost.machines.calibrate import _degrees
-from autotp.cost.machines.clock import Clock
-from autotp.cost.machines.fit import Kernel, Transfer, errors, fit
-from autotp.cost.machines.operators import SIZES
+from autotp.cost.machines.calibrate import SIZES, Clock, link_of, own_seconds, with_medians
 from autotp.cost.machines.this_machine import described
 from autotp.errors import InputError
 from tests.helpers.clusters import ROUND
 
-RATES = ("packing", "product_launches", "attention_rate")
-FOUND = ("launch_overhead", "memory_bandwidth", "intra_latency", "intra_bandwidth", "inter_latency", "inter_bandwidth")
+
+def measured(truth: Cluster, primitive: str, n: int, sizes: tuple[int, int] = (2**10, 2**20)) -> Any:
+    """Bytes and seconds of a short and a long message in a node that is exactly `truth`."""
+    return [(float(size), collective_seconds(primitive, size, n, truth)) for size in sizes]
 
 
-def kernels(truth: Cluster) -> list[Kernel]:
-    """What a machine that is exactly `truth` would take: a launch, copies, matmuls."""
-    blank = [Kernel("launch", "float32", 0, 1, 0)]
-    blank += [Kernel("copy", "float32", 0, 2.0**k, 0) for k in (20, 22, 24)]
-    blank += [Kernel("product launch", "float32", 1.0, 0, 0)]
-    sizes = ((16, 64), (16, 512), (512, 512))
-    blank += [
-        Kernel(f"matmul {d}", d, 2.0 * m * n * n, 4.0 * (2 * m + n) * n, 0) for d in truth.peak_flops for m, n in sizes
-    ]
-    blank += [Kernel("attention", "float32", 4.0 * n * n * 64, 4.0 * n * 64, 0) for n in (64, 256)]
-    return [k._replace(seconds=truth.launch_overhead if k.item == "launch" else k.predicted(truth)) for k in blank]
+@pytest.mark.parametrize("switch", [True, False])
+@pytest.mark.parametrize("primitive", COLLECTIVES)
+def test_two_messages_give_the_link_that_made_their_times(primitive, switch):
+    truth = replace(ROUND, switch=switch)
+    found = link_of(primitive, 4, measured(truth, primitive, 4), not switch, 1e-12)
+    assert found == pytest.approx((truth.intra_latency, truth.intra_bandwidth), rel=1e-6)
+    # the negative control: of a ring whose ranks forward for each other an all-to-all says something else
+    other = link_of(primitive, 4, measured(truth, primitive, 4), switch, 1e-12)
+    assert (other == pytest.approx(found)) is (primitive != "all_to_all")
 
 
-def transfers(truth: Cluster, degrees: tuple[int, ...] = (2, 4)) -> list[Transfer]:
-    """Every collective on it, in a node; and between two nodes, over one rank of each."""
-    places = [*((n, 1) for n in degrees), (2, truth.devices_per_node)]
-    blank = [Transfer(p, 2.0**k, n, s, 0) for p in COLLECTIVES for n, s in places for k in (4, 10, 20)]
-    return [t._replace(seconds=t.predicted(truth)) for t in blank]
-
-
-@pytest.mark.parametrize(("switch", "packing"), [(True, 0.0), (False, 1.5)])
-def test_the_fit_finds_the_numbers_that_made_the_times(switch, packing):
-    truth = replace(
-        ROUND, switch=switch, peak_flops={"float32": 3e9, "bfloat16": 7e9}, memory_bandwidth=5e9, packing=packing,
-        product_launches=6.0, attention_rate=0.4,
-    )  # fmt: skip
-    other = replace(Cluster.preset("local"), devices_per_node=4)
-    found = fit(kernels(truth), transfers(truth), other)
-    for name in FOUND:
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-4), name
-    assert found.peak_flops == pytest.approx(truth.peak_flops, rel=1e-3) and found.switch is switch
-    for name in RATES:
-        assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=1e-3, abs=1e-9), name
-    assert max(e.worst for e in errors([*kernels(truth), *transfers(truth)], found)) < 2e-3
-
-
-def test_another_machine_shows_as_an_error():
-    """The negative control: times that no alpha and beta make, and a cluster that is not the machine."""
-    odd = [t._replace(seconds=t.seconds * (9 if t.nbytes == 2**10 else 1)) for t in transfers(ROUND)]
-    found = errors(odd, fit(kernels(ROUND), odd, ROUND))
-    assert max(e.worst for e in found) > 0.5
-    slow = replace(ROUND, intra_latency=2e-6)
-    off = {e.item: e.worst for e in errors(transfers(ROUND), slow)}
-    assert off["all_reduce, 4 ranks"] > 0.9 and off["all_reduce, 2 ranks 4 apart"] == 0
-
-
-def test_noise_moves_the_fit_by_no_more_than_itself():
-    generator = torch.Generator().manual_seed(0)
-    noisy = [
-        t._replace(seconds=t.seconds * (1 + 0.1 * float(torch.rand(1, generator=generator)))) for t in transfers(ROUND)
-    ]
-    found = fit([], noisy, ROUND)
-    assert ROUND.intra_latency <= found.intra_latency <= 1.1 * ROUND.intra_latency
-    assert 0.9 <= found.intra_bandwidth / ROUND.intra_bandwidth <= 1
-
-
-def test_what_is_not_measured_stays():
-    assert fit([], [], ROUND) == ROUND
-    alone = fit(kernels(ROUND), [], Cluster.preset("local"))
-    assert alone.intra_latency == Cluster.preset("local").intra_latency
+def test_medians_take_the_place_of_what_was_measured_and_of_nothing_else():
+    samples = {"launch_overhead": [1e-6, 9e-6, 2e-6], "memory_bandwidth": [5e9], "bfloat16": [1e9, 3e9, 7e12]}
+    found = with_medians(samples, ROUND)
+    assert (found.launch_overhead, found.memory_bandwidth) == (2e-6, 5e9)
+    assert found.peak_flops == {"float32": ROUND.peak("float32"), "bfloat16": 3e9}
+    assert with_medians({}, ROUND) == ROUND and found.collective_overhead == ROUND.collective_overhead
+    linked = with_medians({**samples, "intra_latency": [3e-6]}, ROUND)
+    assert (linked.intra_latency, linked.collective_overhead) == (3e-6, 2e-6)
 
 
 @pytest.mark.parametrize("seconds", [1e-30, 1.0])
 def test_times_that_no_link_takes_still_give_a_cluster(seconds):
-    same = [t._replace(seconds=seconds) for t in transfers(ROUND)]
-    fit([k._replace(seconds=seconds) for k in kernels(ROUND)], same, ROUND)  # every number finite and positive
-
-
-def test_groups_leave_no_rank_over():
-    assert [_degrees(n) for n in (1, 2, 6, 7, 8)] == [[], [2], [2, 3, 6], [7], [2, 4, 8]]
+    latency, bandwidth = link_of("all_reduce", 4, [(1e3, seconds), (1e6, seconds)], False, 1e-12)
+    replace(ROUND, intra_latency=latency, intra_bandwidth=bandwidth)  # every number finite and positive
+    assert own_seconds(seconds, 2 * seconds) > 0
 
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), cold=2**20, budget=0.01))
+    monkeypatch.setattr(measuring, "COLD_BYTES", 2**20)
+    monkeypatch.setitem(SIZES, "cpu", replace(SIZES["cpu"], matmuls=((64, 64), (16, 128)), budget=0.01))
 
 
 def test_one_process(quick, capsys, tmp_path):
@@ -107,7 +65,7 @@ def test_one_process(quick, capsys, tmp_path):
     said, local = capsys.readouterr().out, Cluster.preset("local")
     assert found.name == "mine" and found.intra_bandwidth == local.intra_bandwidth
     assert found.peak("float32") > 1e8 and found.memory_bandwidth > 1e8 and 1e-8 < found.launch_overhead < 1e-2
-    assert "matmul bfloat16" in said and "mean error of the fit" in said and "not measured" in said
+    assert "bfloat16" in said and "median" in said and re.search(r"inter_latency +none", said)
     found.save(tmp_path / "mine.toml")
     assert Cluster.resolve(str(tmp_path / "mine.toml")) == found
     again = autotp.calibrate(base=found, show=False, dtypes=[torch.bfloat16])
@@ -150,7 +108,8 @@ def test_calls_are_timed():
 
 def on_a_rank(rank: int, world: int, group: Any, nodes: int) -> Cluster:
     mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("tp",))
-    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((64, 64),), transfers=(2**12, 2**21), cold=2**20, budget=0.005)
+    measuring.COLD_BYTES = 2**20
+    SIZES["cpu"] = replace(SIZES["cpu"], matmuls=((64, 64), (64, 64)), budget=0.005)
     return autotp.calibrate(mesh, devices_per_node=world // nodes, show=False)
 
 
