@@ -6,12 +6,15 @@ import os
 import platform
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from autotp.comm.ranks import Ranks
 from autotp.cost import Cluster
 from autotp.errors import InputError
+
+if TYPE_CHECKING:
+    from autotp.comm.ranks import Ranks
 
 
 def described(
