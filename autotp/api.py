@@ -77,12 +77,12 @@ def plan(
         model: any `nn.Module`; on the meta device too.
         tp: number of ranks; "auto": of 1, 2, 4, ... 32 that one with the most throughput per device among those that
             fit into `memory`, by default the device's. The plan then holds the table of all (`Plan.degrees`).
-        devices: price every pp x dp x cp x tp of so many instead, for training (docs/mesh.md); with `tp` those alone.
+        devices: price every pp x dp x cp x tp of so many instead, for training (docs/choosing.md); with `tp` those alone.
         global_batch: examples of a step over all of these; default: as many as the example inputs have, for each.
         example_inputs: a tensor, a tuple (args), a mapping (kwargs), or `autotp.Inputs`; transformers' may go without.
             With `devices` they are one micro-batch.
         pins: `{"model.layers.*.mlp.up_proj.weight": Shard(0)}` with torch's placements, for parameters, module outputs,
-            the model's inputs and outputs, or a logical axis (docs/constraints.md); patterns as in `fnmatch`.
+            the model's inputs and outputs, or a logical axis (docs/guide.md); patterns as in `fnmatch`.
         cluster: the machines to price for: a `Cluster`, a preset's name, or a .json or .toml file; default "h100".
         objective: "training" (forward and backward count), "prefill" (a forward), or "decode" (a forward of one new
             token a sequence, against a cache as long as the example inputs).
@@ -202,7 +202,7 @@ def compile(
         backend, options: "eager", or what they are to `torch.compile`, such as "inductor".
         optimise: switches by name: {"overlap": False}, "measured"; True, False: all; None: each as it sees fit.
         check: compare values between the ranks too: parameters' once, inputs' at every call. check_capture: see `plan`.
-        precision: "float8", "float8-rowwise", "float8-delayed": large products in that (docs/float8.md).
+        precision: "float8", "float8-rowwise", "float8-delayed": large products in that (docs/precision.md).
         reduce_dtype: torch.float32: gradients of narrower parameters are added up in it, over ranks and backwards.
         compare: "first", "every": for debugging, compare that call and its backward with the original's, on the ranks.
     Returns: the `ShardedModule`; in one plain process it holds the plan, and cannot be called.

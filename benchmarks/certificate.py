@@ -1,4 +1,4 @@
-"""Ask spmd_types about mutants and about the list of architectures; write the tables of docs/certificate.md.
+"""Ask spmd_types about mutants and about the list of architectures; write the tables of docs/performance.md.
 
 python -m benchmarks.certificate mutants        # fourteen programs, each conversion dropped, doubled, replaced
 python -m benchmarks.certificate architectures  # the list at tp=2, without --missing all of it again
@@ -26,7 +26,7 @@ from benchmarks.helpers.isolate import Record
 from .helpers import isolate
 
 RESULTS = Path(__file__).with_name("certificate.json")
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "certificate.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 PRELOAD = "benchmarks.helpers.certified"
 LIMIT = 300.0  # seconds for one architecture
 JUDGES = ("shapes", "types", "verify", "nobody")

@@ -1,7 +1,7 @@
 """The limit of decoding for Llamas of 8B and 70B on the described clusters, and what their plans predict.
 
     python -m benchmarks.decode_limit            # prints the tables
-    python -m benchmarks.decode_limit --write    # and writes the section of docs/decoding.md
+    python -m benchmarks.decode_limit --write    # and writes the section of docs/performance.md
 
 Nothing runs on devices: bytes come from plans of models on the meta device, seconds from the clusters' descriptions.
 """
@@ -24,7 +24,7 @@ from benchmarks.helpers.performance import table, write_section
 from .plan_time import build
 
 HEADING = "Llama 8B and 70B on the described clusters"
-PAGE = Path(__file__).resolve().parent.parent / "docs" / "decoding.md"
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "performance.md"
 MODELS = ("Llama-8B", "Llama-70B")
 CLUSTERS = ("h100", "h200", "a100", "a100-pcie", "l40s")
 DEGREES, SEQUENCES, LENGTH = (1, 2, 4, 8), 1, 4096
@@ -65,7 +65,7 @@ def rows(name: str, clusters: Sequence[str] = CLUSTERS) -> Iterator[list[str]]:
 
 
 def section(models: Sequence[str] = MODELS) -> str:
-    """The section of docs/decoding.md."""
+    """The section of docs/performance.md."""
     tables = "\n".join(f"{name}:\n\n{table(HEAD, rows(name))}" for name in models)
     return f"""\
 `python -m benchmarks.decode_limit --write`: bfloat16, {SEQUENCES} sequence, a cache of {LENGTH} tokens.
@@ -81,7 +81,7 @@ fit into a device.
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the section of docs/decoding.md")
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     given = parser.parse_args(arguments)
     text = section()
     print(text)

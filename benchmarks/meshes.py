@@ -1,7 +1,7 @@
 """Published meshes of large runs, and where each ranks among those that the cost model chooses from.
 
     python -m benchmarks.meshes           # prices what benchmarks/meshes.json lacks, and prints the tables
-    python -m benchmarks.meshes --write   # and their sections of docs/mesh.md
+    python -m benchmarks.meshes --write   # and their sections of docs/performance.md
 
 Nothing runs: models are on the meta device, and every figure is predicted. Each case is a process of its own.
 """
@@ -33,7 +33,8 @@ from benchmarks.helpers.performance import table, write_section
 from .plan_time import MODELS, build
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE, RESULTS, DRAWING = ROOT / "docs/mesh.md", ROOT / "benchmarks/meshes.json", ROOT / "docs/assets/mesh-llama-70b.svg"
+PAGE, RESULTS = ROOT / "docs/performance.md", ROOT / "benchmarks/meshes.json"
+DRAWING = ROOT / "docs/assets/mesh-llama-70b.svg"
 LIMIT, CHOSEN = 1800.0, "Llama-70B on 512"
 Degrees = tuple[int, int, int, int]  # pp, dp, cp, tp
 
@@ -211,7 +212,7 @@ def chosen(found: Mapping[str, Record]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the sections of docs/mesh.md")
+    parser.add_argument("--write", action="store_true", help="write the sections of docs/performance.md")
     parser.add_argument("--anew", action="store_true", help="price again what is there")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="these cases, by the beginnings of their names")
     given = parser.parse_args(arguments)

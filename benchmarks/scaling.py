@@ -1,7 +1,7 @@
 """From 8 devices to 2,048 by the cost model, and the program of one rank of Llama-405B, built here.
 
     python -m benchmarks.scaling           # prints both tables
-    python -m benchmarks.scaling --write   # and their sections of docs/scaling.md
+    python -m benchmarks.scaling --write   # and their sections of docs/performance.md
 
 The first plans Llama 3.1's shapes at tp=8, fully sharded over the other devices, some sequences for each tp group: more
 devices take more sequences. The second compiles a model without weights as rank 0 of torch's "fake" process group,
@@ -36,7 +36,7 @@ from benchmarks.helpers.variants import sent, training_step
 from .hand_plans import FakeStore
 from .plan_time import build
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "scaling.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 DEVICES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
 MODELS = ("Llama-70B", "Llama-405B")
 TP, LENGTH, CLUSTER, LIMIT = 8, 8192, "h100", 900.0
@@ -142,7 +142,7 @@ def program_table(found: Mapping[str, float]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the sections of docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write the sections of docs/performance.md")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--devices", nargs="+", type=int, default=DEVICES, help=f"multiples of {TP}")
     given = parser.parse_args(arguments)

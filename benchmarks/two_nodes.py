@@ -1,7 +1,7 @@
 """Training over two nodes: where the groups lie, the bytes that leave a node, and a node that is lost.
 
     python -m benchmarks.two_nodes           # prints the table
-    python -m benchmarks.two_nodes --write   # and the section of docs/scaling.md
+    python -m benchmarks.two_nodes --write   # and the section of docs/performance.md
 
 `examples/train.py` on two nodes of two ranks each, started by torchrun with its rendezvous between them. The nodes are
 network namespaces of this machine, joined by a link of limited rate (`benchmarks.helpers.nodes`; for an administrator).
@@ -31,7 +31,7 @@ from benchmarks.helpers.performance import table, write_section
 from examples import train
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "scaling.md"
+PAGE = ROOT / "docs" / "performance.md"
 HEADING = "Two nodes, measured"
 RATE = 25e6  # bytes a second: well below what one core sends
 RANKS, LIMIT = 2, 600.0  # of a node; seconds until a run counts as hung
@@ -155,7 +155,7 @@ def lost(nodes: tuple[Node, Node], folder: Path, port: int, tp: int, dp: int) ->
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="write the section of docs/scaling.md")
+    parser.add_argument("--write", action="store_true", help="write the section of docs/performance.md")
     given = parser.parse_args(arguments)
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder, joined(RATE) as nodes:

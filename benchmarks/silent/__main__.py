@@ -32,7 +32,7 @@ from .page import HEADING, page
 from .table import LIMIT, Table
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULTS, PAGE = ROOT / "benchmarks" / "silent.json", ROOT / "docs" / "debugging.md"
+RESULTS, PAGE = ROOT / "benchmarks" / "silent.json", ROOT / "docs" / "performance.md"
 SHOWN = 1500  # characters of a fault
 
 

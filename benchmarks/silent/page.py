@@ -1,4 +1,4 @@
-"""The section of docs/debugging.md that says what was tried, from the results."""
+"""The section of docs/performance.md that says what was tried, from the results."""
 
 from __future__ import annotations
 

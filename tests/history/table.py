@@ -1,4 +1,4 @@
-"""Writes docs/history.md: every historic bug, the mutant, and which witness refused it.
+"""Writes tests/history/README.md: every historic bug, the mutant, and which witness refused it.
 
     python -m tests.history.table
 
@@ -14,7 +14,7 @@ from .on_ranks import OnRanks
 from .prove import Proved
 from .row import Row, linked
 
-PAGE = Path(__file__).resolve().parents[2] / "docs/history.md"
+PAGE = Path(__file__).resolve().parent / "README.md"
 ROWS: list[Row] = sorted([*gradients.ROWS, *layouts.ROWS, *float8.ROWS], key=lambda row: row.number)
 WITNESSES = ("types", "certificate", "numbers", "ranks")
 HEAD = """# Bugs of other systems, put back in
@@ -26,7 +26,7 @@ the program of the ranks, and must be noticed, and named. Written by `python -m 
 The witnesses:
 
 - **types**: the layouts of the program's values, held against what their readers were decided to read
-- **certificate**: [spmd_types](certificate.md), which others wrote, on the program alone: nothing is computed
+- **certificate**: [spmd_types](../../docs/guide.md#proving-a-plan), which others wrote, on the program alone
 - **numbers**: `autotp.verify`, every value and every gradient on simulated ranks
 - **ranks**: processes, compared with one device: norms, resumed states, evaluation and training again
 

@@ -1,4 +1,4 @@
-"""The benchmarks of decoding: docs/decoding.md holds what they print."""
+"""The benchmarks of decoding: docs/performance.md holds what they print."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_page_has_the_limits_that_the_command_prints(monkeypatch):
     part = page.split("Llama-8B:")[1].split("Llama-70B:")[0]
     for cells in printed:
         line = table(cells, [cells]).splitlines()[0]
-        assert line in part, f"docs/decoding.md lacks {line}: python -m benchmarks.decode_limit --write"
+        assert line in part, f"docs/performance.md lacks {line}: python -m benchmarks.decode_limit --write"
         assert line.replace("| 7.77 |", "| 7.78 |").replace("| 1.94 |", "| 1.95 |") not in part
     assert [cells[1] for cells in printed] == ["2", "8"] and decode_limit.HEADING in page
 

@@ -1,4 +1,4 @@
-"""benchmarks/meshes.py: its cases are meshes of their devices, and docs/mesh.md shows its results."""
+"""benchmarks/meshes.py: its cases are meshes of their devices, and docs/performance.md shows its results."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_the_page_shows_the_results():
     assert set(found) == {case.name for case in meshes.CASES}
     for section in (meshes.HERD, meshes.MEGATRON, meshes.PLAYBOOK):
         assert meshes.shown(section, found).strip() in page, (
-            "docs/mesh.md is stale: python -m benchmarks.meshes --write"
+            "docs/performance.md is stale: python -m benchmarks.meshes --write"
         )
     assert found[meshes.CHOSEN]["text"] in page and found[meshes.CHOSEN]["cpu"] < 60
     assert f"assets/{meshes.DRAWING.name}" in page and meshes.DRAWING.exists()

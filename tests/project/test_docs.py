@@ -31,10 +31,10 @@ PINNED = torch.__version__.startswith("2.13.") and transformers.__version__.star
 # And more blocks than this:
 ON_RANKS = {
     "docs/generation.md": 1,
-    "docs/other-tools.md": 4,
+    "docs/integrations.md": 7,
     "docs/guide.md": 10,
     "docs/training.md": 5,
-    "docs/two-axes.md": 4,
+    "docs/axes.md": 5,
 }
 
 

@@ -1,4 +1,4 @@
-"""docs/scaling.md: two nodes on one machine, and the program of one rank of a group that sends nothing."""
+"""Two nodes on one machine, and the program of one rank of a group that sends nothing."""
 
 from __future__ import annotations
 
